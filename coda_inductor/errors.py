@@ -1,0 +1,30 @@
+"""Every error a user can see, one class each, so that callers can catch what they mean.
+
+Leaf module: imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+
+class CodaError(Exception):
+    """Base of all errors raised by coda_inductor."""
+
+
+class OptionError(CodaError, ValueError):
+    """An option of ``torch.compile(..., backend="coda", options=...)`` is unknown or has a bad value."""
+
+
+class PatternError(CodaError, ValueError):
+    """A pattern file is missing, does not load or is malformed."""
+
+
+class ProgramError(CodaError, ValueError):
+    """An :class:`~coda_inductor.program.EpilogueProgram` is not legal; the message names the step."""
+
+
+class KernelError(CodaError, RuntimeError):
+    """A generated kernel could not be rendered, compiled or launched."""
+
+
+class FallbackError(CodaError, RuntimeError):
+    """Raised instead of a fallback when ``options={"strict": True}``."""

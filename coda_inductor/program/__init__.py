@@ -1,0 +1,12 @@
+"""Epilogue programs: what happens to a GEMM's accumulator tile before it leaves the chip.
+
+ir      the frozen dataclasses, their JSON form and identity
+ops     the elementwise vocabulary
+verify  is a program legal?
+"""
+
+from coda_inductor.program.ir import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program.ops import OPS
+from coda_inductor.program.verify import verify
+
+__all__ = ["OPS", "EpilogueProgram", "Operand", "Reduce", "Step", "Store", "verify"]

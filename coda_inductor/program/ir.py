@@ -1,0 +1,158 @@
+"""EpilogueProgram: a small frozen SSA program over one GEMM accumulator tile.
+
+The program says what happens to ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves
+the chip. It is built of the five primitives of the CODA paper (arXiv 2605.19269, section 4):
+elementwise steps, vector loads (row or column broadcast), tile loads and stores, block
+reductions. It never mentions the mainloop, the tile size or the graph it came from.
+
+A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
+one shape: gate and up projections that meet in one tile (rule R6 of the design).
+
+Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
+
+    program(acc: bfloat16 x bfloat16)
+      load  c0      : tile bfloat16
+      load  w0      : row bfloat16
+      x     = add acc c0          # aten.add.Tensor
+      h     = mul x w0            # aten.mul.Tensor
+      sq    = mul x x             # aten.mul.Tensor
+      store out0    = x : bfloat16
+      store out1    = h : bfloat16
+      reduce part0  = add over N of sq
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+
+#: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
+#: "col" (M,), one value a row; "scalar" (), one value.
+OPERAND_KINDS = ("tile", "row", "col", "scalar")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that the epilogue reads. ``dtype`` is a torch dtype name, e.g. ``"bfloat16"``."""
+
+    name: str
+    kind: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """``name = op(*args)``. An argument is an SSA name or a literal. ``origin`` is the graph op it
+    came from; it is for readers only and not part of the program's identity."""
+
+    name: str
+    op: str
+    args: tuple[str | float, ...]
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Store:
+    """An (M, N) output: ``value`` converted to ``dtype``."""
+
+    name: str
+    value: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A reduction of ``value`` that leaves the kernel as float32 partials, one a tile (rule R2).
+
+    ``axis="row"`` reduces along N: partials are (M, n_tiles). ``axis="col"`` reduces along M:
+    partials are (m_tiles, N). ``combine`` is ``"add"`` or ``"max"``.
+    """
+
+    name: str
+    value: str
+    axis: str = "row"
+    combine: str = "add"
+
+
+@dataclass(frozen=True)
+class EpilogueProgram:
+    """See the module docstring. Use :func:`coda_inductor.program.verify` before running one."""
+
+    accs: tuple[str, ...]
+    in_dtype: str
+    operands: tuple[Operand, ...] = ()
+    steps: tuple[Step, ...] = ()
+    stores: tuple[Store, ...] = ()
+    reduces: tuple[Reduce, ...] = ()
+
+    @property
+    def paired(self) -> bool:
+        return len(self.accs) == 2
+
+    @property
+    def outputs(self) -> tuple[Store | Reduce, ...]:
+        """What one run returns, in order: the stores, then the partials of the reductions."""
+        return (*self.stores, *self.reduces)
+
+    def to_json(self) -> str:
+        return _to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> EpilogueProgram:
+        return _from_json(text)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Identity: equal for programs that compute the same, whatever graph they came from."""
+        steps = tuple(dataclasses.replace(step, origin="") for step in self.steps)
+        text = _to_json(dataclasses.replace(self, steps=steps))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        factors = " | ".join(f"{acc}: {self.in_dtype} x {self.in_dtype}" for acc in self.accs)
+        lines = [f"program({factors})"]
+        lines += [f"  load   {o.name:<8}: {o.kind} {o.dtype}" for o in self.operands]
+        for s in self.steps:
+            args = " ".join(a if isinstance(a, str) else repr(a) for a in s.args)
+            comment = f"# {s.origin}" if s.origin else ""
+            lines.append(f"  {s.name:<6} = {s.op} {args:<24} {comment}".rstrip())
+        lines += [f"  store  {s.name:<8}= {s.value} : {s.dtype}" for s in self.stores]
+        over = {"row": "N", "col": "M"}
+        lines += [
+            f"  reduce {r.name:<8}= {r.combine} over {over.get(r.axis, r.axis)} of {r.value}"
+            for r in self.reduces
+        ]
+        return "\n".join(lines)
+
+
+_FORMAT = 1  # bump when the meaning of the serialized form changes
+
+
+def _to_json(program: EpilogueProgram) -> str:
+    body = {"format": _FORMAT, "accs": program.accs, "in_dtype": program.in_dtype}
+    for field in ("operands", "steps", "stores", "reduces"):
+        body[field] = [dataclasses.astuple(item) for item in getattr(program, field)]
+    return json.dumps(body, separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _from_json(text: str) -> EpilogueProgram:
+    body = json.loads(text)
+    if body.get("format") != _FORMAT:
+        from coda_inductor.errors import ProgramError
+
+        raise ProgramError(
+            f"program format {body.get('format')!r} is not {_FORMAT}: it was serialized by another "
+            "version of coda_inductor; clear torch's compile cache (TORCHINDUCTOR_CACHE_DIR)"
+        )
+    return EpilogueProgram(
+        accs=tuple(body["accs"]),
+        in_dtype=body["in_dtype"],
+        operands=tuple(Operand(*o) for o in body["operands"]),
+        steps=tuple(Step(n, op, tuple(args), origin) for n, op, args, origin in body["steps"]),
+        stores=tuple(Store(*s) for s in body["stores"]),
+        reduces=tuple(Reduce(*r) for r in body["reduces"]),
+    )

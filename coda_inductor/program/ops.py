@@ -1,0 +1,66 @@
+"""The elementwise vocabulary of epilogue programs: name, arity and meaning in plain torch.
+
+The renderer (``coda_inductor.render``) has one CuTeDSL template for each name here; a test
+keeps the two tables equal. Adding an op means adding a row to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One elementwise operation: how many arguments, what it computes, whether it yields a bool."""
+
+    arity: int
+    torch: Callable[..., Any]
+    boolean: bool = False
+
+
+OPS: dict[str, OpSpec] = {
+    # arithmetic
+    "add": OpSpec(2, torch.add),
+    "sub": OpSpec(2, torch.sub),
+    "mul": OpSpec(2, torch.mul),
+    "div": OpSpec(2, torch.div),
+    "neg": OpSpec(1, torch.neg),
+    "abs": OpSpec(1, torch.abs),
+    "reciprocal": OpSpec(1, torch.reciprocal),
+    "maximum": OpSpec(2, torch.maximum),
+    "minimum": OpSpec(2, torch.minimum),
+    # powers and roots
+    "sqrt": OpSpec(1, torch.sqrt),
+    "rsqrt": OpSpec(1, torch.rsqrt),
+    # transcendental
+    "exp": OpSpec(1, torch.exp),
+    "exp2": OpSpec(1, torch.exp2),
+    "log": OpSpec(1, torch.log),
+    "log2": OpSpec(1, torch.log2),
+    "tanh": OpSpec(1, torch.tanh),
+    "sigmoid": OpSpec(1, torch.sigmoid),
+    "erf": OpSpec(1, torch.erf),
+    "sin": OpSpec(1, torch.sin),
+    "cos": OpSpec(1, torch.cos),
+    # piecewise
+    "relu": OpSpec(1, torch.relu),
+    "where": OpSpec(3, torch.where),
+    "lt": OpSpec(2, torch.lt, boolean=True),
+    "le": OpSpec(2, torch.le, boolean=True),
+    "gt": OpSpec(2, torch.gt, boolean=True),
+    "ge": OpSpec(2, torch.ge, boolean=True),
+    "eq": OpSpec(2, torch.eq, boolean=True),
+    "ne": OpSpec(2, torch.ne, boolean=True),
+    "logical_and": OpSpec(2, torch.logical_and, boolean=True),
+    "logical_or": OpSpec(2, torch.logical_or, boolean=True),
+    "logical_not": OpSpec(1, torch.logical_not, boolean=True),
+}
+
+#: dtypes an operand may have. Values are always computed in float32 (float64 for float64 GEMMs).
+OPERAND_DTYPES = ("float64", "float32", "bfloat16", "float16")
+#: dtypes a store may have.
+STORE_DTYPES = OPERAND_DTYPES

@@ -1,0 +1,108 @@
+"""Is a program legal? Checked before every use, so that the consumers need no checks of their own."""
+
+from __future__ import annotations
+
+import keyword
+import math
+
+from coda_inductor.errors import ProgramError
+from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
+from coda_inductor.program.ops import OPERAND_DTYPES, OPS, STORE_DTYPES
+
+#: Names a generated kernel uses for itself.
+RESERVED = frozenset({"acc", "acc0", "acc1", "D", "C", "c"})
+
+
+def verify(program: EpilogueProgram) -> EpilogueProgram:
+    """Return ``program`` if it is legal.
+
+    Raises:
+        ProgramError: naming the first operand, step, store or reduction that is not legal, and why.
+    """
+    if program.accs not in (("acc",), ("acc0", "acc1")):
+        raise ProgramError(f"accumulators must be ('acc',) or ('acc0', 'acc1'), got {program.accs}")
+    if program.in_dtype not in OPERAND_DTYPES:
+        raise ProgramError(f"GEMM dtype {program.in_dtype!r} is not one of {OPERAND_DTYPES}")
+    if not program.outputs:
+        raise ProgramError("a program needs at least one store or reduction")
+    defined = set(program.accs)
+    booleans: set[str] = set()
+    taken = set(program.accs)
+    _operands(program, defined, taken)
+    _steps(program, defined, taken, booleans)
+    _outputs(program, defined, taken, booleans)
+    return program
+
+
+def _fresh(name: str, what: str, taken: set[str]) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ProgramError(f"{what} {name!r} is not a Python identifier")
+    if name in taken or name in RESERVED:
+        raise ProgramError(f"{what} {name!r} is defined twice or reserved")
+    taken.add(name)
+
+
+def _operands(program: EpilogueProgram, defined: set[str], taken: set[str]) -> None:
+    for operand in program.operands:
+        _fresh(operand.name, "operand", taken)
+        if operand.kind not in OPERAND_KINDS:
+            raise ProgramError(
+                f"operand {operand.name!r}: kind {operand.kind!r} is not one of {OPERAND_KINDS}"
+            )
+        if operand.dtype not in OPERAND_DTYPES:
+            raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
+        if program.paired and operand.kind in ("tile", "row"):
+            raise ProgramError(
+                f"operand {operand.name!r}: a paired program reads only col and scalar operands, "
+                f"got {operand.kind!r}"
+            )
+        defined.add(operand.name)
+
+
+def _steps(
+    program: EpilogueProgram, defined: set[str], taken: set[str], booleans: set[str]
+) -> None:
+    for step in program.steps:
+        spec = OPS.get(step.op)
+        if spec is None:
+            raise ProgramError(f"step {step.name!r}: unknown op {step.op!r}")
+        if len(step.args) != spec.arity:
+            raise ProgramError(
+                f"step {step.name!r}: {step.op} takes {spec.arity} arguments, got {len(step.args)}"
+            )
+        for position, arg in enumerate(step.args):
+            if not isinstance(arg, str):
+                if isinstance(arg, bool) or math.isnan(arg):
+                    raise ProgramError(f"step {step.name!r}: literal {arg!r} is not a number")
+                continue
+            if arg not in defined:
+                raise ProgramError(f"step {step.name!r} reads {arg!r} before it is defined")
+            wants_bool = step.op.startswith("logical_") or (step.op == "where" and position == 0)
+            if wants_bool != (arg in booleans):
+                raise ProgramError(
+                    f"step {step.name!r}: {step.op} argument {position} must be "
+                    f"{'a bool' if wants_bool else 'a number'}, {arg!r} is not"
+                )
+        if not any(isinstance(arg, str) for arg in step.args):
+            raise ProgramError(f"step {step.name!r} has only literals: fold it")
+        _fresh(step.name, "step", taken)
+        defined.add(step.name)
+        if spec.boolean:
+            booleans.add(step.name)
+
+
+def _outputs(
+    program: EpilogueProgram, defined: set[str], taken: set[str], booleans: set[str]
+) -> None:
+    for output in program.outputs:
+        _fresh(output.name, "output", taken)
+        if output.value not in defined or output.value in booleans:
+            raise ProgramError(f"output {output.name!r}: {output.value!r} is not a number here")
+    for store in program.stores:
+        if store.dtype not in STORE_DTYPES:
+            raise ProgramError(f"store {store.name!r}: dtype {store.dtype!r} is not legal")
+    for reduce in program.reduces:
+        if reduce.axis not in ("row", "col"):
+            raise ProgramError(f"reduce {reduce.name!r}: axis {reduce.axis!r} is not row or col")
+        if reduce.combine not in ("add", "max"):
+            raise ProgramError(f"reduce {reduce.name!r}: combine {reduce.combine!r} is not legal")

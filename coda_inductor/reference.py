@@ -1,0 +1,81 @@
+"""The reference executor: an epilogue program as plain torch ops, on any device and in any dtype.
+
+It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
+(traced into the graph, so that Inductor compiles it), and the documentation of what a program means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coda_inductor.program import OPS, EpilogueProgram
+
+
+def compute_dtype(program: EpilogueProgram) -> torch.dtype:
+    """Values live in float32 on the tile; in float64 when the GEMM is float64."""
+    return torch.float64 if program.in_dtype == "float64" else torch.float32
+
+
+def run(
+    program: EpilogueProgram,
+    a: Tensor,
+    bs: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    *,
+    exact: bool = False,
+) -> list[Tensor]:
+    """Run ``program`` on ``a`` (M, K) and its ``bs``, each (K, N).
+
+    ``operands`` follow ``program.operands``: tile (M, N), row (N,), col (M,), scalar ().
+    With ``exact`` the GEMM itself runs in the compute dtype (the oracle); without, in the
+    inputs' dtype, which is what an unfused graph does and costs no more than it.
+
+    Returns the stores, each (M, N), then the partials of the reductions over one tile that covers
+    everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
+    """
+    wide = compute_dtype(program)
+    env: dict[str, Tensor] = {}
+    for name, b in zip(program.accs, bs, strict=True):
+        env[name] = a.to(wide) @ b.to(wide) if exact else (a @ b).to(wide)
+    for operand, tensor in zip(program.operands, operands, strict=True):
+        value = tensor.to(wide)
+        env[operand.name] = value[:, None] if operand.kind == "col" else value
+    shape = env[program.accs[0]].shape
+    for step in program.steps:
+        args = [_value(arg, env, wide, a.device) for arg in step.args]
+        env[step.name] = OPS[step.op].torch(*args)
+    outputs = []
+    for store in program.stores:
+        outputs.append(env[store.value].to(getattr(torch, store.dtype)).expand(shape).contiguous())
+    for reduce in program.reduces:
+        dim = 1 if reduce.axis == "row" else 0
+        value = env[reduce.value].expand(shape)
+        outputs.append(
+            value.sum(dim, keepdim=True)
+            if reduce.combine == "add"
+            else value.amax(dim, keepdim=True)
+        )
+    return outputs
+
+
+def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: torch.device):
+    if isinstance(arg, str):
+        return env[arg]
+    # torch.maximum, torch.where and friends take no Python scalars: a 0-dim tensor serves all ops.
+    return torch.full((), arg, dtype=wide, device=device)
+
+
+def output_shapes(
+    program: EpilogueProgram, m, n, tile_m: int | None = None, tile_n: int | None = None
+) -> list[tuple]:
+    """Shapes of what one run returns, for tiles of ``tile_m`` x ``tile_n`` (None: one tile)."""
+    shapes: list[tuple] = [(m, n) for _ in program.stores]
+    for reduce in program.reduces:
+        if reduce.axis == "row":
+            shapes.append((m, -(-n // tile_n) if tile_n else 1))
+        else:
+            shapes.append((-(-m // tile_m) if tile_m else 1, n))
+    return shapes
