@@ -1,0 +1,55 @@
+"""What must not happen between the nodes of an idiom: a mutation, or a change of mode.
+
+Two hazards give silently wrong results (both seen): ``x.mul_(2)`` between two nodes of an idiom,
+and an idiom that straddles a ``no_grad`` or autocast border. Every such node starts a new epoch;
+an idiom's nodes must all lie in one.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+_STATE = frozenset(
+    {
+        "_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast",
+        "_enter_inference_mode", "_exit_inference_mode", "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_enable", "set_autocast_enabled", "set_autocast_dtype",
+    }
+)  # fmt: skip
+_INPLACE_OPERATORS = frozenset(
+    {
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+        operator.imatmul, operator.imod, operator.ipow, operator.iand, operator.ior,
+        operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
+    }
+)  # fmt: skip
+
+
+def mutates(node: Node) -> bool:
+    """Does ``node`` change a tensor in place? Errs on the side of yes."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
+        return True
+    if node.kwargs.get("inplace") is True:
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def epochs(graph: Graph) -> dict[Node, int]:
+    """The epoch of every node: it grows at each mutation and each mode change."""
+    epoch, result = 0, {}
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in _STATE or mutates(node):
+            epoch += 1
+        result[node] = epoch
+    return result

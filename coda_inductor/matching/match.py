@@ -1,0 +1,103 @@
+"""Find a plain PyTorch function inside a Dynamo graph.
+
+The idiom is traced with ``torch.fx`` and both sides are read through :mod:`normalize`, so that the
+spelling does not matter; ``add`` and ``mul`` match in either order; literals are captured; float
+casts are looked through (what a cast changes is the rounding of an intermediate; the result's
+dtype is checked by whoever replaces the match).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.matching.normalize import COMMUTATIVE, normalize, value
+
+
+@dataclass
+class Match:
+    """One occurrence: what each parameter of the idiom stands for, and the nodes it covers."""
+
+    root: Node
+    bound: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[Node, None] = field(default_factory=dict)  # ordered set: ops of the idiom
+    casts: dict[Node, None] = field(default_factory=dict)  # casts looked through
+
+    @property
+    def inner(self) -> list[Node]:
+        """Nodes that disappear with the match: everything but the root."""
+        return [n for n in (*self.nodes, *self.casts) if n is not self.root]
+
+
+class Idiom:
+    """A traced idiom. ``function`` takes tensors and literals and returns one tensor."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.name = function.__name__
+        graph = torch.fx.symbolic_trace(function).graph
+        self.root: Node = graph.output_node().args[0]
+        self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}
+
+    def match(self, root: Node) -> Match | None:
+        """The occurrence of this idiom whose result is ``root``, or None."""
+        if _is_cast(root):
+            return None  # the idiom ends at the op; a cast behind it stays in the graph
+        found = Match(root)
+        return found if self._node(self.root, root, found) else None
+
+    def _node(self, pattern: Any, target: Any, found: Match) -> bool:
+        if not isinstance(pattern, Node):
+            return not isinstance(target, Node) and pattern == target
+        if pattern in self.parameters:
+            return self._parameter(self.parameters[pattern], target, found)
+        if _is_cast(pattern):
+            return self._node(pattern.args[0], target, found)
+        if not isinstance(target, Node):
+            return False
+        while _is_cast(target):
+            found.casts[target] = None
+            target = target.args[0]
+        want, have = normalize(pattern), normalize(target)
+        if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
+            return False
+        found.nodes[target] = None
+        orders = [have.args]
+        if want.op in COMMUTATIVE and len(have.args) == 2:
+            orders.append(have.args[::-1])
+        for args in orders:
+            saved = (dict(found.bound), dict(found.nodes), dict(found.casts))
+            if all(self._node(p, t, found) for p, t in zip(want.args, args, strict=True)):
+                return True
+            found.bound, found.nodes, found.casts = saved
+        return False
+
+    def _parameter(self, name: str, target: Any, found: Match) -> bool:
+        # A widening cast in front of the idiom belongs to it (x.float()); a narrowing one is the
+        # user's rounding of an input and stays.
+        while isinstance(target, Node) and _is_cast(target) and _widens(target):
+            found.casts[target] = None
+            target = target.args[0]
+        if name in found.bound:
+            return found.bound[name] is target or (
+                not isinstance(target, Node) and found.bound[name] == target
+            )
+        found.bound[name] = target
+        return True
+
+
+def _is_cast(node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    canon = normalize(node)
+    return canon is not None and canon.op == "cast"
+
+
+def _widens(cast: Node) -> bool:
+    source, result = value(cast.args[0]), value(cast)
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    return torch.promote_types(source.dtype, result.dtype) == result.dtype

@@ -1,0 +1,138 @@
+"""One dialect for the many spellings of an operation in a Dynamo (torch-level) graph.
+
+``x.pow(2)``, ``torch.square(x)`` and ``x * x`` are all ``square``; ``x.to(d)``, ``x.float()`` and
+``x.type_as(y)`` are all ``cast``; ``operator.add``, ``torch.add`` and ``Tensor.add`` are ``add``.
+In-place spellings (``operator.iadd``, ``mul_``) are never normalized: they are not the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+
+class Canon(NamedTuple):
+    """A node in the common dialect: op name and its significant arguments."""
+
+    op: str
+    args: tuple[Any, ...]
+
+
+COMMUTATIVE = frozenset({"add", "mul"})
+
+_FUNCTIONS: dict[Any, str] = {
+    operator.add: "add", torch.add: "add", operator.mul: "mul", torch.mul: "mul",
+    torch.multiply: "mul", operator.sub: "sub", torch.sub: "sub",
+    operator.truediv: "div", torch.div: "div", torch.true_divide: "div",
+    operator.neg: "neg", torch.neg: "neg", operator.pow: "pow", torch.pow: "pow",
+    torch.square: "square", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
+    torch.reciprocal: "reciprocal", torch.mean: "mean", torch.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid", F.silu: "silu", torch.ops.aten.silu.default: "silu",
+    torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm",
+}  # fmt: skip
+_METHODS = {
+    "add": "add", "mul": "mul", "multiply": "mul", "sub": "sub", "div": "div",
+    "true_divide": "div", "neg": "neg", "pow": "pow", "square": "square", "rsqrt": "rsqrt",
+    "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "sigmoid": "sigmoid",
+    "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast",
+    "bfloat16": "cast", "double": "cast",
+}  # fmt: skip
+
+
+def value(node: Any) -> Any:
+    """The fake value that Dynamo or AOTAutograd recorded for ``node``, or None."""
+    if not isinstance(node, Node):
+        return None
+    for key in ("example_value", "val"):
+        if key in node.meta:
+            return node.meta[key]
+    return None
+
+
+def normalize(node: Node) -> Canon | None:
+    """``node`` in the common dialect, or None when it is not one of the known operations."""
+    if node.op == "call_function":
+        name = _FUNCTIONS.get(node.target)
+    elif node.op == "call_method":
+        name = _METHODS.get(str(node.target))
+    else:
+        return None
+    if name is None:
+        return None
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(node)
+    allowed = {"inplace": False} if name == "silu" else {"alpha": 1}
+    for key, item in node.kwargs.items():
+        if allowed.get(key, _MISSING) != item and key not in ("input", "other"):
+            return None  # an option that changes the meaning (alpha=, rounding_mode=, out=)
+    args = tuple(node.args)
+    args += tuple(node.kwargs[k] for k in ("input", "other") if k in node.kwargs)
+    if name == "silu":
+        if len(args) > 1 and args[1]:  # F.silu(x, inplace=True)
+            return None
+        args = args[:1]
+    if name == "mul" and len(args) == 2 and args[0] is args[1]:
+        return Canon("square", (args[0],))
+    return Canon(name, args)
+
+
+_MISSING = object()
+
+
+def _cast(node: Node) -> Canon | None:
+    """A pure dtype change between floating types: no device move, no memory format."""
+    if node.kwargs.get("memory_format") is not None:
+        return None
+    source, result = value(node.args[0]), value(node)
+    if isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor):
+        floating = source.is_floating_point() and result.is_floating_point()
+        if not floating or source.device != result.device or source.stride() != result.stride():
+            return None
+    return Canon("cast", (node.args[0],))
+
+
+def _pow(node: Node) -> Canon:
+    exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+    if not isinstance(exponent, Node) and exponent == 2:
+        return Canon("square", (node.args[0],))
+    return Canon("pow", (node.args[0], exponent))
+
+
+def _mean(node: Node) -> Canon | None:
+    """Only a mean over the last dimension that keeps it."""
+    named = dict(zip(("input", "dim", "keepdim"), node.args, strict=False))
+    named.update(node.kwargs)
+    dim, keepdim = named.get("dim"), named.get("keepdim", False)
+    if isinstance(dim, (list, tuple)):
+        if len(dim) != 1:
+            return None
+        dim = dim[0]
+    source = value(named["input"])
+    last = (-1,) if source is None else (-1, source.dim() - 1)
+    if dim not in last or keepdim is not True or set(named) - {"input", "dim", "keepdim", "dtype"}:
+        return None
+    return Canon("mean_last", (named["input"],))
+
+
+def _rms_norm(node: Node) -> Canon | None:
+    """``F.rms_norm(x, shape, weight, eps)`` over the last dimension only."""
+    named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args, strict=False))
+    named.update(node.kwargs)
+    shape = named.get("normalized_shape")
+    if not isinstance(shape, (list, tuple, torch.Size)) or len(shape) != 1:
+        return None
+    return Canon("rms_norm", (named["input"], named.get("weight"), named.get("eps")))
+
+
+_SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
+    "cast": _cast,
+    "pow": _pow,
+    "mean": _mean,
+    "rms_norm": _rms_norm,
+}

@@ -1,0 +1,144 @@
+"""Pass 1, raise: idioms in Dynamo's torch-level graph become semantic ops.
+
+Before::
+
+    pow_1 = x.pow(2); mean = pow_1.mean(-1, keepdim=True); ... ; mul_1 = weight * to_1
+
+After::
+
+    rms_norm = torch.ops.coda_inductor.rms_norm.default(x, weight, 1e-06, torch.bfloat16)
+
+Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
+ever erased: dead-code elimination here would delete in-place ops (Dynamo's graph is not functional).
+Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
+used elsewhere, or when a side condition of the pattern fails; the reason is logged and kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.log import logger
+from coda_inductor.matching import Match, epochs, value
+from coda_inductor.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A near miss: the pattern matched at ``node`` but must not fire."""
+
+    pattern: str
+    node: str
+    reason: str
+
+
+def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
+    """Replace every idiom of ``patterns`` in ``gm`` and in its checkpointed regions, in place.
+
+    Returns the near misses. Tensors keep their shapes, dtypes and devices; parameters are untouched.
+    """
+    refusals: list[Refusal] = []
+    for graph in _graphs(gm):
+        for pattern in patterns:
+            refusals += _raise_one(graph, pattern)
+    gm.recompile()
+    return refusals
+
+
+def _graphs(gm: GraphModule) -> Iterator[Graph]:
+    yield gm.graph
+    for node in gm.graph.nodes:
+        # Bodies of checkpoint and nested_compile_region are child modules; others (flex_attention's
+        # score_mod, cond branches) have semantics of their own and stay as they are.
+        name = str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))
+        if name not in ("tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph"):
+            continue
+        for arg in node.args:
+            if isinstance(arg, Node) and arg.op == "get_attr":
+                child = getattr(gm, str(arg.target), None)
+                if isinstance(child, GraphModule):
+                    yield from _graphs(child)
+                    child.recompile()
+
+
+def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:
+    refusals = []
+    epoch = epochs(graph)
+    # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
+    for root in reversed(list(graph.nodes)):
+        if root._erased or root.op not in ("call_function", "call_method"):
+            continue
+        match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
+        if match is None:
+            continue
+        reason = _hazard(match, epoch) or pattern.refusal(match)
+        if reason is None and (expected := _mismatch(pattern, match)):
+            reason = expected
+        if reason is not None:
+            logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
+            refusals.append(Refusal(pattern.name, root.name, reason))
+            continue
+        _replace(graph, pattern, match, epoch)
+    return refusals
+
+
+def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
+    covered = set(match.nodes) | set(match.casts)
+    if len({epoch[n] for n in covered}) != 1:
+        return "an in-place op or a grad/autocast mode change lies between its nodes"
+    leaves = {n for n in match.casts if n.args[0] in match.bound.values()}
+    for node in match.inner:
+        if node in leaves:
+            continue  # a widened input may have other readers; it simply stays
+        if any(user not in covered for user in node.users):
+            return f"its intermediate {node.name} is used elsewhere"
+    return None
+
+
+def _fake(arg: object) -> object:
+    return value(arg) if isinstance(arg, Node) else arg
+
+
+def _mismatch(pattern: Pattern, match: Match) -> str | None:
+    """Run the op on the recorded fake values: its result must be what the idiom's was."""
+    want = value(match.root)
+    mode = getattr(want, "fake_mode", None)
+    if not isinstance(want, torch.Tensor) or mode is None:
+        return "no fake value is recorded"
+    with mode:
+        have = pattern.op(*map(_fake, pattern.arguments(match)))
+    have = have if pattern.result is None else have[pattern.result]
+    for what in ("dtype", "shape", "device"):
+        if getattr(want, what) != getattr(have, what):
+            return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
+    return None
+
+
+def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
+    root, arguments = match.root, pattern.arguments(match)
+    mode = value(root).fake_mode
+    with graph.inserting_before(root):
+        call = graph.call_function(pattern.op, arguments)
+        with mode:
+            call.meta = {**root.meta, "example_value": pattern.op(*map(_fake, arguments))}
+        new = call
+        if pattern.result is not None:
+            new = graph.call_function(operator.getitem, (call, pattern.result))
+            new.meta = dict(root.meta)
+    for node in {call, new}:
+        epoch[node] = epoch[root]
+    root.replace_all_uses_with(new)
+    for node in sorted((*match.nodes, *match.casts), key=_position(graph), reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    logger.debug("raise: %s at %s", pattern.name, new.name)
+
+
+def _position(graph: Graph):
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return order.__getitem__
