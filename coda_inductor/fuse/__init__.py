@@ -1,0 +1,15 @@
+"""Pass 4, fuse: every GEMM takes the memory-bound work around it into its epilogue.
+
+elementwise  which aten ops become which steps
+operands     how an outside tensor covers the tile
+region       grow a GEMM's epilogue
+pair         gate and up meet in one tile
+policy       may it, should it, and how does it run
+emit         program -> graph
+driver       all GEMMs of a graph, in order
+"""
+
+from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.fuse.policy import Policy
+
+__all__ = ["Policy", "fuse_gemms"]

@@ -1,0 +1,152 @@
+"""All GEMMs of a graph, in order: grow, judge, emit, report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.errors import FallbackError
+from coda_inductor.fuse.emit import emit, expand
+from coda_inductor.fuse.pair import pair_with
+from coda_inductor.fuse.policy import Policy, Verdict
+from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
+from coda_inductor.graph import fake, is_cast, module_path
+from coda_inductor.log import logger, warn_once
+from coda_inductor.report import SiteReport
+from coda_inductor.runtime import pool
+
+
+def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[str]]:
+    """Fuse what may and should be fused, in place.
+
+    Returns a report for every GEMM and how often each pattern fired. A site whose rendering or
+    compilation fails is expanded to plain aten ops, alone.
+
+    Raises:
+        FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
+    """
+    sites: list[SiteReport] = []
+    fired: set[tuple[str, str]] = set()
+    calls: dict[Node, int] = {}
+    done: set[Node] = set()
+    while (anchor := next((n for n in graph.nodes if _todo(n, done)), None)) is not None:
+        done.add(anchor)
+        region, site, verdict = _plan(graph, anchor, policy)
+        if verdict is not None and verdict.how != "unfused":
+            done |= set(region.anchors)
+            fired |= _patterns(region)
+            calls[emit(graph, region, site.program, verdict.config)] = len(sites)
+        sites.append(site)
+        logger.debug(
+            "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
+            f" ({site.reason})" if site.reason else "",
+        )  # fmt: skip
+    _lower(graph, calls, sites, policy)
+    return sites, Counter(name for name, _ in fired)
+
+
+def _todo(node: Node, done: set[Node]) -> bool:
+    return node.target in GEMMS and node not in done
+
+
+def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
+    """The best region of ``anchor``, its report so far, and how it runs (None: it does not)."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    a, b = gemm_inputs(anchor)
+    path = module_path(anchor)
+    site = SiteReport(
+        f"{anchor.name} {path}".strip(), (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
+    )
+    region = Region((anchor,))
+    if (reason := policy.legal(anchor)) is not None:
+        return region, replace(site, reason=reason), None
+    pair = pair_with(anchor, order)
+    reason = ""
+    for region in [r for r in (pair, grow((anchor,), order)) if r is not None]:
+        if not region.work:
+            return region, replace(site, reason=_idle(region)), None
+        program = region.program()
+        verdict = policy.judge(region, program)
+        if verdict.how == "unfused":
+            reason = reason or verdict.reason
+            continue
+        site = replace(
+            site,
+            patterns=tuple(sorted({name for name, _ in _patterns(region)})),
+            absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
+            bytes_saved=_bytes_saved(region),
+            how=verdict.how,
+            reason=verdict.reason,
+            program=program,
+            config=verdict.config,
+        )
+        return region, site, verdict
+    return region, replace(site, reason=reason), None
+
+
+def _short(node: Node) -> str:
+    """``mul`` for ``aten.mul.Tensor``: what a reader of the table wants."""
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _idle(region: Region) -> str:
+    """Why nothing was absorbed: the first neighbour's reason."""
+    for node, reason in region.refusals.items():
+        return f"{node.name}: {reason}"
+    return "its result is not used"
+
+
+def _patterns(region: Region) -> set[tuple[str, str]]:
+    """(pattern, occurrence) of everything a region absorbed."""
+    found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
+    tiles = {o.name for o in region.operands.values() if o.kind == "tile"}
+    if any(step.op in ("add", "sub") and tiles & set(step.args) for step in region.steps):
+        found.add(("residual", region.anchors[0].name))
+    if not found:
+        found.add(("epilogue", region.anchors[0].name))
+    return found
+
+
+def _bytes_saved(region: Region) -> int:
+    """Traffic that no longer happens: each product was written once and read once by the
+    elementwise kernel behind it; what is still stored as it was is not saved."""
+    total = 0
+    stored = region.stored()
+    for anchor in region.anchors:
+        product = fake(anchor)
+        size = _number(product.shape[0]) * product.shape[1] * product.element_size()
+        total += size if region.values[anchor] in stored else 2 * size
+    return total
+
+
+def _number(m: Any) -> int:
+    return int(m.node.hint or 0) if isinstance(m, torch.SymInt) else int(m)
+
+
+def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy: Policy) -> None:
+    """Compile the kernels side by side; expand what runs through the reference or failed."""
+    kernels = {call: i for call, i in calls.items() if sites[i].how == "kernel"}
+    requests = {call: _request(call) for call in kernels}
+    errors = pool.compile_all(set(requests.values())) if requests else {}
+    for call, i in kernels.items():
+        error = errors[requests[call]]
+        if error is None:
+            continue
+        key = sites[i].program.key
+        if policy.options.strict:
+            raise FallbackError(f"{sites[i].site}: kernel {key}: {error}")
+        warn_once(sites[i].site, f"kernel {key} does not compile: {error}")
+        sites[i] = replace(sites[i], how="reference", reason=f"does not compile: {error}")
+    for call, i in calls.items():
+        if sites[i].how == "reference":
+            expand(graph, call)
+
+
+def _request(call: Node) -> pool.KernelRequest:
+    a, bs, _, program, config = call.args
+    b_major = "n" if fake(bs[0]).stride(1) == 1 and fake(bs[0]).stride(0) != 1 else "k"
+    return pool.KernelRequest(program, config, b_major, fake(a).device.index or 0)

@@ -1,0 +1,108 @@
+"""Which aten ops can run on an accumulator tile, and as which steps of a program.
+
+Each row maps an op to a function ``(emit, *args) -> value``: ``emit(op, *args)`` appends a step and
+returns its name; an argument is the name of a value or a Python number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+Value = str | float
+Emit = Callable[..., Value]
+
+
+def _plain(op: str) -> Callable[..., Value]:
+    return lambda emit, *args: emit(op, *args)
+
+
+def _add(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
+    return emit("add", x, y if alpha == 1 else emit("mul", y, alpha))
+
+
+def _sub(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
+    return emit("sub", x, y if alpha == 1 else emit("mul", y, alpha))
+
+
+def _rsub(emit: Emit, x: Value, y: Value, alpha: Value = 1) -> Value:
+    return _sub(emit, y, x, alpha)
+
+
+def _clamp(emit: Emit, x: Value, low: Value | None = None, high: Value | None = None) -> Value:
+    x = x if low is None else emit("maximum", x, low)
+    return x if high is None else emit("minimum", x, high)
+
+
+def _pow(emit: Emit, x: Value, exponent: Value) -> Value | None:
+    if exponent == 1:
+        return x
+    if exponent == 2:
+        return emit("mul", x, x)
+    if exponent == 3:
+        return emit("mul", emit("mul", x, x), x)
+    simple = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    return emit(simple[exponent], x) if exponent in simple else None
+
+
+def _silu(emit: Emit, x: Value) -> Value:
+    return emit("mul", x, emit("sigmoid", x))
+
+
+def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
+    """Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2."""
+    if approximate == "tanh":
+        cubic = emit("mul", emit("mul", emit("mul", x, x), x), 0.044715)
+        inner = emit("mul", emit("add", x, cubic), math.sqrt(2 / math.pi))
+        phi = emit("tanh", inner)
+    else:
+        phi = emit("erf", emit("mul", x, math.sqrt(0.5)))
+    return emit("mul", emit("mul", x, 0.5), emit("add", phi, 1.0))
+
+
+_UNARY = (
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "tanh", "sigmoid",
+    "erf", "sin", "cos", "relu", "logical_not",
+)  # fmt: skip
+_COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+
+LOWERINGS: dict[Any, Callable[..., Value | None]] = {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Tensor: _rsub,
+    aten.rsub.Scalar: _rsub,
+    aten.mul.Tensor: _plain("mul"),
+    aten.mul.Scalar: _plain("mul"),
+    aten.div.Tensor: _plain("div"),
+    aten.div.Scalar: _plain("div"),
+    aten.maximum.default: _plain("maximum"),
+    aten.minimum.default: _plain("minimum"),
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: lambda emit, x, high: _clamp(emit, x, None, high),
+    aten.hardtanh.default: lambda emit, x, low=-1.0, high=1.0: _clamp(emit, x, low, high),
+    aten.pow.Tensor_Scalar: _pow,
+    aten.square.default: lambda emit, x: emit("mul", x, x),
+    aten.silu.default: _silu,
+    aten.gelu.default: _gelu,
+    aten.where.self: _plain("where"),
+    aten.logical_and.default: _plain("logical_and"),
+    aten.logical_or.default: _plain("logical_or"),
+    **{getattr(aten, name).default: _plain(name) for name in _UNARY},
+    **{getattr(aten, name).Tensor: _plain(name) for name in _COMPARE},
+    **{getattr(aten, name).Scalar: _plain(name) for name in _COMPARE},
+}
+
+#: Row reductions that can leave the tile as partials: op -> how partials combine.
+REDUCTIONS: dict[Any, str] = {
+    aten.sum.dim_IntList: "add",
+    aten.mean.dim: "add",
+    aten.amax.default: "max",
+}

@@ -1,0 +1,124 @@
+"""Put a region's program into the graph: one custom op call, and views back to the old shapes.
+
+Before::
+
+    mm, view, add (residual), mul (gamma), mul (x * x), mean
+
+After::
+
+    gemm_epilogue(a, [b], [residual, gamma], program, config) -> getitem 0, 1, 2
+    view (residual stream), view (operand of the next GEMM), sum of the partials / N
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from coda_inductor import reference
+from coda_inductor.errors import ProgramError
+from coda_inductor.fuse.region import Region, gemm_inputs
+from coda_inductor.graph import aten, fake, insert, prims, same, splice
+from coda_inductor.program import EpilogueProgram
+
+
+def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) -> Node:
+    """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
+
+    The graph is topologically sorted afterwards and the region's nodes are gone.
+    """
+    anchor = region.anchors[-1]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    inputs = [*region.anchors, *(node for node, _ in region.operands)]
+    inputs += [n for a in region.anchors for n in a.all_input_nodes]
+    with graph.inserting_after(max(inputs, key=order.__getitem__)):
+        # inserting_after reverses the order of insertion, so anchor on a first node instead
+        first = graph.call_function(torch.ops.aten.sym_size.int, (gemm_inputs(anchor)[0], 0))
+    with graph.inserting_before(first):
+        bs = [gemm_inputs(a)[1] for a in region.anchors]
+        operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
+        args = (gemm_inputs(anchor)[0], bs, operands, program.to_json(), config)
+        call = insert(graph, torch.ops.coda_inductor.gemm_epilogue.default, args, like=anchor)
+        outputs = [
+            insert(graph, operator.getitem, (call, i), like=anchor)
+            for i in range(len(program.outputs))
+        ]
+        for output, node in zip(outputs, region.stored().items(), strict=False):
+            _rewire_store(graph, region, output, *node)
+        for output, node in zip(outputs[len(program.stores) :], region.reduces, strict=True):
+            node.replace_all_uses_with(_finalize(graph, region, output, node))
+    graph.erase_node(first)
+    for node in sorted((*region.values, *region.reduces), key=order.__getitem__, reverse=True):
+        graph.erase_node(node)
+    stable_topological_sort(graph)
+    return call
+
+
+def expand(graph: Graph, call: Node) -> None:
+    """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile."""
+    a, bs, operands, text, _ = call.args
+    program = EpilogueProgram.from_json(text)
+
+    def reference_gemm(a, bs, operands):
+        return reference.run(program, a, bs, operands)
+
+    results = splice(graph, call, reference_gemm, (a, list(bs), list(operands)), like=call)
+    for user in list(call.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
+    _, n, _ = region.shape
+    sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
+    if fake(node).dim() == len(sizes):
+        return node
+    return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
+
+
+def _rewire_store(graph: Graph, region: Region, output: Node, value: Any, _holder: Node) -> None:
+    inside = {*region.values, *region.reduces}
+    for node in [n for n, v in region.values.items() if v == value]:
+        readers = [user for user in node.users if user not in inside]
+        if not readers:
+            continue
+        new = output
+        if fake(node).dtype != fake(output).dtype:
+            cast = (new, fake(node).dtype)
+            new = insert(graph, prims.convert_element_type.default, cast, like=node)
+        if not same(fake(node).shape, fake(output).shape):
+            new = insert(graph, aten.view.default, (new, _sizes(node, region)), like=node)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+
+
+def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
+    """Fold the partials of a row reduction (rule R2): what is left of it, outside the kernel."""
+    reduce = region.reduces[node]
+    fold = aten.sum.dim_IntList if reduce.combine == "add" else aten.amax.default
+    new = insert(graph, fold, (partials, [-1], True), like=node)
+    if node.target is aten.mean.dim:
+        new = insert(graph, aten.div.Tensor, (new, region.shape[1]), like=node)
+    if fake(new).dtype != fake(node).dtype:
+        new = insert(graph, prims.convert_element_type.default, (new, fake(node).dtype), like=node)
+    sizes = _sizes(node.args[0], region)[:-1]
+    if fake(node).dim() == fake(node.args[0]).dim():
+        sizes = [*sizes, 1]
+    return insert(graph, aten.view.default, (new, sizes), like=node)
+
+
+def _sizes(node: Node, region: Region) -> list[Any]:
+    """The sizes of ``node`` as arguments of a view: numbers, one -1, or nodes when several are
+    symbolic (found at the view that made the shape)."""
+    shape = fake(node).shape
+    if sum(isinstance(s, torch.SymInt) for s in shape) <= 1:
+        return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
+    for view in region.values:
+        if view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+            if same(fake(view).shape, shape):
+                return list(view.args[1])
+    raise ProgramError(f"no view in the region makes the symbolic shape {tuple(shape)}")

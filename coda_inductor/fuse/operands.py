@@ -1,0 +1,49 @@
+"""How a tensor from outside covers the M x N tile: tile, row, col or scalar."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.graph import FLOATS, fake, is_cast, same
+
+
+def classify(shape: tuple, full: tuple) -> str | None:
+    """The operand kind of a tensor of ``shape`` broadcast against ``full`` = (*lead, N).
+
+    Returns None when it broadcasts over only part of the leading dimensions.
+    """
+    if len(shape) > len(full):
+        return None
+    padded = (1,) * (len(full) - len(shape)) + tuple(shape)
+    if all(same(size, 1) for size in padded):
+        return "scalar"
+    if same(padded[-1], full[-1]) and all(same(size, 1) for size in padded[:-1]):
+        return "row"
+    if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
+        return "col"
+    return "tile" if same(padded, full) else None
+
+
+def source(node: Node) -> Node:
+    """``node`` without the widening casts in front of it: the epilogue widens by itself."""
+    while is_cast(node):
+        before, after = fake(node.args[0]).dtype, fake(node).dtype
+        if torch.promote_types(before, after) != after:
+            break
+        node = node.args[0]
+    return node
+
+
+def refusal(node: Node, full: tuple, device: torch.device) -> str | None:
+    """Why ``node`` cannot be an operand for a tile of shape ``full``, or None if it can."""
+    tensor = fake(node)
+    if not isinstance(tensor, torch.Tensor):
+        return f"{node.name} is not a tensor"
+    if tensor.dtype not in FLOATS:
+        return f"{node.name} is {tensor.dtype}, not a floating type"
+    if tensor.device != device:
+        return f"{node.name} is on {tensor.device}, the GEMM on {device}"
+    if classify(tensor.shape, full) is None:
+        return f"{node.name} broadcasts over part of the leading dimensions"
+    return None

@@ -1,0 +1,61 @@
+"""Gate and up meet in one tile (rule R6): two GEMMs of one input become one paired program.
+
+Before::
+
+    g = x @ Wg; u = x @ Wu; a = silu(g * r) * (u * r)
+
+After::
+
+    a = gemm_epilogue(x, [Wg, Wu], [r]):  v0 = acc0 * r; v1 = acc1 * r; store silu(v0) * v1
+
+Valid because elementwise work on two products of one shape needs only their tiles at the same
+place. Refuses when something else reads one of the two products: it would have to be stored, and
+then loading it in the second GEMM's epilogue costs no more.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
+from coda_inductor.graph import aten, fake, same
+
+
+def pair_with(anchor: Node, order: dict[Node, int]) -> Region | None:
+    """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
+    if anchor.target is not aten.mm.default:
+        return None
+    a, b = gemm_inputs(anchor)
+    for other in sorted(_readers(a), key=order.__getitem__):
+        if other is anchor or other.target is not aten.mm.default:
+            continue
+        if order[other] < order[anchor] or not _alike(b, gemm_inputs(other)[1]):
+            continue
+        region = grow((anchor, other), order)
+        if _meet(region):
+            return region
+    return None
+
+
+def _readers(a: Node) -> set[Node]:
+    """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
+    base = a.args[0] if a.target is aten.view.default else a
+    found = {user for user in a.users if user.target in GEMMS and user.args[0] is a}
+    for view in base.users:
+        if view.target is aten.view.default and same(fake(view).shape, fake(a).shape):
+            found |= {user for user in view.users if user.target in GEMMS and user.args[0] is view}
+    return found
+
+
+def _alike(left: Node, right: Node) -> bool:
+    x, y = fake(left), fake(right)
+    return same(x.shape, y.shape) and same(x.stride(), y.stride()) and x.dtype == y.dtype
+
+
+def _meet(region: Region) -> bool:
+    """Does every value that leaves the tile depend on both products?"""
+    reach: dict[object, frozenset[str]] = {"acc0": frozenset({"acc0"}), "acc1": frozenset({"acc1"})}
+    for step in region.steps:
+        reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
+    leaving = [*region.stored(), *(r.value for r in region.reduces.values())]
+    return bool(leaving) and all(len(reach.get(v, ())) == 2 for v in leaving)

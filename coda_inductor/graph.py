@@ -1,0 +1,140 @@
+"""Small helpers for aten graphs: insert nodes with fake values, look through views, splice code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
+_KEPT_META = (
+    "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
+    "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
+)  # fmt: skip
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, *HALF)
+
+#: Ops that only rename a value (with the same elements in the same order).
+ALIASES = frozenset(
+    {
+        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default,
+        aten.clone.default,
+    }
+)  # fmt: skip
+
+
+def fake(node: Any) -> Any:
+    """The fake value of a node; anything else passes through."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def same(left: Any, right: Any) -> bool:
+    """Are two sizes (or shapes) equal for certain? Never adds a guard."""
+    if isinstance(left, (tuple, list, torch.Size)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return statically_known_true(left == right)
+
+
+def is_cast(node: Any) -> bool:
+    """A pure dtype change between the float types that epilogues compute through."""
+    if not isinstance(node, Node) or node.target not in (
+        prims.convert_element_type.default,
+        aten._to_copy.default,
+    ):
+        return False
+    source, result = fake(node.args[0]), fake(node)
+    if source is None or result is None or source.device != result.device:
+        return False
+    return source.dtype in FLOATS and result.dtype in FLOATS
+
+
+def insert(graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node) -> Node:
+    """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
+
+    Meta that steers the partitioner and names the source line is copied from ``like``.
+    """
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+    mode = _fake_mode(args) or _fake_mode((like,))
+    fake_args = tree_map(fake, args)
+    if mode is None or target is operator.getitem:
+        node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    else:
+        with mode:
+            node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    return node
+
+
+def _fake_mode(args: Sequence[Any]) -> Any:
+    for arg in torch.utils._pytree.tree_leaves(args):
+        mode = getattr(fake(arg), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def splice(
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    like: Node,
+    meta: dict[str, Any] | None = None,
+) -> Any:
+    """Trace ``function`` on the fake values of ``args`` and copy its aten nodes in front of ``before``.
+
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are Inductor's, so that the result
+    is what it would have compiled had the user written the function's body.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    flat, spec = torch.utils._pytree.tree_flatten(list(args))
+    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+    nodes = [flat[i] for i in slots]
+
+    def call(*tensors: Any) -> Any:
+        values = list(flat)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            values[slot] = tensor
+        return function(*torch.utils._pytree.tree_unflatten(values, spec))
+
+    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
+    env: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    result: Any = None
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.op == "get_attr":
+                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
+            else:
+                copied = graph.node_copy(node, env.__getitem__)
+                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+                copied.meta = {**node.meta, **kept, **(meta or {})}
+                env[node] = copied
+    return result
+
+
+def module_path(node: Node) -> str:
+    """The dotted path of the module that ``node`` came from, or an empty string."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = str(path).replace("L['self'].", "").replace("L['fn'].", "")
+    return path.removeprefix("L__self___").replace("_modules['", "").replace("']", "")
