@@ -1,0 +1,37 @@
+"""coda_inductor: GEMM-epilogue programs for unmodified PyTorch Transformers.
+
+``torch.compile(model, backend="coda")`` is all that is needed; importing this package is not.
+
+Layer map (imports only point down)::
+
+    backend    the entry point and the passes in order
+    raising    idioms -> semantic ops (Dynamo graph)
+    rewrite    algebra on semantic ops (aten graph)
+    fuse       GEMM + neighbours -> EpilogueProgram (aten graph)
+    debug, report   what happened, for people
+    runtime    the custom op, kernel configs, gate, caches
+    kernels, render   program -> CuTeDSL source -> kernel
+    matching, patterns, semantic   what passes match on
+    reference, program   what a program is and means
+    options, errors, log   leaves
+"""
+
+from coda_inductor.errors import (
+    CodaError,
+    FallbackError,
+    KernelError,
+    OptionError,
+    PatternError,
+    ProgramError,
+)
+from coda_inductor.matching import Match, value
+from coda_inductor.patterns import Pattern
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.report import GraphReport, SiteReport, reports
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CodaError", "EpilogueProgram", "FallbackError", "GraphReport", "KernelError", "Match",
+    "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "reports", "value",
+]  # fmt: skip

@@ -1,0 +1,83 @@
+"""The entry point: ``torch.compile(model, backend="coda")``.
+
+Reads like a table of contents: raise idioms on Dynamo's graph, then hand over to Inductor with our
+joint pass, which rewrites, fuses and lowers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+
+from coda_inductor import patterns, runtime
+from coda_inductor.debug import Recorder
+from coda_inductor.errors import FallbackError
+from coda_inductor.joint import JointPass
+from coda_inductor.log import logger, warn_once
+from coda_inductor.options import Options, parse
+from coda_inductor.raising import raise_idioms
+
+
+def coda(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph.
+
+    Args:
+        gm: the torch-level graph that Dynamo captured.
+        inputs: its example inputs, parameters included.
+        mode: a mode of Inductor's, e.g. ``"max-autotune-no-cudagraphs"``.
+        options: see :class:`coda_inductor.options.Options`; Inductor's own options pass through.
+        name: names the graph in reports and debug folders.
+
+    Raises:
+        OptionError: unknown option or mode, or a value of the wrong type.
+        PatternError: a pattern file is missing or does not load.
+        FallbackError: with ``options={"strict": True}``, where a fallback would happen.
+    """
+    settings = parse(mode, options)
+    extra = patterns.load(settings.patterns)
+    recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
+    runtime.set_strict(settings.strict)
+    if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
+        runtime.warm_up()
+    recorder.graph("0_before", gm)
+    if not _differentiable(inputs):
+        _raise(gm, [p for p in extra if p.name not in settings.disable], settings, recorder)
+    recorder.graph("1_raised", gm)
+    user_pass = settings.inductor.get(
+        "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass
+    )
+    ours = JointPass(settings, recorder, user_pass)
+    return compile_fx(
+        gm, inputs, config_patches={**settings.inductor, "joint_custom_pre_pass": ours}
+    )
+
+
+def _differentiable(inputs: Sequence[Any]) -> bool:
+    """Will AOTAutograd trace a backward? The semantic ops of inference have none."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
+    )
+
+
+def _raise(gm: GraphModule, active: list, settings: Options, recorder: Recorder) -> None:
+    try:
+        refusals = raise_idioms(gm, active)
+    except Exception as error:
+        if settings.strict:
+            raise FallbackError(f"raising idioms failed: {error}") from error
+        warn_once("raising idioms", f"{type(error).__name__}: {error}")
+        logger.debug("traceback", exc_info=True)
+        return
+    recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]

@@ -1,0 +1,77 @@
+"""The debug folder of a compiled graph, and its artifacts for tlparse.
+
+One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program
+and generated kernel source.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from torch._logging import trace_structured
+from torch.fx import GraphModule
+
+from coda_inductor.log import logger
+from coda_inductor.render import render
+from coda_inductor.report import GraphReport
+
+_numbers = itertools.count()
+
+STAGES = ("0_before", "1_raised", "2_traced", "3_rewritten", "4_fused")
+
+
+class Recorder:
+    """Collects what happens to one graph; writes files only when debugging is on."""
+
+    def __init__(self, name: str, folder: str | None):
+        self.report = GraphReport(name)
+        self.folder: Path | None = None
+        if folder is not None:
+            self.folder = _fresh(Path(folder), name)
+            self.report.folder = str(self.folder)
+            logger.warning("coda_inductor writes its debug output to %s", self.folder)
+
+    def graph(self, stage: str, gm: GraphModule | None) -> None:
+        """Write ``gm`` as readable Python, and hand it to torch's structured trace."""
+        if gm is None:
+            return
+
+        def text() -> str:
+            return gm.print_readable(print_output=False, include_stride=True)
+
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"coda_{stage}", "encoding": "string"},
+            payload_fn=text,
+        )
+        self.write(f"{stage}.py", text)
+
+    def write(self, name: str, text: Any) -> None:
+        if self.folder is not None:
+            path = self.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text() if callable(text) else text)
+
+    def finish(self) -> None:
+        """Write the table of GEMMs and one file a program: the program, then its kernel source."""
+        self.write("gemms.txt", lambda: self.report.table() + "\n")
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "coda_gemms", "encoding": "string"},
+            payload_fn=self.report.table,
+        )
+        programs = {s.program.key: s.program for s in self.report.sites if s.program is not None}
+        for key, program in programs.items():
+            self.write(f"programs/{key}.txt", f"{program}\n")
+            self.write(f"programs/{key}.json", program.to_json())
+            self.write(f"kernels/{key}.py", lambda p=program: render(p))
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    while True:
+        folder = parent / f"{name}_{next(_numbers):03d}"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            return folder

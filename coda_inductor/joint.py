@@ -1,0 +1,137 @@
+"""The pass that Inductor runs on the joint (or inference) aten graph: rewrite, decompose, fuse.
+
+It is one ``CustomGraphPass`` with a ``uuid``, so that torch's caches know what it depends on, and it
+is idempotent: nested regions are handed to it more than once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor import patterns, runtime
+from coda_inductor.debug import Recorder
+from coda_inductor.errors import CodaError, FallbackError
+from coda_inductor.fuse import Policy, fuse_gemms
+from coda_inductor.graph import splice
+from coda_inductor.log import count, logger, warn_once
+from coda_inductor.options import Options
+from coda_inductor.report import record
+from coda_inductor.rewrite import defer_norms
+from coda_inductor.semantic import DEFINITIONS
+
+class JointPass(CustomGraphPass):
+    """``defer_norms``, ``decompose`` and ``fuse_gemms``, in this order, on one graph."""
+
+    def __init__(self, options: Options, recorder: Recorder, before: Any = None):
+        self.options, self.recorder, self.before = options, recorder, before
+
+    def __call__(self, graph: Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        _remove_noops(graph)
+        snapshot = Graph()
+        snapshot.output(snapshot.graph_copy(graph, {}))
+        try:
+            self._run(graph)
+        except Exception as error:
+            if self.options.strict and isinstance(error, CodaError):
+                raise
+            if self.options.strict:
+                raise FallbackError(f"{type(error).__name__} in our own passes: {error}") from error
+            warn_once("the whole graph", f"{type(error).__name__} in our own passes: {error}")
+            logger.debug("traceback", exc_info=True)
+            _restore(graph, snapshot)
+            decompose(graph)
+        graph.lint()
+
+    def _run(self, graph: Graph) -> None:
+        self.recorder.graph("2_traced", _owner(graph))
+        report = self.recorder.report
+        if training(graph):
+            decompose(graph)
+            report.near_misses.append("training graph: only inference graphs are rewritten so far")
+            record(report)
+            return
+        policy = Policy(self.options)
+        if "rms_norm" not in self.options.disable:
+            refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
+            report.near_misses += [f"rms_norm at {name}: {why}" for name, why in refused.items()]
+        decompose(graph)
+        self.recorder.graph("3_rewritten", _owner(graph))
+        sites, fired = fuse_gemms(graph, policy)
+        report.sites += sites
+        for name, times in fired.items():
+            count(name, times)
+        self.recorder.graph("4_fused", _owner(graph))
+        self.recorder.finish()
+        record(report)
+
+    def uuid(self) -> Any:
+        """Everything that the result depends on; None (never cached) while debugging."""
+        if self.options.debug:
+            return None
+        inner = self.before.uuid() if self.before is not None else ""
+        if inner is None:
+            return None
+        return hashlib.sha256(
+            repr((_sources(), self.options.identity, runtime.identity(), inner)
+                 + tuple(_digest(p) for p in patterns.files(self.options.patterns))).encode()
+        ).hexdigest()  # fmt: skip
+
+
+def training(graph: Graph) -> bool:
+    """A joint graph has tangents: gradients of the outputs among its inputs."""
+    return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
+
+
+def decompose(graph: Graph) -> None:
+    """Semantic ops back to the aten ops that define them, as Inductor would have traced them."""
+    for node in [n for n in graph.nodes if n.target in DEFINITIONS]:
+        pattern = node.target.__name__.split(".")[0]
+        meta = {"coda_pattern": (pattern, node.name)} if pattern != "rms_norm" else None
+        result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
+        if isinstance(result, Node):
+            node.replace_all_uses_with(result)
+        else:
+            for user in list(node.users):
+                user.replace_all_uses_with(result[user.args[1]])
+                graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _remove_noops(graph: Graph) -> None:
+    """Inductor does this after our hook; full slices and no-op clones would hide idioms from us."""
+    try:
+        remove_noop_ops(graph)
+    except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
+        logger.debug("remove_noop_ops failed", exc_info=True)
+
+
+def _restore(graph: Graph, snapshot: Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    graph.output(graph.graph_copy(snapshot, {}))
+
+
+def _owner(graph: Graph) -> GraphModule | None:
+    module = graph.owning_module
+    return module if module is not None else GraphModule(torch.nn.Module(), graph)
+
+
+@functools.lru_cache(maxsize=1)
+def _sources() -> str:
+    root = Path(__file__).parent
+    return "".join(_digest(path) for path in sorted(root.rglob("*.py")))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

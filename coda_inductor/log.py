@@ -1,0 +1,30 @@
+"""One logger, one warning a cause, and the counters that users and tests read."""
+
+from __future__ import annotations
+
+import logging
+
+from torch._dynamo.utils import counters
+from torch._logging._internal import register_log
+
+logger = logging.getLogger("coda_inductor")
+register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_inductor" known to torch
+
+_warned: set[tuple[str, str]] = set()
+
+
+def count(pattern: str, times: int = 1) -> None:
+    """Record in ``torch._dynamo.utils.counters["coda"]`` that a rewrite fired."""
+    counters["coda"][pattern] += times
+
+
+def warn_once(site: str, cause: str) -> None:
+    """Log one warning for each (site, cause): what fell back, and why."""
+    if (site, cause) not in _warned:
+        _warned.add((site, cause))
+        logger.warning("%s falls back to Inductor: %s", site, cause)
+
+
+def forget_warnings() -> None:
+    """Make :func:`warn_once` speak again (for tests and after ``torch._dynamo.reset()``)."""
+    _warned.clear()

@@ -1,0 +1,118 @@
+"""The options of ``torch.compile(model, backend="coda", options={...})``, parsed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch._inductor
+
+from coda_inductor.errors import OptionError, PatternError
+
+GATES = ("auto", "always", "never")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set.
+
+    Attributes:
+        debug: write a folder a compiled graph (also ``CODA_DEBUG=1``).
+        debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
+        strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
+        patterns: extra pattern files, tried before the built-in ones (also ``CODA_PATTERNS``,
+            separated by ``os.pathsep``).
+        disable: pattern names that must not fire.
+        gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
+            legal, ``"never"`` leaves every GEMM to Inductor.
+        reference: run every fused site through the reference executor even where kernels exist.
+        fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
+            un-normalized operand can exceed float16's range.
+        inductor: options of Inductor's own, passed on.
+    """
+
+    debug: bool = False
+    debug_dir: str = "coda_debug"
+    strict: bool = False
+    patterns: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    gate: str = "auto"
+    reference: bool = False
+    fp16_norms: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Everything here that changes what is compiled, as text, for cache keys."""
+        same = dataclasses.replace(self, debug=False, debug_dir="", inductor={})
+        return repr(same)
+
+
+_OWN = {f.name: f for f in dataclasses.fields(Options) if f.name != "inductor"}
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Check and complete what the user passed to ``torch.compile``.
+
+    Raises:
+        OptionError: unknown key or mode, or a value of the wrong type; names the known ones.
+        PatternError: a pattern path does not exist.
+    """
+    own: dict[str, Any] = {
+        "debug": _env_flag("CODA_DEBUG"),
+        "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
+        "patterns": tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p),
+    }
+    inductor = dict(_mode_options(mode))
+    known_to_inductor = set(torch._inductor.list_options())
+    for key, value in (options or {}).items():
+        if key in _OWN:
+            own[key] = _check(key, value)
+        elif key in known_to_inductor:
+            inductor[key] = value
+        else:
+            raise OptionError(
+                f"unknown option {key!r} for backend='coda'. Its own options are "
+                f"{', '.join(sorted(_OWN))}; Inductor's options (torch._inductor.list_options()) "
+                "are accepted too"
+            )
+    for path in own["patterns"]:
+        if not Path(path).is_file():
+            raise PatternError(f"option 'patterns': no such file {path!r}; give paths of .py files")
+    return Options(**own, inductor=inductor)
+
+
+def _env_flag(name: str) -> bool:
+    return os.environ.get(name, "0").lower() not in ("", "0", "false", "no", "off")
+
+
+def _mode_options(mode: str | None) -> Mapping[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise OptionError(f"unknown mode {mode!r}; known modes are default, {', '.join(known)}")
+    return known[mode]
+
+
+def _check(key: str, value: Any) -> Any:
+    if key in ("patterns", "disable"):
+        if isinstance(value, (str, os.PathLike)):
+            value = (value,)
+        try:
+            return tuple(os.fspath(v) for v in value)
+        except TypeError:
+            raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
+    if key == "gate":
+        if value not in GATES:
+            raise OptionError(f"option 'gate' is one of {', '.join(GATES)}, got {value!r}")
+        return value
+    if key == "debug_dir":
+        return os.fspath(value)
+    if not isinstance(value, bool):
+        raise OptionError(f"option {key!r} takes True or False, got {value!r}")
+    return value
