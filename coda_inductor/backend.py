@@ -46,15 +46,9 @@ def coda(
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
     settings = parse(mode, options)
-    extra = patterns.load(settings.patterns)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
     runtime.set_strict(settings.strict)
-    if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
-        runtime.warm_up()
-    recorder.graph("0_before", gm)
-    if not _differentiable(inputs):
-        _raise(gm, [p for p in extra if p.name not in settings.disable], settings, recorder)
-    recorder.graph("1_raised", gm)
+    raise_pass(gm, inputs, settings, recorder)
     user_pass = settings.inductor.get(
         "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass
     )
@@ -64,20 +58,31 @@ def coda(
     )
 
 
+def raise_pass(
+    gm: GraphModule, inputs: Sequence[Any], settings: Options, recorder: Recorder
+) -> None:
+    """Raise idioms in ``gm``, in place. A failure leaves the rest as it was, with one warning.
+
+    Raises:
+        PatternError: a pattern file does not load.
+        FallbackError: with ``strict``, when a pattern fails.
+    """
+    active = [p for p in patterns.load(settings.patterns) if p.name not in settings.disable]
+    recorder.graph("0_before", gm)
+    if not _differentiable(inputs):
+        try:
+            refusals = raise_idioms(gm, active)
+            recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
+        except Exception as error:
+            if settings.strict:
+                raise FallbackError(f"raising idioms failed: {error}") from error
+            warn_once("raising idioms", f"{type(error).__name__}: {error}")
+            logger.debug("traceback", exc_info=True)
+    recorder.graph("1_raised", gm)
+
+
 def _differentiable(inputs: Sequence[Any]) -> bool:
     """Will AOTAutograd trace a backward? The semantic ops of inference have none."""
     return torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
     )
-
-
-def _raise(gm: GraphModule, active: list, settings: Options, recorder: Recorder) -> None:
-    try:
-        refusals = raise_idioms(gm, active)
-    except Exception as error:
-        if settings.strict:
-            raise FallbackError(f"raising idioms failed: {error}") from error
-        warn_once("raising idioms", f"{type(error).__name__}: {error}")
-        logger.debug("traceback", exc_info=True)
-        return
-    recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]

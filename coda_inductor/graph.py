@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,6 +136,5 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = str(path).replace("L['self'].", "").replace("L['fn'].", "")
-    return path.removeprefix("L__self___").replace("_modules['", "").replace("']", "")
+    path = str(list(stack.values())[-1][0])
+    return re.sub(r"^L\['\w+'\]\.?|^L__self___", "", path).replace("_modules['", "").replace("']", "")

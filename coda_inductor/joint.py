@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-from coda_inductor import patterns, runtime
+from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse import Policy, fuse_gemms
-from coda_inductor.graph import splice
-from coda_inductor.log import count, logger, warn_once
+from coda_inductor.graph import fake, splice
+from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
 from coda_inductor.rewrite import defer_norms
+from coda_inductor.runtime import pool
+from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
 
 class JointPass(CustomGraphPass):
@@ -60,19 +64,33 @@ class JointPass(CustomGraphPass):
             report.near_misses.append("training graph: only inference graphs are rewritten so far")
             record(report)
             return
+        if any(getattr(fake(n), "is_cuda", False) for n in graph.nodes if n.op == "placeholder"):
+            pool.warm_up()
         policy = Policy(self.options)
-        if "rms_norm" not in self.options.disable:
-            refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
-            report.near_misses += [f"rms_norm at {name}: {why}" for name, why in refused.items()]
+        _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph)
         self.recorder.graph("3_rewritten", _owner(graph))
-        sites, fired = fuse_gemms(graph, policy)
-        report.sites += sites
-        for name, times in fired.items():
-            count(name, times)
+        _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()
         record(report)
+
+    def _rewrite(self, graph: Graph, policy: Policy) -> None:
+        if "rms_norm" in self.options.disable:
+            return
+        refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
+        self.recorder.report.near_misses += [f"rms_norm at {n}: {w}" for n, w in refused.items()]
+        for name, why in refused.items():
+            if isinstance(why, Failure):
+                if self.options.strict:
+                    raise FallbackError(f"rms_norm at {name}: {why}")
+                warn_once(f"rms_norm at {name}", why)
+
+    def _fuse(self, graph: Graph, policy: Policy) -> None:
+        sites, fired = fuse_gemms(graph, policy)
+        self.recorder.report.sites += sites
+        for name, times in fired.items():
+            count(name, times)
 
     def uuid(self) -> Any:
         """Everything that the result depends on; None (never cached) while debugging."""
@@ -82,9 +100,18 @@ class JointPass(CustomGraphPass):
         if inner is None:
             return None
         return hashlib.sha256(
-            repr((_sources(), self.options.identity, runtime.identity(), inner)
+            repr((_sources(), self.options.identity, identity(), inner)
                  + tuple(_digest(p) for p in patterns.files(self.options.patterns))).encode()
         ).hexdigest()  # fmt: skip
+
+
+def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> None:
+    """Run a pass under its own name, so that provenance tracking and
+    ``torch._inductor.config.disabled_passes`` see it."""
+    if graph.owning_module is None:
+        function(graph)
+    else:
+        GraphTransformObserver(graph.owning_module, name).apply_graph_pass(function)
 
 
 def training(graph: Graph) -> bool:
@@ -130,7 +157,7 @@ def _owner(graph: Graph) -> GraphModule | None:
 @functools.lru_cache(maxsize=1)
 def _sources() -> str:
     root = Path(__file__).parent
-    return "".join(_digest(path) for path in sorted(root.rglob("*.py")))
+    return "".join(_digest(path) for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))))
 
 
 def _digest(path: Path) -> str:

@@ -10,12 +10,12 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
-from coda_inductor.fuse.emit import emit, expand
+from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.pair import pair_with
-from coda_inductor.fuse.policy import Policy, Verdict
+from coda_inductor.fuse.policy import Policy, Verdict, b_major
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
 from coda_inductor.graph import fake, is_cast, module_path
-from coda_inductor.log import logger, warn_once
+from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool
 
@@ -35,7 +35,7 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
     done: set[Node] = set()
     while (anchor := next((n for n in graph.nodes if _todo(n, done)), None)) is not None:
         done.add(anchor)
-        region, site, verdict = _plan(graph, anchor, policy)
+        region, site, verdict = _guarded_plan(graph, anchor, policy)
         if verdict is not None and verdict.how != "unfused":
             done |= set(region.anchors)
             fired |= _patterns(region)
@@ -45,7 +45,9 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
             f" ({site.reason})" if site.reason else "",
         )  # fmt: skip
+    _announce(sites, policy)
     _lower(graph, calls, sites, policy)
+    graph.eliminate_dead_code()
     return sites, Counter(name for name, _ in fired)
 
 
@@ -53,14 +55,41 @@ def _todo(node: Node, done: set[Node]) -> bool:
     return node.target in GEMMS and node not in done
 
 
+def _guarded_plan(
+    graph: Graph, anchor: Node, policy: Policy
+) -> tuple[Region, SiteReport, Verdict | None]:
+    """:func:`_plan`; an exception in it costs this site only (nothing has been changed yet)."""
+    try:
+        return _plan(graph, anchor, policy)
+    except Exception as error:
+        logger.debug("planning %s failed", anchor.name, exc_info=True)
+        reason = Failure(f"{type(error).__name__} in our own passes: {error}")
+        return Region((anchor,)), replace(_site(anchor), reason=reason), None
+
+
+def _announce(sites: list[SiteReport], policy: Policy) -> None:
+    """One warning a cause, naming the first site; an error instead when strict."""
+    failures: dict[str, list[str]] = {}
+    for site in sites:
+        if isinstance(site.reason, Failure):
+            failures.setdefault(str(site.reason), []).append(site.site)
+    for cause, names in failures.items():
+        more = f" (and {len(names) - 1} more GEMMs)" if len(names) > 1 else ""
+        if policy.options.strict:
+            raise FallbackError(f"GEMM {names[0]}{more}: {cause}")
+        warn_once(f"GEMM {names[0]}{more}", cause)
+
+
+def _site(anchor: Node) -> SiteReport:
+    a, b = gemm_inputs(anchor)
+    shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
+    return SiteReport(f"{anchor.name} {module_path(anchor)}".strip(), shape)
+
+
 def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
     """The best region of ``anchor``, its report so far, and how it runs (None: it does not)."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    a, b = gemm_inputs(anchor)
-    path = module_path(anchor)
-    site = SiteReport(
-        f"{anchor.name} {path}".strip(), (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
-    )
+    site = _site(anchor)
     region = Region((anchor,))
     if (reason := policy.legal(anchor)) is not None:
         return region, replace(site, reason=reason), None
@@ -70,6 +99,7 @@ def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteRepor
         if not region.work:
             return region, replace(site, reason=_idle(region)), None
         program = region.program()
+        check_views(region)
         verdict = policy.judge(region, program)
         if verdict.how == "unfused":
             reason = reason or verdict.reason
@@ -129,24 +159,27 @@ def _number(m: Any) -> int:
 
 def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy: Policy) -> None:
     """Compile the kernels side by side; expand what runs through the reference or failed."""
-    kernels = {call: i for call, i in calls.items() if sites[i].how == "kernel"}
-    requests = {call: _request(call) for call in kernels}
-    errors = pool.compile_all(set(requests.values())) if requests else {}
-    for call, i in kernels.items():
-        error = errors[requests[call]]
+    requests = {c: _requests(c) for c, i in calls.items() if sites[i].how == "kernel"}
+    errors = pool.wait([r for group in requests.values() for r in group]) if requests else {}
+    for call, group in requests.items():
+        error = next((e for r in group if (e := errors[r]) is not None), None)
         if error is None:
             continue
-        key = sites[i].program.key
+        site = sites[calls[call]]
+        cause = f"kernel {site.program.key} does not compile: {error}"
         if policy.options.strict:
-            raise FallbackError(f"{sites[i].site}: kernel {key}: {error}")
-        warn_once(sites[i].site, f"kernel {key} does not compile: {error}")
-        sites[i] = replace(sites[i], how="reference", reason=f"does not compile: {error}")
+            raise FallbackError(f"{site.site}: {cause}")
+        warn_once(site.site, cause)
+        sites[calls[call]] = replace(site, how="reference", reason=cause)
     for call, i in calls.items():
         if sites[i].how == "reference":
             expand(graph, call)
 
 
-def _request(call: Node) -> pool.KernelRequest:
-    a, bs, _, program, config = call.args
-    b_major = "n" if fake(bs[0]).stride(1) == 1 and fake(bs[0]).stride(0) != 1 else "k"
-    return pool.KernelRequest(program, config, b_major, fake(a).device.index or 0)
+def _requests(call: Node) -> list[pool.KernelRequest]:
+    """The kernels that a call may launch. Which of two paired weights lies lower in memory is known
+    only at run time, so both lane orders are compiled."""
+    _, bs, _, program, config = call.args
+    lanes = (False, True) if len(bs) == 2 else (False,)
+    major = b_major(fake(bs[0]))
+    return [pool.KernelRequest(program, config, major, swap_lanes=swap) for swap in lanes]

@@ -47,8 +47,8 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
             insert(graph, operator.getitem, (call, i), like=anchor)
             for i in range(len(program.outputs))
         ]
-        for output, node in zip(outputs, region.stored().items(), strict=False):
-            _rewire_store(graph, region, output, *node)
+        for output, value in zip(outputs, region.stored(), strict=False):
+            _rewire_store(graph, region, output, value)
         for output, node in zip(outputs[len(program.stores) :], region.reduces, strict=True):
             node.replace_all_uses_with(_finalize(graph, region, output, node))
     graph.erase_node(first)
@@ -56,6 +56,19 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
         graph.erase_node(node)
     stable_topological_sort(graph)
     return call
+
+
+def check_views(region: Region) -> None:
+    """Can every shape that the outside reads be rebuilt from (M, N)? Called before ``emit`` changes
+    anything.
+
+    Raises:
+        ProgramError: a shape with several symbolic sizes that no view in the region makes.
+    """
+    for node in region.stored().values():
+        _sizes(node, region)
+    for node in region.reduces:
+        _sizes(node.args[0], region)
 
 
 def expand(graph: Graph, call: Node) -> None:
@@ -81,7 +94,7 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
     return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
 
 
-def _rewire_store(graph: Graph, region: Region, output: Node, value: Any, _holder: Node) -> None:
+def _rewire_store(graph: Graph, region: Region, output: Node, value: Any) -> None:
     inside = {*region.values, *region.reduces}
     for node in [n for n, v in region.values.items() if v == value]:
         readers = [user for user in node.users if user not in inside]

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.fuse.region import Region, gemm_inputs
+from coda_inductor.fuse.region import Region, dtype_name, gemm_inputs
 from coda_inductor.graph import FLOATS, fake
+from coda_inductor.log import Failure
 from coda_inductor.options import Options
-from coda_inductor.program import EpilogueProgram
+from coda_inductor.program import EpilogueProgram, Store
 from coda_inductor.runtime import gate, support
-from coda_inductor.runtime.config import choose
+from coda_inductor.runtime.config import Config, choose, hint
+
+
+_STORE = Store("out0", "acc", "bfloat16")
+#: Shapes the partials of a call that is then expanded; any legal config will do.
+REFERENCE_CONFIG = Config(128, 128, 2, 1, True)
 
 
 @dataclass(frozen=True)
@@ -36,25 +42,28 @@ class Policy:
     options: Options
 
     def legal(self, gemm: Node) -> str | None:
-        """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
+        """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may.
+
+        A reason that is a :class:`~coda_inductor.log.Failure` deserves a warning.
+        """
         a, b = gemm_inputs(gemm)
         tensors = [fake(a), fake(b)]
         if any(not isinstance(t, torch.Tensor) for t in tensors):
             return "its operands are not tensors"
         x, w = tensors
         if x.dtype != w.dtype or x.dtype not in FLOATS:
-            return f"dtypes {x.dtype} and {w.dtype}"
+            return Failure(f"{x.dtype} times {w.dtype} has no epilogue program")
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
-            return "N or K is symbolic"
+            return Failure("N or K is symbolic")
         if self.options.gate == "never":
             return "options['gate'] is 'never'"
         if not self._kernels(x):
             return None
-        return (
-            support.kernel_stack()
-            or support.unsupported_gemm(x.dtype, w.shape[1], w.shape[0])
-            or (gate.too_small(_hint(x.shape[0]), w.shape[1], w.shape[0]) if self._gated else None)
-        )
+        bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
+        failure = support.kernel_stack() or support.unsupported(bare, w.shape[1], w.shape[0])
+        if failure is not None:
+            return Failure(failure)
+        return gate.too_small(hint(x.shape[0])) if self._gated else None
 
     @property
     def _gated(self) -> bool:
@@ -68,18 +77,19 @@ class Policy:
         """How a region runs."""
         a, _ = gemm_inputs(region.anchors[0])
         if not self._kernels(fake(a)):
-            return Verdict("reference", f"device {fake(a).device.type} has no kernels")
+            why = f"device {fake(a).device.type} has no kernels"
+            return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
-        if (reason := support.unsupported(program, n, k)) is not None:
+        device = fake(a).device
+        major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
+        reason = support.unsupported(program, n, k, b_major=major, device=device)
+        if reason is not None:
+            return Verdict("unfused", Failure(reason))
+        if self._gated and (reason := gate.loses(program, hint(m), n, k)) is not None:
             return Verdict("unfused", reason)
-        if self._gated and (reason := gate.loses(program, _hint(m), n, k)) is not None:
-            return Verdict("unfused", reason)
-        return Verdict("kernel", config=str(choose(program, _hint(m), n, k)))
+        return Verdict("kernel", config=str(choose(program, m, n, k, device)))
 
 
-def _hint(m: Any) -> int:
-    """The value of M that a symbolic M was traced with."""
-    if isinstance(m, torch.SymInt):
-        hint = m.node.hint
-        return int(hint) if hint is not None else 4096
-    return int(m)
+def b_major(b: torch.Tensor) -> str:
+    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
+    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"

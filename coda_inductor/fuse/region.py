@@ -74,13 +74,13 @@ class Region:
         """The frozen program, verified."""
         accs = ("acc",) if len(self.anchors) == 1 else ("acc0", "acc1")
         stores = tuple(
-            Store(f"out{i}", str(value), _dtype_name(fake(node).dtype))
+            Store(f"out{i}", str(value), dtype_name(fake(node).dtype))
             for i, (value, node) in enumerate(self.stored().items())
         )
         return verify(
             EpilogueProgram(
                 accs,
-                _dtype_name(fake(gemm_inputs(self.anchors[0])[0]).dtype),
+                dtype_name(fake(gemm_inputs(self.anchors[0])[0]).dtype),
                 tuple(self.operands.values()),
                 tuple(self.steps),
                 stores,
@@ -105,7 +105,7 @@ def constant(node: Node) -> float | None:
     return float(number) if isinstance(number, (int, float)) else None
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -296,7 +296,7 @@ class _Grower:
         if known is None:
             letter = {"tile": "t", "row": "w", "col": "r", "scalar": "s"}[kind]
             name = f"{letter}{len(self.region.operands)}"
-            known = Operand(name, kind, _dtype_name(fake(node).dtype))
+            known = Operand(name, kind, dtype_name(fake(node).dtype))
             self.region.operands[node, kind] = known
         return known.name
 

@@ -7,6 +7,7 @@ an idiom's nodes must all lie in one.
 
 from __future__ import annotations
 
+import inspect
 import operator
 
 import torch
@@ -37,12 +38,23 @@ def mutates(node: Node) -> bool:
         return False
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
         return True
-    if node.kwargs.get("inplace") is True:
+    if _inplace_flag(node):
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def _inplace_flag(node: Node) -> bool:
+    """``F.relu(x, inplace=True)``, the flag also given by position."""
+    if not any(arg is True for arg in node.args):
+        return node.kwargs.get("inplace") is True
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):  # builtins have no signature, and no inplace flag
+        return node.kwargs.get("inplace") is True
+    return bound.arguments.get("inplace") is True
 
 
 def epochs(graph: Graph) -> dict[Node, int]:

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, gemm_inputs, grow
 from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, prims, same
-from coda_inductor.log import logger
+from coda_inductor.log import Failure, logger
 from coda_inductor.semantic import rms_norm
 
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
@@ -41,8 +41,12 @@ def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, 
     """
     refused: dict[str, str] = {}
     for norm in [n for n in graph.nodes if n.target is rms_norm]:
-        consumers, reason = _consumers(norm)
-        reason = reason or _refusal(graph, norm, consumers, legal, fp16)
+        try:
+            consumers, reason = _consumers(norm)
+            reason = reason or _refusal(graph, norm, consumers, legal, fp16)
+        except Exception as error:  # analysis only: nothing has been changed yet
+            logger.debug("analysing %s failed", norm.name, exc_info=True)
+            consumers, reason = [], Failure(f"{type(error).__name__} in our own passes: {error}")
         if reason is not None:
             logger.debug("rewrite: rms_norm at %s refused: %s", norm.name, reason)
             refused[norm.name] = reason
