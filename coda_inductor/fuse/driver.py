@@ -14,7 +14,7 @@ from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict, b_major
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
-from coda_inductor.graph import fake, is_cast, module_path
+from coda_inductor.graph import fake, is_cast, module_path, same
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool
@@ -133,7 +133,8 @@ def _idle(region: Region) -> str:
 def _patterns(region: Region) -> set[tuple[str, str]]:
     """(pattern, occurrence) of everything a region absorbed."""
     found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
-    tiles = {o.name for o in region.operands.values() if o.kind == "tile"}
+    m, n, _ = region.shape  # an (M, N) operand is a residual, also where M is 1
+    tiles = {o.name for (x, _), o in region.operands.items() if same(fake(x).numel(), m * n)}
     if any(step.op in ("add", "sub") and tiles & set(step.args) for step in region.steps):
         found.add(("residual", region.anchors[0].name))
     if not found:

@@ -100,6 +100,9 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     **{getattr(aten, name).Scalar: _plain(name) for name in _COMPARE},
 }
 
+#: Ops whose arguments are truth values.
+LOGICAL = (aten.logical_and.default, aten.logical_or.default, aten.logical_not.default)
+
 #: Row reductions that can leave the tile as partials: op -> how partials combine.
 REDUCTIONS: dict[Any, str] = {
     aten.sum.dim_IntList: "add",

@@ -128,7 +128,8 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     """The sizes of ``node`` as arguments of a view: numbers, one -1, or nodes when several are
     symbolic (found at the view that made the shape)."""
     shape = fake(node).shape
-    if sum(isinstance(s, torch.SymInt) for s in shape) <= 1:
+    symbolic = sum(isinstance(s, torch.SymInt) for s in shape)
+    if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     for view in region.values:
         if view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):

@@ -24,9 +24,9 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.fuse import operands
-from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS, Value
+from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.graph import ALIASES, FLOATS, aten, fake, is_cast, same
-from coda_inductor.program import OPS, EpilogueProgram, Operand, Reduce, Step, Store, verify
+from coda_inductor.program import OPS, EpilogueProgram, Operand, Reduce, Step, Store, simplify, verify
 
 GEMMS = (aten.mm.default, aten.addmm.default)
 MAX_TILE_OPERANDS = 2  # each costs a staged M x N tile of shared memory
@@ -71,22 +71,21 @@ class Region:
         return result
 
     def program(self) -> EpilogueProgram:
-        """The frozen program, verified."""
+        """The frozen program, simplified and verified."""
         accs = ("acc",) if len(self.anchors) == 1 else ("acc0", "acc1")
         stores = tuple(
             Store(f"out{i}", str(value), dtype_name(fake(node).dtype))
             for i, (value, node) in enumerate(self.stored().items())
         )
-        return verify(
-            EpilogueProgram(
-                accs,
-                dtype_name(fake(gemm_inputs(self.anchors[0])[0]).dtype),
-                tuple(self.operands.values()),
-                tuple(self.steps),
-                stores,
-                tuple(self.reduces.values()),
-            )
+        program = EpilogueProgram(
+            accs,
+            dtype_name(fake(gemm_inputs(self.anchors[0])[0]).dtype),
+            tuple(self.operands.values()),
+            tuple(self.steps),
+            stores,
+            tuple(self.reduces.values()),
         )
+        return verify(simplify(program))
 
 
 def gemm_inputs(node: Node) -> tuple[Node, Node]:
@@ -132,10 +131,27 @@ def _violation(region: Region) -> tuple[Node, str] | None:
     for value, node in stored.items():
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return _owner(node, region), "its result is read outside and is not a floating tile"
+        if _only_adds_a_store(value, region, stored):
+            return _owner(node, region), "it would only add a store: its readers are elementwise too"
     if len(stored) > MAX_STORES:
         last = max(stored.values(), key=nodes.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
     return None
+
+
+def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, Node]) -> bool:
+    """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
+    elementwise and all that it is computed from is in memory anyway."""
+    step = next((s for s in region.steps if s.name == value), None)
+    names = {o.name for o in region.operands.values()} | set(stored)
+    if step is None or any(isinstance(a, str) and a not in names for a in step.args):
+        return False
+    inside = {*region.values, *region.reduces}
+    readers = [u for n, v in region.values.items() if v == value for u in n.users]
+    return all(
+        user in inside or (torch.Tag.pointwise in getattr(user.target, "tags", ()) or is_cast(user))
+        for user in readers
+    )
 
 
 def _owner(node: Node, region: Region) -> Node:
@@ -213,7 +229,7 @@ class _Grower:
         if (reason := self._too_many(inputs, tensor.shape)) is not None:
             return reason
         saved = (list(self.region.steps), dict(self.region.operands))
-        args = [self._operand(a, tensor.shape) for a in node.args]
+        args = [self._argument(node, i, a, tensor.shape) for i, a in enumerate(node.args)]
         kwargs = {k: self._operand(a, tensor.shape) for k, a in node.kwargs.items()}
         result = lowering(self._emit, *args, **kwargs)
         if result is None:
@@ -240,11 +256,14 @@ class _Grower:
     def _check(self, arg: Any, full: tuple) -> str | None:
         """Can ``arg`` be read on the tile? None, or why not."""
         if not isinstance(arg, Node):
-            if arg is None or isinstance(arg, (int, float, str)) and not isinstance(arg, bool):
+            number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
+            if arg is None or number or isinstance(arg, str):
                 return None
             return f"the scalar {arg!r} is not a plain number"
-        if arg in self.region.values or constant(arg) is not None:
+        if arg in self.region.values:
             return None
+        if (literal := constant(arg)) is not None:
+            return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
             return f"{arg.name} depends on this GEMM"
         return operands.refusal(operands.source(arg), full, self.device)
@@ -281,6 +300,18 @@ class _Grower:
         if len(every) > MAX_TILE_OPERANDS + MAX_VECTORS:
             return f"more than {MAX_VECTORS} vector operands"
         return None
+
+    def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
+        """``arg`` as the op wants it: aten converts between bools and numbers, programs do not."""
+        value = self._operand(arg, full)
+        if not isinstance(arg, Node) or not isinstance(value, str):
+            return value
+        logical = node.target in LOGICAL
+        wants_bool = logical or (node.target is aten.where.self and position == 0)
+        is_bool = fake(arg).dtype == torch.bool
+        if is_bool and not wants_bool:
+            return self._emit("where", value, 1.0, 0.0)
+        return self._emit("ne", value, 0.0) if wants_bool and not is_bool else value
 
     def _operand(self, arg: Any, full: tuple) -> Any:
         if not isinstance(arg, Node):

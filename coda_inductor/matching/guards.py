@@ -42,6 +42,9 @@ def mutates(node: Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        packet = node.target
+        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
     name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

@@ -2,11 +2,13 @@
 
 ir      the frozen dataclasses, their JSON form and identity
 ops     the elementwise vocabulary
+simplify  shorter programs that mean the same
 verify  is a program legal?
 """
 
 from coda_inductor.program.ir import EpilogueProgram, Operand, Reduce, Step, Store
 from coda_inductor.program.ops import OPS
+from coda_inductor.program.simplify import simplify
 from coda_inductor.program.verify import verify
 
-__all__ = ["OPS", "EpilogueProgram", "Operand", "Reduce", "Step", "Store", "verify"]
+__all__ = ["OPS", "EpilogueProgram", "Operand", "Reduce", "Step", "Store", "simplify", "verify"]

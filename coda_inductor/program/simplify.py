@@ -1,0 +1,65 @@
+"""Shorter programs that mean the same, and no step that nothing reads.
+
+Decompositions spell the logistic function as ``1 / (1 + exp(-x))``; the hardware has a faster way
+to compute it as one operation, and a reader recognises it::
+
+    v0 = neg x;  v1 = exp v0;  v2 = add v1 1.0;  v3 = div a v2      becomes
+    v1 = sigmoid x;  v3 = mul a v1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coda_inductor.program.ir import EpilogueProgram, Step
+
+
+def simplify(program: EpilogueProgram) -> EpilogueProgram:
+    """Rewrite ``program`` by the identities of this module; operands and outputs stay as they are."""
+    made = {step.name: step for step in program.steps}
+    steps: list[Step] = []
+    for step in program.steps:
+        steps += _logistic(step, made) or [step]
+    return dataclasses.replace(program, steps=_live(program, steps))
+
+
+def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
+    """a / (1 + exp(-x)) = a * sigmoid(x);  1 / (1 + exp(-x)) = sigmoid(x)."""
+    if step.op == "div":
+        numerator, denominator = step.args
+    elif step.op == "reciprocal":
+        numerator, denominator = 1.0, step.args[0]
+    else:
+        return None
+    x = _argument_of_logistic(denominator, made)
+    if x is None:
+        return None
+    if numerator == 1.0:
+        return [dataclasses.replace(step, op="sigmoid", args=(x,))]
+    name = f"{step.name}_s"
+    sigmoid = dataclasses.replace(step, name=name, op="sigmoid", args=(x,))
+    return [sigmoid, dataclasses.replace(step, op="mul", args=(numerator, name))]
+
+
+def _argument_of_logistic(value: str | float, made: dict[str, Step]) -> str | None:
+    """x, if ``value`` is 1 + exp(-x)."""
+    add = made.get(value) if isinstance(value, str) else None
+    if add is None or add.op != "add" or 1.0 not in add.args:
+        return None
+    exp = next((made[a] for a in add.args if isinstance(a, str) and a in made), None)
+    if exp is None or exp.op != "exp":
+        return None
+    neg = made.get(exp.args[0]) if isinstance(exp.args[0], str) else None
+    if neg is None or neg.op != "neg" or not isinstance(neg.args[0], str):
+        return None
+    return neg.args[0]
+
+
+def _live(program: EpilogueProgram, steps: list[Step]) -> tuple[Step, ...]:
+    needed = {output.value for output in program.outputs}
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if step.name in needed:
+            needed |= {a for a in step.args if isinstance(a, str)}
+            kept.append(step)
+    return tuple(reversed(kept))
