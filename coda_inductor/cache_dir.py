@@ -1,0 +1,30 @@
+"""Where coda_inductor keeps generated sources, compiled kernels and measurements between runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from getpass import getuser
+from pathlib import Path
+
+
+@functools.lru_cache(maxsize=1)
+def cache_dir() -> Path:
+    """``CODA_CACHE_DIR``, else ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else, where that
+    cannot be written, a folder of this user under the system's temporary directory. Created."""
+    chosen = os.environ.get("CODA_CACHE_DIR")
+    if chosen:
+        path = Path(chosen).expanduser()
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        path = (Path(base) if base else Path.home() / ".cache") / "coda_inductor"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+    except OSError:
+        pass
+    path = Path(tempfile.gettempdir()) / f"coda_inductor_{getuser()}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,8 @@
+"""From generated source to a compiled CuTeDSL GEMM: the only part that knows QuACK.
+
+Layer map: ``ports`` (pure: how a program maps onto a GEMM's operands and outputs) -> ``math`` and
+``resources`` (device side) -> ``pair`` (two weights read through one TMA descriptor) -> ``mod``
+(source file -> EpiMod) -> ``build`` (EpiMod + config -> launch plan).
+
+Importing this package imports neither quack nor cutlass.
+"""

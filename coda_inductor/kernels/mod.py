@@ -1,0 +1,116 @@
+"""Generated source -> importable module -> QuACK ``EpiMod``, once a process.
+
+The source is written to ``<cache>/epilogues/<key>.py``: users can open it, tracebacks show it, and
+every process that loads it gets the same module name and therefore the same on-disk kernel key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.machinery
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import quack.cache
+from quack.epilogue.frontend import EpiMod
+from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
+from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
+
+from coda_inductor.cache_dir import cache_dir
+from coda_inductor.kernels.pair import PairDelta, PairedWeights
+from coda_inductor.kernels.ports import ports
+from coda_inductor.kernels.resources import DeviceScalar, reduction
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.render import RENDERER_VERSION, render
+
+if quack.cache.CACHE_DIR is None:  # QUACK_CACHE_DIR is not set: keep kernels between processes
+    quack.cache.CACHE_DIR = str(cache_dir() / "kernels")
+
+_LOADS = {"tile": TileLoad, "row": RowVecLoad, "col": ColVecLoad, "scalar": DeviceScalar}
+
+
+class CodaEpiMod(EpiMod):
+    """An epilogue with the identity of its program.
+
+    QuACK's own identity is a fingerprint of the function's source. Ours is the program's key plus
+    a hash of everything that turns programs into code, so that comments (which name the graph ops
+    a step came from) do not cause recompilation.
+    """
+
+    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool):
+        mapping = ports(program)
+        super().__init__(
+            function,
+            outputs=tuple(store.name for store in mapping.aux),
+            ops={o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c},
+            outs={sink.name: reduction(sink) for sink in mapping.sinks},
+            mode="acc_pair" if program.paired else None,
+            extra_ops=(PairDelta("pair_delta"),) if program.paired else (),
+        )
+        self.program = program
+        self.semantic_key = ("coda_inductor", program.key, swap_lanes, codegen_hash())
+        self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
+        self._ident = f"coda_{self.semantic_digest[:16]}"
+        TORCH_OP_EPI_MODS[self.semantic_digest] = self
+
+    def _mint(self, *key):
+        kernel_class = super()._mint(*key)
+        if not self.program.paired:
+            return kernel_class
+        paired_class = kernel_class.__dict__.get("_coda_paired")
+        if paired_class is None:
+            paired_class = type(
+                f"{kernel_class.__name__}_pair",
+                (PairedWeights, kernel_class),
+                {"__module__": kernel_class.__module__},
+            )
+            kernel_class._coda_paired = paired_class
+        return paired_class
+
+
+@functools.cache
+def load(program: EpilogueProgram, swap_lanes: bool = False) -> CodaEpiMod:
+    """The EpiMod of ``program``; renders, writes and imports its source on first use."""
+    path = source_path(program, swap_lanes)
+    _write(path, render(program, swap_lanes=swap_lanes))
+    name = f"coda_inductor_epilogue_{path.stem}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    module.__loader__ = loader
+    sys.modules[name] = module
+    loader.exec_module(module)
+    mod = CodaEpiMod(module.epilogue, program, swap_lanes)
+    vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
+    return mod
+
+
+def source_path(program: EpilogueProgram, swap_lanes: bool = False) -> Path:
+    """Where the source of ``program`` is, or will be once it has been loaded."""
+    variant = "s" if swap_lanes else ""
+    return cache_dir() / "epilogues" / f"{program.key}{variant}_v{RENDERER_VERSION}.py"
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomic, for several processes may load one program at the same time."""
+    if path.exists() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+@functools.lru_cache(maxsize=1)
+def codegen_hash() -> str:
+    """Changes with every source file that turns programs into code."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(str(RENDERER_VERSION).encode())
+    for path in (*sorted(here.glob("*.py")), here.parent / "render.py"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,55 @@
+"""QuACK epilogue resources of our own: masked reductions, and scalars that live on the device.
+
+QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
+tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
+``ports.Sink.masked``.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from quack.epilogue.ops import ColVecReduce, EpiOp, RowVecReduce, Scalar, VecReduce
+
+from coda_inductor.kernels.ports import Sink
+
+
+class _MaskedSum(VecReduce):
+    def _mask_oob_active(self):
+        return True
+
+    @cute.jit
+    def _mask_oob(self, frag, coords, limit, tile_shape_mn):
+        stride = (1, 0) if const_expr(self._reduce_dim() == 0) else (0, 1)
+        offsets = cute.composition(cute.make_layout(tile_shape_mn, stride=stride), coords.layout)
+        limit_here = limit - coords[0][self._reduce_dim()]
+        for i in cutlass.range(cute.size(frag), unroll_full=True):
+            frag[i] = frag[i] if cute.crd2idx(i, offsets) < limit_here else 0.0
+
+
+class MaskedRowSum(_MaskedSum, ColVecReduce):
+    """Sums over N, partials (M, n_tiles)."""
+
+
+class MaskedColSum(_MaskedSum, RowVecReduce):
+    """Sums over M, partials (m_tiles, N)."""
+
+
+def reduction(sink: Sink) -> EpiOp:
+    """The QuACK resource of one reduction."""
+    if sink.masked:
+        return (MaskedRowSum if sink.axis == "row" else MaskedColSum)(sink.name)
+    kind = ColVecReduce if sink.axis == "row" else RowVecReduce
+    return kind(sink.name, combine=sink.combine, scaled=sink.factors is not None)
+
+
+class DeviceScalar(Scalar):
+    """A 0-dim float32 tensor, read by the kernel. QuACK's own check refuses the meta tensors that
+    kernels are compiled with ahead of time; the caller (``runtime.launch``) has checked already."""
+
+    def host_arg_key(self, value):
+        return self.host_key_for_mode(2)
+
+    def host_call_arg(self, value, key):
+        return value.data_ptr()

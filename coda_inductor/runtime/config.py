@@ -1,0 +1,145 @@
+"""Kernel configs: what they are, which are legal for a program, and which one to use."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from coda_inductor.errors import KernelError
+from coda_inductor.program import EpilogueProgram
+
+_TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA tile (rows x columns of the output), a cluster of CTAs that share loads, and the
+    schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (on one tile)."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    cluster_n: int
+    pingpong: bool
+
+    def __str__(self) -> str:
+        schedule = "pp" if self.pingpong else "co"
+        return f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}:{schedule}"
+
+    @staticmethod
+    def parse(text: str) -> Config:
+        """Inverse of ``str``.
+
+        Raises:
+            KernelError: if ``text`` is not of the form "128x192:2x1:pp".
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise KernelError(f"{text!r} is not a kernel config: write it like '128x192:2x1:pp'")
+        tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
+        return Config(tile_m, tile_n, cluster_m, cluster_n, pingpong=match[5] == "pp")
+
+    def cta_tile_m(self, arch: int) -> int:
+        """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
+        Blackwell splits the tile over the two CTAs of a pair."""
+        two_ctas = arch in (10, 11) and self.cluster_m % 2 == 0 and self.tile_m in (128, 256)
+        return self.tile_m // 2 if two_ctas else self.tile_m
+
+
+#: The candidates on Hopper (compute capability 9).
+HOPPER = tuple(
+    Config.parse(text)
+    for text in (
+        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x208:2x1:pp"),
+        *("192x128:2x1:pp", "128x192:1x2:pp", "128x160:1x2:pp", "128x128:1x2:pp"),
+        *("128x256:2x1:co", "256x128:2x1:co", "256x192:2x1:co", "256x208:2x1:co"),
+        *("256x160:2x1:co", "256x192:1x2:co", "256x128:1x2:co", "128x256:1x2:co"),
+    )
+)
+#: The one config elsewhere, until someone measures: (data-centre, consumer) Blackwell.
+_BLACKWELL = Config.parse("256x256:2x1:co")
+_BLACKWELL_CONSUMER = Config.parse("128x128:1x1:pp")
+
+_SMEM_BYTES = 227 * 1024
+_TILE_K = 64
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def mainloop_stages(program: EpilogueProgram, config: Config) -> int:
+    """How many K steps of A and B fit into Hopper's shared memory beside the epilogue's buffers
+    (four stages of each tile load, two of each tile store, vectors once)."""
+    rows = 64 if config.pingpong else 128
+    stored = sum(WIDTHS[s.dtype] for s in program.stores) / (2 if program.paired else 1)
+    loaded = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    tile_bytes = rows * 32 * (2 * stored + 4 * loaded)
+    vectors = sum(
+        WIDTHS[o.dtype] * (config.tile_n if o.kind == "row" else config.tile_m)
+        for o in program.operands
+        if o.kind in ("row", "col")
+    )
+    # Reductions over M meet in shared memory, one vector a warp.
+    vectors += sum(4 * 8 * config.tile_n for r in program.reduces if r.axis == "col")
+    step_bytes = (config.tile_m + config.tile_n) * _TILE_K * WIDTHS[program.in_dtype]
+    return int((_SMEM_BYTES - 2048 - tile_bytes - vectors) // step_bytes)
+
+
+def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
+    """Configs that compile for ``program`` on compute capability ``arch``.x; may be empty."""
+    if arch in (10, 11):
+        return (_BLACKWELL,)
+    if arch == 12:
+        return (_BLACKWELL_CONSUMER,)
+    configs = [c for c in HOPPER if mainloop_stages(program, c) >= 2]
+    if program.paired:
+        configs = [c for c in configs if c.tile_n % 32 == 0 and c.tile_m != 192]
+    # Two stages cannot hide the latency of a load behind the multiplication before it.
+    return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
+
+
+def choose(program: EpilogueProgram, m, n: int, k: int, device=None) -> Config:
+    """The config to run ``program`` with on (m, k) x (k, n); deterministic, never measures.
+
+    ``m`` may be a SymInt: its hint counts. ``device`` is the tensors' device (None: the current
+    CUDA device, or Hopper where there is none).
+
+    Raises:
+        KernelError: if no config is legal; ``support.unsupported`` says so beforehand.
+    """
+    from coda_inductor.runtime.cost import kernel_us
+
+    configs = legal_configs(program, arch_of(device))
+    if not configs:
+        raise KernelError("the program needs more shared memory than any kernel config leaves")
+    if len(configs) == 1:
+        return configs[0]
+    rows = hint(m)
+    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k))
+
+
+def arch_of(device=None) -> int:
+    """Compute capability, major, of a device; 9 (Hopper) where there is no CUDA."""
+    device = torch.device("cuda") if device is None else torch.device(device)
+    if device.type != "cuda":
+        return 9
+    known = _majors.get(device.index)  # asked at every launch: torch takes microseconds to answer
+    if known is None:
+        if not torch.cuda.is_available():
+            return 9
+        index = torch.cuda.current_device() if device.index is None else device.index
+        known = torch.cuda.get_device_capability(index)[0]
+        if device.index is not None:
+            _majors[device.index] = known
+    return known
+
+
+_majors: dict[int | None, int] = {}
+
+
+def hint(size) -> int:
+    """A concrete value for a size that may be symbolic; 8192 rows where nothing is known."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = size.node.hint if size.node.has_hint() else None
+    return int(value) if value is not None else 8192

@@ -1,0 +1,130 @@
+"""What a kernel is expected to cost, from the shipped measurements and a model fitted to them.
+
+A persistent GEMM runs in waves: with T tiles on S processors, the last of ceil(T / S) waves is as
+expensive as a full one. A wave costs ``step * K + tile + per_byte * (bytes moved per element)``,
+the whole ``fixed`` more: four constants a config, fitted to the measurements by
+``benchmarks/sweep.py`` and shipped with them. Where the same (N, K) was measured, the model is
+scaled by measured / modelled there, so that measured shapes give measured times.
+
+cuBLAS has configs of its own that we cannot see: it is expected to be as good as our best config
+is without an epilogue (times a fitted ratio), or better where the GEMM is too small to fill the
+processors (a fitted line in the number of multiplications).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.runtime.config import WIDTHS, Config, arch_of, choose, hint
+from coda_inductor.runtime.kinds import kinds
+
+_TABLE = Path(__file__).with_name("h100.json")
+_PLAIN_BYTES = 2.0  # one 16-bit store an element
+
+
+@functools.lru_cache(maxsize=1)
+def table() -> dict:
+    """The shipped data: "processors", "models" ({family: {config: constants}}), "cublas" and
+    "shapes" (the measurements)."""
+    data = json.loads(_TABLE.read_text())
+    data["index"] = {}
+    for row in data["shapes"]:
+        data["index"].setdefault((row["kind"], row["n"], row["k"]), []).append(row)
+    return data
+
+
+def traffic(program: EpilogueProgram) -> float:
+    """Bytes of tile loads and stores for each accumulator element."""
+    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    return (loads + stores) / (2 if program.paired else 1)
+
+
+def kind_of(program: EpilogueProgram) -> str:
+    """The measured kind that moves as many bytes as ``program``, or the nearest."""
+    if program.paired:
+        return "swiglu"
+    bytes_moved = traffic(program)
+    single = [name for name, p in kinds().items() if not p.paired]
+    return min(single, key=lambda name: abs(traffic(kinds()[name]) - bytes_moved))
+
+
+def kernel_us(program: EpilogueProgram, config: Config, m: int, n: int, k: int) -> float:
+    """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
+    return _kernel_us(kind_of(program), str(config), m, n, k, traffic(program))
+
+
+def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None) -> float:
+    """Expected microseconds of ``program`` with the config that ``config.choose`` takes."""
+    return kernel_us(program, choose(program, m, n, k, device), hint(m), n, k)
+
+
+def cublas_us(m, n: int, k: int) -> float:
+    """Expected microseconds of one plain 16-bit matrix product (m, k) x (k, n) through cuBLAS."""
+    return _cublas_us(hint(m), n, k)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
+    family = "paired" if kinds()[kind].paired else "single"
+    expected = modelled(table(), family, config, m, n, k, moved, _processors())
+    row = _nearest([kind], m, n, k, config)
+    if row is None:
+        return expected
+    there = traffic(kinds()[kind])
+    return expected * row["us"][config] / modelled(table(), family, config, row["m"], n, k, there)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cublas_us(m: int, n: int, k: int) -> float:
+    expected = modelled_cublas(table(), m, n, k, _processors())
+    row = _nearest(list(kinds()), m, n, k, "cublas")
+    if row is None:
+        return expected
+    return expected * row["us"]["cublas"] / modelled_cublas(table(), row["m"], n, k)
+
+
+def modelled(data, family, config, m, n, k, moved, processors=None) -> float:
+    """The model alone, without the measurements. ``processors`` None: the measured device's."""
+    step, tile, per_byte, fixed = data["models"][family][config]
+    passes = waves(family, config, m, n, processors or data["processors"])
+    return passes * (step * k + tile + per_byte * moved) + fixed
+
+
+def modelled_cublas(data, m, n, k, processors=None) -> float:
+    """As :func:`modelled`, for cuBLAS."""
+    processors = processors or data["processors"]
+    best = min(
+        modelled(data, "single", config, m, n, k, _PLAIN_BYTES, processors)
+        for config in data["models"]["single"]
+    )
+    small = data["cublas"]["fixed"] + data["cublas"]["us_per_gmac"] * m * n * k / 1e9
+    return min(data["cublas"]["ratio"] * best, small * data["processors"] / processors)
+
+
+def waves(family: str, config: str, m: int, n: int, processors: int) -> int:
+    """How many tiles the busiest cluster works through. N is one weight's for pairs."""
+    columns = 2 * n if family == "paired" else n
+    c = Config.parse(config)
+    clusters = -(-m // (c.tile_m * c.cluster_m)) * -(-columns // (c.tile_n * c.cluster_n))
+    return -(-clusters // (processors // (c.cluster_m * c.cluster_n)))
+
+
+@functools.lru_cache(maxsize=1)
+def _processors() -> int:
+    """This Hopper's multiprocessors; elsewhere those of the device that was measured."""
+    if torch.cuda.is_available() and arch_of() == 9:
+        return torch.cuda.get_device_properties().multi_processor_count
+    return table()["processors"]
+
+
+def _nearest(names: list[str], m: int, n: int, k: int, config: str) -> dict | None:
+    """The measurement of the same (N, K) whose M is nearest, within a factor of two."""
+    rows = [r for name in names for r in table()["index"].get((name, n, k), ())]
+    rows = [r for r in rows if config in r["us"] and r["m"] / 2 <= m <= r["m"] * 2]
+    return min(rows, key=lambda r: abs(r["m"] - m), default=None)

@@ -1,0 +1,135 @@
+"""The custom op ``coda_inductor::gemm_epilogue``: what a fused site is in the graph.
+
+``gemm_epilogue(a, bs, operands, program, config) -> Tensor[]`` computes an epilogue program on
+``a @ b`` for each b of ``bs``. The program and the config are strings, so a graph that contains the
+op is self-contained: printable, and cacheable across processes. Shapes: a (M, K), each b (K, N);
+operands as ``program.operands`` says; outputs as ``reference.output_shapes`` says, reductions in
+float32 (float64 for a float64 GEMM). Functional: outputs never alias inputs.
+
+CUDA tensors run through a generated kernel, all others, and every site for which a kernel cannot
+be built or launched, through the reference executor, after one warning that names the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from coda_inductor import reference
+from coda_inductor.errors import KernelError
+from coda_inductor.log import warn_once
+from coda_inductor.program import EpilogueProgram, Store
+from coda_inductor.runtime import support
+from coda_inductor.runtime.config import Config, arch_of
+from coda_inductor.runtime.launch import kernel
+from coda_inductor.runtime.tensors import UnpairableError
+
+_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
+_LIBRARY.define(
+    "gemm_epilogue(Tensor a, Tensor[] bs, Tensor[] operands, str program, str config) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+
+# Plain module variables: backward graphs run on autograd's own threads.
+_mode = {"strict": False}
+# (program, config) -> why its kernel failed: a site that failed once is not tried again.
+_failed: dict[tuple[str, str], str] = {}
+
+
+def set_strict(strict: bool) -> None:
+    """With ``strict``, a kernel that cannot run raises KernelError instead of falling back."""
+    _mode["strict"] = strict
+
+
+def forget_failures() -> None:
+    """Try the kernels of failed sites again (for tests, and after a broken setup was mended)."""
+    _failed.clear()
+
+
+def gemm_epilogue(a, bs, operands, program: EpilogueProgram | str, config: Config | str):
+    """Call the op. Returns the list of outputs."""
+    text = program if isinstance(program, str) else program.to_json()
+    return torch.ops.coda_inductor.gemm_epilogue(a, bs, operands, text, str(config))
+
+
+def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tensor]):
+    """Uninitialised outputs. Also the fake implementation: M, N and K may be symbolic."""
+    m, n = a.shape[0], bs[0].shape[1]
+    tile_m = config.cta_tile_m(arch_of(a.device))
+    # The tile of a pair holds both accumulators, side by side.
+    tile_n = config.tile_n // 2 if program.paired else config.tile_n
+    wide = reference.compute_dtype(program)
+    return [
+        a.new_empty(shape, dtype=getattr(torch, o.dtype) if isinstance(o, Store) else wide)
+        for o, shape in zip(
+            program.outputs, reference.output_shapes(program, m, n, tile_m, tile_n), strict=True
+        )
+    ]
+
+
+@torch.library.register_fake("coda_inductor::gemm_epilogue", lib=_LIBRARY)
+def _fake(a, bs, operands, program, config):  # noqa: ARG001 (the op's signature)
+    return _allocate(EpilogueProgram.from_json(program), Config.parse(config), a, bs)
+
+
+def _reference(a, bs, operands, program, config):
+    parsed = EpilogueProgram.from_json(program)
+    outputs = _allocate(parsed, Config.parse(config), a, bs)
+    if not a.shape[0] or not bs[0].shape[1]:
+        return outputs
+    for spec, output, value in zip(
+        parsed.outputs, outputs, reference.run(parsed, a, bs, operands), strict=True
+    ):
+        if isinstance(spec, Store):
+            output.copy_(value)
+            continue
+        # The reference has one tile: its value stands in the first, the others are neutral.
+        output.fill_(0.0 if spec.combine == "add" else -math.inf)
+        output.narrow(1 if spec.axis == "row" else 0, 0, 1).copy_(value)
+    return outputs
+
+
+def _cuda(a, bs, operands, program, config):
+    if (program, config) in _failed:
+        return _fall_back(_failed[program, config], a, bs, operands, program, config)
+    entry = kernel(program, config)
+    why = _unsupported(program, bs[0].shape[1], a.shape[1], a.dtype, bs[0].stride(1) == 1)
+    if why is not None:
+        return _fall_back(why, a, bs, operands, program, config)
+    outputs = _allocate(entry.program, entry.config, a, bs)
+    if a.shape[0] == 0:
+        return outputs
+    try:
+        entry.launch(a, bs, operands, outputs)
+    except UnpairableError as error:  # these weights, perhaps not the next ones
+        return _fall_back(str(error), a, bs, operands, program, config, error)
+    except Exception as error:
+        _failed[program, config] = repr(error)
+        return _fall_back(repr(error), a, bs, operands, program, config, error)
+    return outputs
+
+
+@functools.lru_cache(maxsize=4096)
+def _unsupported(program: str, n: int, k: int, dtype: torch.dtype, n_major: bool) -> str | None:
+    parsed = EpilogueProgram.from_json(program)
+    if getattr(torch, parsed.in_dtype) != dtype:
+        return f"the program is for {parsed.in_dtype} inputs, they are {dtype}"
+    return support.kernel_stack() or support.unsupported(
+        parsed, n, k, b_major="n" if n_major else "k"
+    )
+
+
+def _fall_back(cause, a, bs, operands, program, config, error=None):
+    parsed = EpilogueProgram.from_json(program)
+    site = f"program {parsed.key} ({a.shape[1]} x {bs[0].shape[1]}, config {config})"
+    if _mode["strict"]:
+        raise KernelError(f"{site} has no kernel: {cause}") from error
+    warn_once(site, cause)
+    return _reference(a, bs, operands, program, config)
+
+
+_LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")

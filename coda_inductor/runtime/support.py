@@ -1,0 +1,74 @@
+"""Can kernels run here, and can this site be one? Reasons, never exceptions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+
+import torch
+
+from coda_inductor.kernels.ports import ports
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.runtime.config import arch_of, legal_configs
+
+#: The QuACK releases whose internals ``coda_inductor.kernels`` was written against.
+QUACK_SERIES = "0.6"
+_ARCHS = (9, 10, 11, 12)
+_HALF = ("bfloat16", "float16")
+
+
+@functools.lru_cache(maxsize=1)
+def kernel_stack() -> str | None:
+    """Why no kernel can run in this process, or None if they can. Imports no kernel library."""
+    if not torch.cuda.is_available():
+        return "no CUDA device is available"
+    arch = torch.cuda.get_device_capability()
+    if arch[0] not in _ARCHS:
+        return f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
+    return library_stack()
+
+
+@functools.lru_cache(maxsize=1)
+def library_stack() -> str | None:
+    """Why no kernel can be compiled here, device or not, or None."""
+    try:
+        version = importlib.metadata.version("quack-kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return "quack-kernels is not installed: pip install 'coda-inductor[cuda]'"
+    if version.split(".")[:2] != QUACK_SERIES.split("."):
+        return f"quack-kernels {version} is installed, {QUACK_SERIES}.x is needed"
+    if importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed: pip install nvidia-cutlass-dsl"
+    return None
+
+
+def unsupported(
+    program: EpilogueProgram, n: int, k: int, *, b_major: str = "k", device=None
+) -> str | None:
+    """Why ``program`` on (M, ``k``) x (``k``, ``n``) cannot be a kernel, or None.
+
+    ``b_major`` is the dimension of B with stride 1: "k" (a linear layer's weight) or "n".
+    """
+    if program.in_dtype not in _HALF:
+        return f"a {program.in_dtype} GEMM has no kernel: only bfloat16 and float16 have"
+    if n % 8 or k % 8 or not k or not n:
+        return f"N={n} and K={k} must be positive multiples of 8 (16-byte rows)"
+    if not program.stores:
+        return "a program without a tile store has no kernel"
+    dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]
+    if "float64" in dtypes:
+        return "float64 operands and stores have no kernel"
+    mapping = ports(program)
+    same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
+    if same is not None:
+        return f"{same!r} is one value for the whole tile: nothing to fuse"
+    if program.paired:
+        wide = next((s for s in program.stores if s.dtype not in _HALF), None)
+        if wide is not None:
+            return f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
+        if b_major != "k":
+            return "paired weights must be K-major (out_features x in_features)"
+    if not legal_configs(program, arch_of(device)):
+        return "its tile loads and stores need more shared memory than a kernel has"
+    return None
