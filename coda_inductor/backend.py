@@ -7,7 +7,7 @@ joint pass, which rewrites, fuses and lowers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
@@ -53,9 +53,8 @@ def coda(
         "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass
     )
     ours = JointPass(settings, recorder, user_pass)
-    return compile_fx(
-        gm, inputs, config_patches={**settings.inductor, "joint_custom_pre_pass": ours}
-    )
+    patches = {**settings.inductor, "joint_custom_pre_pass": ours}
+    return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches))
 
 
 def raise_pass(
@@ -72,7 +71,9 @@ def raise_pass(
     if not _differentiable(inputs):
         try:
             refusals = raise_idioms(gm, active)
-            recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
+            recorder.report.near_misses += [
+                f"{r.pattern} at {r.node}: {r.reason}" for r in refusals
+            ]
         except Exception as error:
             if settings.strict:
                 raise FallbackError(f"raising idioms failed: {error}") from error

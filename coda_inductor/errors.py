@@ -11,7 +11,7 @@ class CodaError(Exception):
 
 
 class OptionError(CodaError, ValueError):
-    """An option of ``torch.compile(..., backend="coda", options=...)`` is unknown or has a bad value."""
+    """An option of ``torch.compile(..., options=...)`` is unknown or has a bad value."""
 
 
 class PatternError(CodaError, ValueError):
@@ -19,7 +19,7 @@ class PatternError(CodaError, ValueError):
 
 
 class ProgramError(CodaError, ValueError):
-    """An :class:`~coda_inductor.program.EpilogueProgram` is not legal; the message names the step."""
+    """An epilogue program is not legal; the message names the operand, step or output."""
 
 
 class KernelError(CodaError, RuntimeError):

@@ -60,7 +60,9 @@ def is_cast(node: Any) -> bool:
     return source.dtype in FLOATS and result.dtype in FLOATS
 
 
-def insert(graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node) -> Node:
+def insert(
+    graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node
+) -> Node:
     """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
 
     Meta that steers the partitioner and names the source line is copied from ``like``.
@@ -94,10 +96,10 @@ def splice(
     like: Node,
     meta: dict[str, Any] | None = None,
 ) -> Any:
-    """Trace ``function`` on the fake values of ``args`` and copy its aten nodes in front of ``before``.
+    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
 
-    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are Inductor's, so that the result
-    is what it would have compiled had the user written the function's body.
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
+    Inductor's: the result is what it would have compiled had the user written the function's body.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -137,4 +139,6 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    return re.sub(r"^L\['\w+'\]\.?|^L__self___", "", path).replace("_modules['", "").replace("']", "")
+    return (
+        re.sub(r"^L\['\w+'\]\.?|^L__self___", "", path).replace("_modules['", "").replace("']", "")
+    )

@@ -1,7 +1,7 @@
 """The pass that Inductor runs on the joint (or inference) aten graph: rewrite, decompose, fuse.
 
-It is one ``CustomGraphPass`` with a ``uuid``, so that torch's caches know what it depends on, and it
-is idempotent: nested regions are handed to it more than once.
+It is one ``CustomGraphPass`` with a ``uuid``, so that torch's caches know what it depends on, and
+it is idempotent: nested regions are handed to it more than once.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coda_inductor.rewrite import defer_norms
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
+
 
 class JointPass(CustomGraphPass):
     """``defer_norms``, ``decompose`` and ``fuse_gemms``, in this order, on one graph."""
@@ -99,10 +100,9 @@ class JointPass(CustomGraphPass):
         inner = self.before.uuid() if self.before is not None else ""
         if inner is None:
             return None
-        return hashlib.sha256(
-            repr((_sources(), self.options.identity, identity(), inner)
-                 + tuple(_digest(p) for p in patterns.files(self.options.patterns))).encode()
-        ).hexdigest()  # fmt: skip
+        files = tuple(_digest(path) for path in patterns.files(self.options.patterns))
+        everything = (_sources(), self.options.identity, identity(), inner, files)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
 
 
 def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> None:

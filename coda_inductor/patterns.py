@@ -120,8 +120,7 @@ def load(extra: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
     Raises:
         PatternError: as :func:`load_file`.
     """
-    files = [*extra, *sorted(builtin_folder().glob("*.py"))]
-    patterns = [p for file in files for p in load_file(file)]
+    patterns = [p for file in files(extra) for p in load_file(file)]
     return tuple(sorted(patterns, key=lambda p: -p.priority))
 
 

@@ -9,7 +9,7 @@ After::
     rms_norm = torch.ops.coda_inductor.rms_norm.default(x, weight, 1e-06, torch.bfloat16)
 
 Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
-ever erased: dead-code elimination here would delete in-place ops (Dynamo's graph is not functional).
+ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
 Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
 used elsewhere, or when a side condition of the pattern fails; the reason is logged and kept.
 """
@@ -40,7 +40,7 @@ class Refusal:
 def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
     """Replace every idiom of ``patterns`` in ``gm`` and in its checkpointed regions, in place.
 
-    Returns the near misses. Tensors keep their shapes, dtypes and devices; parameters are untouched.
+    Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
     """
     refusals: list[Refusal] = []
     for graph in _graphs(gm):
@@ -56,7 +56,11 @@ def _graphs(gm: GraphModule) -> Iterator[Graph]:
         # Bodies of checkpoint and nested_compile_region are child modules; others (flex_attention's
         # score_mod, cond branches) have semantics of their own and stay as they are.
         name = str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))
-        if name not in ("tag_activation_checkpoint", "wrap_activation_checkpoint", "invoke_subgraph"):
+        if name not in (
+            "tag_activation_checkpoint",
+            "wrap_activation_checkpoint",
+            "invoke_subgraph",
+        ):
             continue
         for arg in node.args:
             if isinstance(arg, Node) and arg.op == "get_attr":

@@ -1,7 +1,7 @@
 """The reference executor: an epilogue program as plain torch ops, on any device and in any dtype.
 
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
-(traced into the graph, so that Inductor compiles it), and the documentation of what a program means.
+(traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def run(
     for step in program.steps:
         args = [_value(arg, env, wide, a.device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)
-    outputs = []
-    for store in program.stores:
-        outputs.append(env[store.value].to(getattr(torch, store.dtype)).expand(shape).contiguous())
+    outputs = [
+        env[store.value].to(getattr(torch, store.dtype)).expand(shape).contiguous()
+        for store in program.stores
+    ]
     for reduce in program.reduces:
         dim = 1 if reduce.axis == "row" else 0
         value = env[reduce.value].expand(shape)

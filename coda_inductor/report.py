@@ -87,6 +87,7 @@ def reports() -> list[GraphReport]:
 
 
 def record(report: GraphReport) -> None:
+    """Keep ``report`` for :func:`reports`."""
     _REPORTS.append(report)
 
 

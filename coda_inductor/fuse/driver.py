@@ -39,6 +39,7 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
         if verdict is not None and verdict.how != "unfused":
             done |= set(region.anchors)
             fired |= _patterns(region)
+            assert site.program is not None, "a fused site has a program"
             calls[emit(graph, region, site.program, verdict.config)] = len(sites)
         sites.append(site)
         logger.debug(
@@ -167,7 +168,7 @@ def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy
         if error is None:
             continue
         site = sites[calls[call]]
-        cause = f"kernel {site.program.key} does not compile: {error}"
+        cause = f"its kernel does not compile: {error}"
         if policy.options.strict:
             raise FallbackError(f"{site.site}: {cause}")
         warn_once(site.site, cause)

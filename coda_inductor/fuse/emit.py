@@ -25,6 +25,8 @@ from coda_inductor.fuse.region import Region, gemm_inputs
 from coda_inductor.graph import aten, fake, insert, prims, same, splice
 from coda_inductor.program import EpilogueProgram
 
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
 
 def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) -> Node:
     """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
@@ -132,7 +134,7 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     for view in region.values:
-        if view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
-            if same(fake(view).shape, shape):
-                return list(view.args[1])
+        makes_shape = view.target in _VIEWS and same(fake(view).shape, shape)
+        if makes_shape:
+            return list(view.args[1])
     raise ProgramError(f"no view in the region makes the symbolic shape {tuple(shape)}")

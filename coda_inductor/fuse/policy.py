@@ -7,7 +7,6 @@ The three answers are kept apart: *legal* (dtype, shape, device, kernel stack), 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,7 +18,6 @@ from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram, Store
 from coda_inductor.runtime import gate, support
 from coda_inductor.runtime.config import Config, choose, hint
-
 
 _STORE = Store("out0", "acc", "bfloat16")
 #: Shapes the partials of a call that is then expanded; any legal config will do.

@@ -26,7 +26,16 @@ from torch.fx import Node
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.graph import ALIASES, FLOATS, aten, fake, is_cast, same
-from coda_inductor.program import OPS, EpilogueProgram, Operand, Reduce, Step, Store, simplify, verify
+from coda_inductor.program import (
+    OPS,
+    EpilogueProgram,
+    Operand,
+    Reduce,
+    Step,
+    Store,
+    simplify,
+    verify,
+)
 
 GEMMS = (aten.mm.default, aten.addmm.default)
 MAX_TILE_OPERANDS = 2  # each costs a staged M x N tile of shared memory
@@ -105,6 +114,7 @@ def constant(node: Node) -> float | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``, as programs spell it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -113,7 +123,7 @@ def _precision(node: Node) -> int:
 
 
 def grow(anchors: tuple[Node, ...], order: dict[Node, int]) -> Region:
-    """The largest legal region around ``anchors``; ``order`` is each node's position in the graph."""
+    """The largest legal region around ``anchors``; ``order`` holds every node's position."""
     banned: dict[Node, str] = {}
     while True:
         region = _Grower(anchors, order, banned).run()
@@ -132,7 +142,9 @@ def _violation(region: Region) -> tuple[Node, str] | None:
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return _owner(node, region), "its result is read outside and is not a floating tile"
         if _only_adds_a_store(value, region, stored):
-            return _owner(node, region), "it would only add a store: its readers are elementwise too"
+            return _owner(
+                node, region
+            ), "it would only add a store: its readers are elementwise too"
     if len(stored) > MAX_STORES:
         last = max(stored.values(), key=nodes.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"

@@ -33,7 +33,7 @@ def mutates(node: Node) -> bool:
     """Does ``node`` change a tensor in place? Errs on the side of yes."""
     if node.op == "call_method":
         name = str(node.target)
-        return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     if node.op != "call_function":
         return False
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:

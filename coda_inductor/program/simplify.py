@@ -15,7 +15,7 @@ from coda_inductor.program.ir import EpilogueProgram, Step
 
 
 def simplify(program: EpilogueProgram) -> EpilogueProgram:
-    """Rewrite ``program`` by the identities of this module; operands and outputs stay as they are."""
+    """Rewrite ``program`` by the identities of this module; operands and outputs stay."""
     made = {step.name: step for step in program.steps}
     steps: list[Step] = []
     for step in program.steps:
@@ -24,7 +24,7 @@ def simplify(program: EpilogueProgram) -> EpilogueProgram:
 
 
 def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
-    """a / (1 + exp(-x)) = a * sigmoid(x);  1 / (1 + exp(-x)) = sigmoid(x)."""
+    """A / (1 + exp(-x)) = a * sigmoid(x);  1 / (1 + exp(-x)) = sigmoid(x)."""
     if step.op == "div":
         numerator, denominator = step.args
     elif step.op == "reciprocal":

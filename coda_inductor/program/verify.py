@@ -1,4 +1,4 @@
-"""Is a program legal? Checked before every use, so that the consumers need no checks of their own."""
+"""Is a program legal? Checked before every use, so that consumers need no checks of their own."""
 
 from __future__ import annotations
 

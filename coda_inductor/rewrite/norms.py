@@ -109,7 +109,8 @@ def _refusal(
 
 def _producer(x: Node) -> Node | None:
     """The last GEMM whose tile ``x`` is elementwise computed from."""
-    seen, todo, found = set(), [x], []
+    seen: set[Node] = set()
+    todo, found = [x], []
     while todo:
         node = todo.pop()
         if node in seen or node.op != "call_function" or len(seen) > 32:
