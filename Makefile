@@ -1,0 +1,36 @@
+# Everything works on a fresh clone: each target makes its virtual environment first and re-uses it
+# until pyproject.toml changes. `make PYTHON=/path/to/python3 demo` builds on another Python.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= benchmarks/results/latest
+RUN := $(VENV)/bin/python
+SETUP := $(PYTHON) tools/setup_env.py $(VENV)
+PACKAGING := pyproject.toml setup.py tools/setup_env.py
+
+.PHONY: help demo test bench lint clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (on a GPU) the speed
+	$(RUN) examples/demo.py
+
+test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows them)
+	$(RUN) -m pytest $(ARGS)
+
+bench: $(VENV)/.bench  ## run the benchmarks into OUT (needs a GPU)
+	$(RUN) -m benchmarks --out $(OUT) $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
+	$(RUN) tools/lint.py
+
+clean:  ## remove the virtual environment, caches and debug output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf coda_debug
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# One stamp a goal, so that `make demo` does not wait for what only the tests need.
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: $(PACKAGING)
+	$(SETUP) $*
+	@touch $@
