@@ -1,0 +1,79 @@
+"""What a results file must say about where it was measured, and nothing about the local file
+system.
+
+Results are committed, so every text that enters one passes through :func:`scrub`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "torch",
+    "triton",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "transformers",
+    "coda-inductor",
+)
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of `command`, stripped; None where it is missing, fails or prints nothing."""
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def scrub(text: str) -> str:
+    """`text` without paths of this machine: known roots get a short name, other paths keep the file
+    name.
+    """
+    roots = (REPOSITORY, Path.cwd(), Path(sys.prefix), Path(sys.base_prefix))
+    for root in sorted({str(root) for root in roots if root != Path("/")}, key=len, reverse=True):
+        text = text.replace(root + "/", "")
+    return re.sub(r"(?<![\w.:/-])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
+
+
+def describe(arguments: list[str], commit: str | None = None) -> dict:
+    """Device, driver, versions, commit, date (UTC) and command line of a run.
+
+    Args:
+        arguments: the command line after ``python -m benchmarks``.
+        commit: the measured commit, for a copy of the tree that has no ``.git``; otherwise git is
+            asked.
+    """
+    gpu = torch.cuda.is_available() and _output(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"
+    )
+    name, driver = gpu.split(", ") if gpu else (None, None)
+    return {
+        "gpu": name,
+        "driver": driver,
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+        "commit": commit or _output("git", "rev-parse", "HEAD"),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": scrub(" ".join(["python -m benchmarks", *arguments])),
+    }

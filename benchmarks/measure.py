@@ -1,0 +1,281 @@
+"""Timers, profiler and memory: everything that touches a clock.
+
+Variants are timed interleaved (one call of each per round, the order rotating), because the clock
+of a GPU under load drifts by more than the differences measured here. On a CPU,
+``time.perf_counter`` stands in for CUDA events.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .environment import scrub
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Call = Callable[[], Any]
+Result = TypeVar("Result")
+MIB = 2**20
+
+
+def device() -> str:
+    """``"cuda"`` where there is a GPU, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    """Wait for the device; raises what an earlier asynchronous call did wrong."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated() -> int:
+    """Bytes of device memory held by tensors; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds of every call of every variant: `rounds` samples each, after `warmup` calls
+    each.
+
+    On CUDA nothing waits between calls, so that the host runs ahead and a sample is device time
+    (see :func:`host_us` for the other side).
+    """
+    names = list(calls)
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    synchronize()
+    if device() == "cpu":
+        clock: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(rounds):
+            for name in _rotated(names, turn):
+                start = time.perf_counter()
+                calls[name]()
+                clock[name].append((time.perf_counter() - start) * 1e3)
+        return clock
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in names
+    }
+    for turn in range(rounds):
+        for name in _rotated(names, turn):
+            start_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start_end[0].record()
+            calls[name]()
+            start_end[1].record()
+            events[name].append(start_end)
+    synchronize()
+    return {
+        name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()
+    }
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    shift = turn % len(names)
+    return names[shift:] + names[:shift]
+
+
+def summary(samples_ms: list[float]) -> dict:
+    """Median, 20th and 80th percentile and the samples themselves, in milliseconds."""
+    ordered = sorted(samples_ms)
+    last = len(ordered) - 1
+    return {
+        "median_ms": statistics.median(ordered),
+        "p20_ms": ordered[round(0.2 * last)],
+        "p80_ms": ordered[round(0.8 * last)],
+        "samples_ms": [round(sample, 5) for sample in samples_ms],
+    }
+
+
+def host_us(call: Call, calls: int = 10) -> float:
+    """Median microseconds the host needs to launch `call`, the device being idle."""
+    times = []
+    for _ in range(calls):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    synchronize()
+    return statistics.median(times)
+
+
+def peak_mib(call: Call) -> float | None:
+    """MiB that one call needs beyond what is allocated before it; None on a CPU."""
+    if device() == "cpu":
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = allocated()
+    call()
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def kernel_times(call: Call, calls: int = 3, top: int = 15) -> dict:
+    """Device time of one call by kernel name: ``{"total_us", "kernels": [{"name", "us",
+    "calls"}]}``.
+
+    Microseconds and launches are per call of `call`; only the `top` largest are listed. On a CPU:
+    by aten op.
+    """
+    on_gpu = device() == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+        for _ in range(calls):
+            call()
+        synchronize()
+
+    def microseconds(event: Any) -> float:
+        return (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / calls
+
+    events = sorted(
+        (e for e in trace.key_averages() if microseconds(e) > 0), key=microseconds, reverse=True
+    )
+    return {
+        "total_us": sum(microseconds(event) for event in events),
+        "kernels": [
+            {"name": scrub(event.key), "us": microseconds(event), "calls": event.count / calls}
+            for event in events[:top]
+        ],
+    }
+
+
+def captured(call: Call) -> Call:
+    """`call` recorded as a CUDA graph: the returned function replays it without host work.
+
+    Its outputs are the same tensors every time. Raises what CUDA raises where `call` can't be
+    captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of `reference` (same shape); computed in fp32."""
+    difference = value.float() - reference.float()
+    return (difference.norm() / reference.float().norm()).item()
+
+
+def _reason(error: Exception) -> str:
+    """One line for a results file: kind and message, without Dynamo's advice on how to debug."""
+    text = f"{type(error).__name__}: {error}".split("\n\nSet TORCHDYNAMO_VERBOSE")[0]
+    return scrub(" ".join(text.split()))[:600]
+
+
+def register(backend: str) -> None:
+    """Make "coda" known to torch.compile where it is importable but not installed (entry point)."""
+    if backend == "coda" and backend not in torch._dynamo.list_backends():
+        from coda_inductor.backend import coda
+
+        torch._dynamo.register_backend(coda, name=backend)
+
+
+class Variants:
+    """The calls of one comparison. A variant that fails leaves its error text; the others go on.
+
+    The name of the variant in preparation stands in the file `progress`, so that the parent process
+    knows whom to leave out when this process dies (a segfault, or a CUDA error after which the
+    context is lost).
+
+    Attributes:
+        calls: name -> a callable that works.
+        errors: name -> why there is none.
+        held_mib: name -> MiB that stay allocated once it is prepared (weights, workspaces, graph
+            pools).
+    """
+
+    def __init__(self, progress: Path, skip: dict[str, str] | None = None):
+        self.progress = progress
+        self.calls: dict[str, Call] = {}
+        self.errors: dict[str, str] = dict(skip or {})
+        self.held_mib: dict[str, float] = {}
+
+    def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """`work()`, or None with the reason in `errors`; None also for a name that has an error.
+
+        Raises what the device raises if the failure also broke the CUDA context.
+        """
+        if name in self.errors:
+            return None
+        self.progress.write_text(name)
+        result = None
+        try:
+            result = work()
+            synchronize()
+        except Exception as error:  # noqa: BLE001  whatever a variant raises is its result
+            traceback.print_exc()
+            self.errors[name] = _reason(error)
+            synchronize()
+        self.progress.write_text("")
+        return result
+
+    def add(self, name: str, make: Callable[[], Call]) -> None:
+        """Prepare the variant `make()`, call it once and keep it under `name`."""
+
+        def prepare() -> Call:
+            call = make()
+            call()
+            return call
+
+        before = allocated()
+        call = self.attempt(name, prepare)
+        if call is not None:
+            self.calls[name] = call
+            self.held_mib[name] = (allocated() - before) / MIB
+
+    def add_graphs(self, names: tuple[str, ...]) -> None:
+        """Of each working variant of `names`, its replay as ``<name>_graph``; no-op on a CPU."""
+        for name in names:
+            if device() == "cuda" and name in self.calls:
+                self.add(f"{name}_graph", functools.partial(captured, self.calls[name]))
+
+    def measure(self, rounds: int) -> dict:
+        """Time all variants together.
+
+        Returns:
+            ``{"rounds", "variants": {name: measurements}, "errors": {name: text}}``; `errors` is
+            the live attribute: what fails later shows up in it.
+        """
+        samples = interleaved(self.calls, rounds) if self.calls else {}
+        variants = {
+            name: summary(samples[name])
+            | {
+                "host_us": host_us(call),
+                "peak_mib": peak_mib(call),
+                "held_mib": self.held_mib[name],
+            }
+            for name, call in self.calls.items()
+        }
+        return {"rounds": rounds, "variants": variants, "errors": self.errors}
+
+    def profile(self, names: tuple[str, ...]) -> dict:
+        """:func:`kernel_times` of each working variant of `names`: ``{name: profile}``."""
+        found = {}
+        for name in names:
+            if name in self.calls:
+                call = self.calls[name]
+                found[name] = self.attempt(
+                    f"profile of {name}", functools.partial(kernel_times, call)
+                )
+        return {name: times for name, times in found.items() if times is not None}

@@ -1,0 +1,301 @@
+"""Time every legal kernel config against cuBLAS, and fit the cost model that is shipped.
+
+    python benchmarks/sweep.py measure OUT.json     # on the GPU; minutes
+    python benchmarks/sweep.py fit OUT.json coda_inductor/runtime/h100.json
+    python benchmarks/sweep.py overhead             # on the GPU; seconds
+
+``measure`` times, for each site of a Llama layer (three sizes, several M), every legal config of
+its kind and the same GEMM through torch.mm, interleaved, and keeps the medians. Weights rotate, so
+that small ones are not read from the L2 cache. ``fit`` needs no GPU: it fits, for each config, the
+four constants of ``coda_inductor.runtime.cost`` by weighted least squares, and prints how far the
+model's choices are from the measured best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coda_inductor.runtime import cost
+from coda_inductor.runtime.config import legal_configs
+from coda_inductor.runtime.kinds import B_MAJOR, kinds
+
+SIZES = {"1B": (2048, 8192, 512), "8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024)}
+ROWS = {"1B": (512, 2048, 8192), "8B": (512, 2048, 8192), "70B": (8192,)}
+ROUNDS = 11
+_COLD_BYTES = 128 * 2**20  # more than twice the L2 cache
+
+
+def shapes() -> list[tuple[str, int, int, int]]:
+    """(kind, M, N, K) of every site, each once."""
+    found = {}
+    for size, (d, f, kv) in SIZES.items():
+        sites = [
+            ("rms_partial", d, d),  # attention output
+            ("swiglu", f, d),  # gate and up
+            ("rms_partial", d, f),  # down
+            ("scale", d, d),  # q
+            ("scale", kv, d),  # k, v
+            ("scale", f, d),  # gate alone
+            ("dswiglu", f, d),  # gradient of the down projection's input
+        ]
+        for m in ROWS[size]:
+            found.update(dict.fromkeys((kind, m, n, k) for kind, n, k in sites))
+    return list(found)
+
+
+def compile_all() -> None:
+    """Compile all kernels in parallel."""
+    from coda_inductor.runtime.pool import KernelRequest, wait
+
+    requests = [
+        KernelRequest(program.to_json(), str(config), B_MAJOR[kind], swap_lanes=swap)
+        for kind, program in kinds().items()
+        for config in legal_configs(program)
+        for swap in ((False, True) if program.paired else (False,))
+    ]
+    failed = {r: error for r, error in wait(requests, 400).items() if error}
+    for request, error in failed.items():
+        print("cannot compile", request.config, error)
+
+
+def measure_shape(kind: str, m: int, n: int, k: int) -> dict:
+    """Median microseconds of every config and of cuBLAS (one product, also for pairs)."""
+    from coda_inductor.runtime.launch import kernel
+    from coda_inductor.runtime.op import _allocate
+
+    program = kinds()[kind]
+    copies = max(2, min(16, -(-_COLD_BYTES // (2 * n * k * len(program.accs)))))
+    a, weights, operands = _inputs(kind, m, n, k, copies)
+    runs = {}
+    for config in legal_configs(program):
+        entry = kernel(program.to_json(), str(config))
+        outputs = _allocate(program, config, a, weights[0])
+        runs[str(config)] = lambda bs, entry=entry, outputs=outputs: entry.launch(
+            a, bs, operands, outputs
+        )
+    product = a.new_empty(m, n)
+    runs["cublas"] = lambda bs: [torch.mm(a, b, out=product) for b in bs]
+    times = {name: [] for name in runs}
+    for round_ in range(ROUNDS + 2):
+        torch.cuda._sleep(3_000_000)  # the queue fills meanwhile: no gaps between kernels
+        events = []
+        for index, (name, run) in enumerate(runs.items()):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run(weights[(round_ * len(runs) + index) % copies])
+            end.record()
+            events.append((name, start, end))
+        torch.cuda.synchronize()
+        if round_ >= 2:
+            for name, start, end in events:
+                times[name].append(1e3 * start.elapsed_time(end))
+    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
+    us["cublas"] = round(us["cublas"] / len(program.accs), 2)
+    return {"kind": kind, "m": m, "n": n, "k": k, "us": us}
+
+
+def _inputs(kind: str, m: int, n: int, k: int, copies: int):
+    """Random A, ``copies`` of the weights (each (K, N)), and the operands."""
+    program = kinds()[kind]
+
+    def randn(*shape: int, dtype: str) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(getattr(torch, dtype))
+
+    def weight() -> torch.Tensor:
+        if B_MAJOR[kind] == "k":
+            return randn(n, k, dtype=program.in_dtype).t()
+        return randn(k, n, dtype=program.in_dtype)
+
+    sizes = {"tile": (m, n), "row": (n,), "col": (m,)}
+    operands = [randn(*sizes[o.kind], dtype=o.dtype) for o in program.operands]
+    weights = [[weight() for _ in program.accs] for _ in range(copies)]
+    return randn(m, k, dtype=program.in_dtype), weights, operands
+
+
+def overhead() -> None:
+    """Print the host's microseconds for one call of the op, and of torch.mm."""
+    for kind, program in kinds().items():
+        a, weights, operands = _inputs(kind, 256, 256, 256, 1)
+        text, config = program.to_json(), str(legal_configs(program)[0])
+        op = torch.ops.coda_inductor.gemm_epilogue
+        fused = _host_us(functools.partial(op, a, weights[0], operands, text, config))
+        plain = _host_us(functools.partial(torch.mm, a, weights[0][0]))
+        print(f"{kind:<12} op {fused:.1f} us, torch.mm {plain:.1f} us of the host a call")
+
+
+def _host_us(call) -> float:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(500):
+        call()
+    us = 1e6 * (time.perf_counter() - start) / 500
+    torch.cuda.synchronize()
+    return us
+
+
+def measure(path: Path) -> None:
+    """Measure all shapes and write them to ``path``."""
+    compile_all()
+    properties = torch.cuda.get_device_properties(0)
+    data = {
+        "device": properties.name,
+        "processors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "shapes": [],
+    }
+    for shape in shapes():
+        row = measure_shape(*shape)
+        data["shapes"].append(row)
+        path.write_text(json.dumps(data))
+        report(row)
+
+
+def report(row: dict) -> None:
+    """One line: the best configs and how they compare with cuBLAS."""
+    cublas = row["us"]["cublas"] * len(kinds()[row["kind"]].accs)
+    configs = sorted((us, name) for name, us in row["us"].items() if name != "cublas")
+    best = ", ".join(f"{name} {us:.0f}" for us, name in configs[:3])
+    print(
+        f"{row['kind']:<12} M={row['m']:<5} N={row['n']:<6} K={row['k']:<6}"
+        f" cublas {cublas:8.1f} us  ratio {configs[0][0] / cublas:.3f}  {best}",
+        flush=True,
+    )
+
+
+def fit(source: Path, target: Path) -> None:
+    """Fit the model to the measurements of ``source`` and write both to ``target``."""
+    data = json.loads(source.read_text())
+    paired = [r for r in data["shapes"] if kinds()[r["kind"]].paired]
+    single = [r for r in data["shapes"] if r not in paired]
+    data["models"] = {
+        "single": _models("single", single, data["processors"]),
+        "paired": _models("paired", paired, data["processors"]),
+    }
+    # One kind of pair was measured: its traffic cannot be told from its tile cost.
+    for name, constants in data["models"]["paired"].items():
+        constants[2] = data["models"]["single"][name][2]
+        tile = constants[1] - constants[2] * cost.traffic(kinds()["swiglu"])
+        constants[1] = float(f"{tile:.5g}")
+    data["cublas"] = _cublas_model(data)
+    target.write_text(_pretty(data))
+    _report_choices(data)
+    print(f"wrote {target}")
+
+
+def _models(family: str, rows: list[dict], processors: int) -> dict[str, list[float]]:
+    """For each config: step, tile, per_byte, fixed >= 0 of least squared relative error."""
+    models = {}
+    for name in sorted({name for row in rows for name in row["us"]} - {"cublas"}):
+        features, us = [], []
+        for row in rows:
+            if name in row["us"]:
+                waves = cost.waves(family, name, row["m"], row["n"], processors)
+                moved = cost.traffic(kinds()[row["kind"]]) if family == "single" else 0.0
+                features.append([waves * row["k"], waves, waves * moved, 1.0])
+                us.append(row["us"][name])
+        models[name] = _least_squares(np.array(features), np.array(us))
+    return models
+
+
+def _least_squares(features: np.ndarray, us: np.ndarray) -> list[float]:
+    """Constants >= 0: the most negative one is dropped until none is."""
+    scaled = features / us[:, None]
+    active = [i for i in range(features.shape[1]) if np.abs(scaled[:, i]).max() > 0]
+    while True:
+        solution, *_ = np.linalg.lstsq(scaled[:, active], np.ones(len(us)), rcond=None)
+        if (solution >= 0).all():
+            break
+        active.pop(int(solution.argmin()))
+    constants = [0.0] * features.shape[1]
+    for index, value in zip(active, solution, strict=True):
+        constants[index] = float(f"{value:.5g}")
+    return constants
+
+
+def _cublas_model(data: dict) -> dict[str, float]:
+    """The ratio to our best config on large GEMMs, and the line that small ones lie on."""
+    ratios, features, us = [], [], []
+    for row in data["shapes"]:
+        gmacs = row["m"] * row["n"] * row["k"] / 1e9
+        if gmacs > 20:
+            if row["kind"] == "scale":
+                best = min(time for name, time in row["us"].items() if name != "cublas")
+                ratios.append(row["us"]["cublas"] / best)
+        else:
+            features.append([1.0, gmacs])
+            us.append(row["us"]["cublas"])
+    fixed, slope = _least_squares(np.array(features), np.array(us))
+    ratio = float(f"{statistics.median(ratios):.4g}")
+    return {"ratio": ratio, "fixed": fixed, "us_per_gmac": slope}
+
+
+def _report_choices(data: dict) -> None:
+    """How good the model is on the shapes it was fitted to, without their measurements."""
+    errors: dict[str, list[float]] = {}
+    for row in data["shapes"]:
+        program = kinds()[row["kind"]]
+        family = "paired" if program.paired else "single"
+        at = (row["m"], row["n"], row["k"])
+        times = {name: us for name, us in row["us"].items() if name != "cublas"}
+        model = {
+            name: cost.modelled(data, family, name, *at, cost.traffic(program)) for name in times
+        }
+        chosen = min(model, key=model.get)
+        cublas = cost.modelled_cublas(data, *at)
+        errors.setdefault("time over best, chosen by the model", []).append(
+            times[chosen] / min(times.values()) - 1
+        )
+        errors.setdefault("error of the modelled time", []).append(
+            abs(model[chosen] / times[chosen] - 1)
+        )
+        errors.setdefault("error of cuBLAS's time", []).append(
+            abs(cublas / row["us"]["cublas"] - 1)
+        )
+    for what, values in errors.items():
+        print(f"{what}: mean {statistics.mean(values):.1%}, worst {max(values):.1%}")
+
+
+def _pretty(data: dict) -> str:
+    """JSON with one config and one measurement a line."""
+    lines = [f'"{key}": {json.dumps(data[key])}' for key in ("device", "processors", "torch")]
+    lines.append(f'"cublas": {json.dumps(data["cublas"])}')
+    families = []
+    for family, models in data["models"].items():
+        rows = ",\n   ".join(f'"{name}": {json.dumps(c)}' for name, c in models.items())
+        families.append(f'"{family}": {{\n   {rows}\n  }}')
+    lines.append('"models": {\n  ' + ",\n  ".join(families) + "\n }")
+    rows = ",\n  ".join(json.dumps(row) for row in data["shapes"])
+    lines.append(f'"shapes": [\n  {rows}\n ]')
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("measure").add_argument("out", type=Path)
+    commands.add_parser("overhead")
+    fitting = commands.add_parser("fit")
+    fitting.add_argument("source", type=Path)
+    fitting.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "measure":
+        measure(arguments.out)
+    elif arguments.command == "overhead":
+        overhead()
+    else:
+        fit(arguments.source, arguments.target)
+
+
+if __name__ == "__main__":
+    main()
