@@ -1,0 +1,48 @@
+"""What every test starts from: no compiled code, zero counters, a fixed seed, no compile cache.
+
+Counting tests need a graph to be analysed, not to come out of torch's cache. Kernels are compiled
+for Hopper where there is no GPU; QuACK and CuTeDSL read that once, when they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("QUACK_ARCH", "90")
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with a reason, where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def clean_slate():
+    """Isolation from the test before; restores the compile caches' settings afterwards."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    caches_off = torch._inductor.config.patch(fx_graph_cache=False)
+    with caches_off, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory):
+    """Compiled kernels and measurements of the tests stay out of the user's cache; processes that
+    a test starts do not read graphs from torch's compile caches either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CODA_CACHE_DIR", str(tmp_path_factory.mktemp("coda_cache")))
+        patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+        patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+        yield

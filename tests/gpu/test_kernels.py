@@ -1,0 +1,206 @@
+"""Generated kernels on a GPU against the reference executor.
+
+The rule: the largest error to the float32 oracle is at most twice that of the unfused 16-bit
+computation (which rounds the product before the epilogue), plus float32 noise. Nothing to tune.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from programs import inputs, one_op, paired_sums, programs
+
+from coda_inductor import reference
+from coda_inductor.program import Store
+from coda_inductor.program.ops import OPS
+from coda_inductor.runtime import Config, gemm_epilogue, kernel_stack, set_strict
+from coda_inductor.runtime.config import arch_of, legal_configs
+from coda_inductor.runtime.kinds import B_MAJOR, kinds
+from coda_inductor.runtime.pool import KernelRequest, wait
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+]
+
+DTYPES = ("bfloat16", "float16")
+N, K = 264, 136  # ragged for every tile
+
+
+def config_for(program) -> Config:
+    return legal_configs(program, arch_of())[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Every kernel of this file, compiled in parallel; a failure here is a failure."""
+    requests = []
+    for dtype in DTYPES:
+        for program in programs(dtype).values():
+            text, config = program.to_json(), str(config_for(program))
+            if program.paired:
+                requests += [KernelRequest(text, config, swap_lanes=s) for s in (False, True)]
+            else:
+                requests += [KernelRequest(text, config, b_major=b) for b in "kn"]
+    requests += [KernelRequest(one_op(op).to_json(), str(config_for(one_op(op)))) for op in OPS]
+    for kind, program in kinds().items():
+        for config in legal_configs(program, arch_of()):
+            requests.append(KernelRequest(program.to_json(), str(config), B_MAJOR[kind]))
+    failed = {r.config: error for r, error in wait(requests, 500).items() if error}
+    assert not failed
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A kernel that does not run must fail the test, not fall back."""
+    set_strict(True)
+    yield
+    set_strict(False)
+
+
+def combined(program, outputs):
+    """Stores as they are, partials of reductions combined over their tiles, in float32."""
+    result = []
+    for spec, value in zip(program.outputs, outputs, strict=True):
+        if isinstance(spec, Store):
+            result.append(value.float())
+        else:
+            dim = 1 if spec.axis == "row" else 0
+            result.append(value.sum(dim) if spec.combine == "add" else value.amax(dim))
+    return result
+
+
+def check(program, a, bs, operands, config=None):
+    got = gemm_epilogue(a, bs, operands, program, config or config_for(program))
+    torch.cuda.synchronize()
+    unrounded = tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
+    exactly = dataclasses.replace(program, stores=unrounded)
+    oracle = combined(program, reference.run(exactly, a, bs, operands, exact=True))
+    unfused = combined(program, reference.run(program, a, bs, operands))
+    for spec, x, exact, plain in zip(
+        program.outputs, combined(program, got), oracle, unfused, strict=True
+    ):
+        assert x.isfinite().all() == exact.isfinite().all(), spec
+        error = (x - exact).abs().max()
+        allowed = 2 * (plain - exact).abs().max() + 1e-5 * exact.abs().max() + 1e-6
+        assert error <= allowed, f"{spec}: error {error:.3e}, allowed {allowed:.3e}"
+    return got
+
+
+@pytest.mark.parametrize("m", [1, 7, 127, 8191])
+@pytest.mark.parametrize("b_major", ["k", "n"])
+@pytest.mark.parametrize("name", list(programs()))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_program(dtype, name, b_major, m):
+    program = programs(dtype)[name]
+    if program.paired and b_major == "n":
+        pytest.skip("paired weights are K-major")
+    integers = name == "select"  # comparisons of rounded values may differ
+    check(program, *inputs(program, m, N, K, b_major=b_major, device="cuda", integers=integers))
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_op(op):
+    integers = OPS[op].boolean or op == "where"
+    program = one_op(op)
+    a, bs, operands = inputs(program, 250, N, K, device="cuda", integers=integers)
+    got = check(program, a, bs, operands)
+    if integers:
+        exact = reference.run(program, a, bs, operands, exact=True)
+        assert torch.equal(got[0], exact[0])
+
+
+@pytest.mark.parametrize("name", list(kinds()))
+def test_every_config(name):
+    program = kinds()[name]
+    for config in legal_configs(program, arch_of()):
+        arguments = inputs(program, 1000, 520, 192, b_major=B_MAJOR[name], device="cuda")
+        check(program, *arguments, config)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "paired_sums"])
+def test_pair_with_both_pointer_orders(name):
+    program = programs()[name]
+    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    assert bs[0].data_ptr() != bs[1].data_ptr()
+    check(program, a, bs, operands)
+    check(program, a, bs[::-1], operands)
+
+
+def test_pair_of_adjacent_weights():
+    program = paired_sums()
+    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    both = torch.cat([b.t() for b in bs])
+    check(program, a, [both[:N].t(), both[N:].t()], operands)
+
+
+def test_pair_far_apart():
+    program = kinds()["swiglu"]
+    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    gap = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")  # beyond 32-bit distances
+    far = torch.empty_strided(bs[1].shape, bs[1].stride(), dtype=bs[1].dtype, device="cuda")
+    far.copy_(bs[1])
+    del gap
+    check(program, a, [bs[0], far], operands)
+
+
+def test_same_weight_twice_falls_back():
+    program = kinds()["swiglu"]
+    a, bs, operands = inputs(program, 64, N, K, device="cuda")
+    set_strict(False)
+    check(program, a, [bs[0], bs[0]], operands)
+
+
+def test_layouts_that_must_be_copied():
+    program = programs()["rms_partial"]
+    a, bs, (residual, weight) = inputs(program, 100, N, K, device="cuda")
+    strided = torch.randn(100, 2 * K, device="cuda").to(a.dtype)[:, ::2]
+    check(program, strided, bs, [residual, weight])
+    check(program, a.t().contiguous().t(), bs, [residual, weight])
+    check(program, a, [bs[0].expand(K, N).clone()[:, :]], [residual[:1].expand(100, N), weight])
+    shifted = torch.randn(N + 1, device="cuda").to(a.dtype)[1:]
+    check(program, a[:1].expand(100, K), bs, [residual.t().contiguous().t(), shifted])
+    odd = torch.randn(100, N + 3, device="cuda").to(a.dtype)[:, 1 : N + 1]
+    check(program, a, bs, [odd, weight[:1].expand(N)])
+
+
+def test_no_rows():
+    for program in programs().values():
+        outputs = gemm_epilogue(
+            *inputs(program, 0, N, K, device="cuda"), program, config_for(program)
+        )
+        assert all(output.shape[0] == 0 for output in outputs)
+
+
+def test_results_repeat_and_every_element_is_written():
+    program = programs()["chain"]
+    arguments = inputs(program, 777, N, K, device="cuda")
+    poison = [torch.full((4096, 4096), float("nan"), device="cuda") for _ in range(4)]
+    del poison  # the allocator hands this memory out again
+    first = gemm_epilogue(*arguments, program, config_for(program))
+    second = gemm_epilogue(*arguments, program, config_for(program))
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_launch_in_a_cuda_graph():
+    program = kinds()["rms_partial"]
+    a, bs, operands = inputs(program, 500, N, K, device="cuda")
+    expected = gemm_epilogue(a, bs, operands, program, config_for(program))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gemm_epilogue(a, bs, operands, program, config_for(program))
+    for output in captured:
+        output.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(captured, expected, strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,158 @@
+"""Programs and inputs that the render, compile and GPU tests share."""
+
+from __future__ import annotations
+
+import torch
+
+from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, verify
+from coda_inductor.runtime.kinds import kinds
+
+
+def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:
+    """gelu(tanh) + relu squared, clamped, behind a row bias; sums over N and M that need masks."""
+    x3 = [
+        Step("x", "add", ("acc", "bias"), "aten.add.Tensor"),
+        Step("xx", "mul", ("x", "x")),
+        Step("cubic", "mul", ("xx", 0.0356774)),
+        Step("inner", "add", ("cubic", 0.797885)),
+        Step("z", "mul", ("x", "inner")),
+        Step("t", "tanh", ("z",), "aten.tanh"),
+        Step("t1", "add", ("t", 1.0)),
+        Step("half", "mul", ("x", 0.5)),
+        Step("gelu", "mul", ("half", "t1")),
+        Step("r", "relu", ("x",)),
+        Step("rr", "mul", ("r", "r")),
+        Step("both", "add", ("gelu", "rr")),
+        Step("low", "maximum", ("both", -2.0)),
+        Step("y", "minimum", ("low", 2.0)),
+    ]
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(Operand("bias", "row", dtype),),
+        steps=tuple(x3),
+        stores=(Store("out0", "y", dtype),),
+        reduces=(Reduce("rows", "y"), Reduce("cols", "y", "col")),
+    )
+
+
+def select(dtype: str = "bfloat16") -> EpilogueProgram:
+    """Leaky select on a comparison of two tiles (one float32), with max reductions both ways."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(
+            Operand("other", "tile", dtype),
+            Operand("wide", "tile", "float32"),
+            Operand("slope", "scalar", "float32"),
+            Operand("shift", "col", dtype),
+        ),
+        steps=(
+            Step("x", "add", ("acc", "shift")),
+            Step("over", "gt", ("x", "other")),
+            Step("pos", "ge", ("x", 0.0)),
+            Step("keep", "logical_and", ("over", "pos")),
+            Step("scaled", "mul", ("wide", "slope")),
+            Step("y", "where", ("keep", "x", "scaled")),
+        ),
+        stores=(Store("out0", "y", "float32"), Store("out1", "x", dtype)),
+        reduces=(Reduce("top", "x", "row", "max"), Reduce("topc", "x", "col", "max")),
+    )
+
+
+def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
+    """SwiGLU that also stores both projections, with every reduction a pair can have."""
+    base = kinds(dtype)["swiglu"]
+    return EpilogueProgram(
+        accs=base.accs,
+        in_dtype=dtype,
+        operands=base.operands,
+        steps=base.steps,
+        stores=(*base.stores, Store("out1", "g", dtype), Store("out2", "u", dtype)),
+        reduces=(
+            Reduce("rows", "y"),
+            Reduce("cols", "y", "col"),
+            Reduce("top", "y", "row", "max"),
+        ),
+    )
+
+
+#: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
+_DOMAIN = {
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "reciprocal"), "positive"),
+    **dict.fromkeys(("exp", "exp2"), "small"),
+}
+
+
+def one_op(op: str, dtype: str = "bfloat16") -> EpilogueProgram:
+    """``op`` alone on the accumulator (moved into its domain), with a tile operand if binary."""
+    from coda_inductor.program.ops import OPS
+
+    spec = OPS[op]
+    steps = [
+        Step("size", "abs", ("acc",)),
+        Step("positive", "add", ("size", 0.5)),
+        Step("small", "maximum", ("acc", -4.0)),
+    ]
+    source = _DOMAIN.get(op, "acc")
+    other = "positive" if op == "div" else "other"
+    if op.startswith("logical_"):
+        steps += [Step("p", "lt", ("acc", 0.0)), Step("q", "gt", ("other", 0.0))]
+        source, other = "p", "q"
+    if op == "where":
+        steps += [Step("p", "lt", ("acc", 0.0)), Step("v", "where", ("p", "other", "acc"))]
+    else:
+        steps.append(Step("v", op, (source, other)[: spec.arity]))
+    value = "v"
+    if spec.boolean:
+        steps.append(Step("number", "where", ("v", "acc", "other")))
+        value = "number"
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(Operand("other", "tile", dtype),),
+        steps=tuple(steps),
+        stores=(Store("out0", value, dtype),),
+    )
+
+
+def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """The representative programs, by name."""
+    named = {
+        **kinds(dtype),
+        "chain": activation_chain(dtype),
+        "select": select(dtype),
+        "paired_sums": paired_sums(dtype),
+    }
+    return {name: verify(program) for name, program in named.items()}
+
+
+def inputs(
+    program: EpilogueProgram,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    b_major: str = "k",
+    device: str = "cpu",
+    integers: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Random (a, bs, operands) for ``program``; products of order one.
+
+    With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
+    """
+
+    def randn(*shape: int, dtype: str) -> torch.Tensor:
+        values = torch.randn(shape, device=device)
+        return (values.mul(1.5).round().clamp(-3, 3) if integers else values).to(
+            getattr(torch, dtype)
+        )
+
+    a = randn(m, k, dtype=program.in_dtype)
+    bs = []
+    for _ in program.accs:
+        b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.in_dtype)
+        b = b if integers else b / k**0.5
+        bs.append(b.t() if b_major == "k" else b)
+    shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
+    return a, bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]

@@ -1,0 +1,168 @@
+"""Configs, the cost model behind their choice, and the reasons for having no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from programs import one_op, programs
+
+from coda_inductor.errors import KernelError
+from coda_inductor.program import EpilogueProgram, Operand, Step, Store
+from coda_inductor.runtime import Config, choose, cublas_us, estimate_us, support, unsupported
+from coda_inductor.runtime.config import HOPPER, legal_configs
+from coda_inductor.runtime.cost import kernel_us, table
+from coda_inductor.runtime.kinds import kinds
+
+
+def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
+    names = [f"t{i}" for i in range(count)]
+    steps, last = [], "acc"
+    for name in names:
+        steps.append(Step(f"s_{name}", "add", (last, name)))
+        last = steps[-1].name
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        operands=tuple(Operand(name, "tile", dtype) for name in names),
+        steps=tuple(steps),
+        stores=(Store("out0", last, "bfloat16"),),
+    )
+
+
+def test_text_form_round_trips():
+    for config in HOPPER:
+        assert Config.parse(str(config)) == config
+    assert str(Config(128, 192, 2, 1, True)) == "128x192:2x1:pp"
+    with pytest.raises(KernelError, match="'128x192'"):
+        Config.parse("128x192")
+
+
+def test_two_cta_tiles_of_blackwell_are_halved():
+    config = Config(256, 256, 2, 1, False)
+    assert config.cta_tile_m(10) == 128
+    assert config.cta_tile_m(9) == 256
+
+
+def test_paired_configs_suit_half_wide_stores():
+    for config in legal_configs(kinds()["swiglu"]):
+        assert config.tile_n % 32 == 0
+        assert config.tile_m != 192
+
+
+def test_heavy_programs_have_fewer_configs_then_none():
+    counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 8)]
+    assert counts[0] == len(HOPPER)
+    assert counts[0] > counts[1] > counts[2] == 0
+    assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096)
+
+
+def test_choice_is_the_measured_best():
+    for row in table()["shapes"]:
+        program = kinds()[row["kind"]]
+        times = {name: us for name, us in row["us"].items() if name != "cublas"}
+        shape = (row["m"], row["n"], row["k"])
+        assert times[str(choose(program, *shape))] == min(times.values())
+        assert estimate_us(program, *shape) == pytest.approx(min(times.values()))
+
+
+def test_cublas_of_measured_shapes_is_what_was_measured():
+    for row in table()["shapes"]:
+        same = [
+            r["us"]["cublas"]
+            for r in table()["shapes"]
+            if (r["m"], r["n"], r["k"]) == (row["m"], row["n"], row["k"])
+        ]
+        assert any(cublas_us(row["m"], row["n"], row["k"]) == pytest.approx(us) for us in same)
+
+
+def test_model_grows_with_the_work():
+    program = kinds()["rms_partial"]
+    config = Config.parse("128x192:2x1:pp")
+    times = [kernel_us(program, config, m, 3072, 3072) for m in (256, 4096, 16384)]
+    assert times == sorted(times)
+    assert times[2] > 3 * times[1]
+    assert kernel_us(program, config, 4096, 3072, 6144) > times[1]
+    assert cublas_us(16384, 3072, 3072) > 3 * cublas_us(4096, 3072, 3072)
+    more = sum_of_tiles(3, "bfloat16")
+    assert kernel_us(more, config, 4096, 3072, 3072) > kernel_us(
+        sum_of_tiles(1, "bfloat16"), config, 4096, 3072, 3072
+    )
+
+
+def test_symbolic_rows_are_chosen_by_their_hint():
+    program = kinds()["scale"]
+    seen = []
+
+    def backend(graph, example_inputs):
+        sizes = [x for x in example_inputs if isinstance(x, torch.SymInt)]
+        seen.append((choose(program, sizes[0], 4096, 4096), sizes[0]))
+        return graph.forward
+
+    torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(2048, 4))
+    assert seen[0][0] == choose(program, 2048, 4096, 4096)
+
+
+def test_every_representative_program_is_supported():
+    for program in [*programs().values(), one_op("tanh")]:
+        assert unsupported(program, 4096, 4096) is None
+
+
+SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("program", "n", "k", "major", "why"),
+    [
+        (dataclasses.replace(SCALE, in_dtype="float32"), 64, 64, "k", "float32 GEMM"),
+        (SCALE, 60, 64, "k", "N=60"),
+        (SCALE, 64, 63, "k", "K=63"),
+        (SCALE, 64, 0, "k", "K=0"),
+        (dataclasses.replace(SCALE, stores=()), 64, 64, "k", "without a tile store"),
+        (dataclasses.replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, "k", "float64"),
+        (dataclasses.replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, "k", "16-bit"),
+        (PAIR, 64, 64, "n", "K-major"),
+        (
+            dataclasses.replace(
+                SCALE,
+                operands=(Operand("s", "scalar", "float32"),),
+                steps=(Step("x", "neg", ("s",)),),
+            ),
+            64, 64, "k", "one value",
+        ),
+    ],
+)  # fmt: skip
+def test_reasons(program, n, k, major, why):
+    assert why in unsupported(program, n, k, b_major=major)
+
+
+@pytest.fixture
+def fresh_stack():
+    support.library_stack.cache_clear()
+    support.kernel_stack.cache_clear()
+    yield
+    support.library_stack.cache_clear()
+    support.kernel_stack.cache_clear()
+
+
+def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(support.importlib.metadata, "version", lambda name: "0.7.1")
+    assert support.kernel_stack() == "quack-kernels 0.7.1 is installed, 0.6.x is needed"
+
+    def missing(name):
+        raise support.importlib.metadata.PackageNotFoundError(name)
+
+    fresh_stack_again = (support.library_stack, support.kernel_stack)
+    for function in fresh_stack_again:
+        function.cache_clear()
+    monkeypatch.setattr(support.importlib.metadata, "version", missing)
+    assert "not installed" in support.kernel_stack()
+
+
+def test_stack_names_an_old_gpu(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    assert "8.0 is not supported" in support.kernel_stack()

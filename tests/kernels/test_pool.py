@@ -1,0 +1,55 @@
+"""Ahead-of-time compilation: what is compiled, what is skipped, how failure is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("quack")
+
+from coda_inductor.runtime import Config, pool
+from coda_inductor.runtime.kinds import kinds
+
+CONFIG = Config(128, 128, 2, 1, True)
+
+
+@pytest.fixture(autouse=True)
+def own_pool(tmp_path, monkeypatch):
+    """Kernels of a test go to its own folder, and its workers end with it."""
+    import quack.cache
+
+    from coda_inductor.kernels import mod  # noqa: F401  (sets the folder on import)
+
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+    pool._marker_folder.cache_clear()
+    yield
+    pool.shutdown()
+    pool._marker_folder.cache_clear()
+
+
+def test_compiles_once_and_reports_what_cannot(tmp_path):
+    good = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    bad = dataclasses.replace(good, config="100x100:2x1:pp")
+    assert pool.submit([good, bad, good]) == 2
+    outcome = pool.wait([good, bad], timeout=120)
+    assert outcome[good] is None
+    assert "CTA tile shape M" in outcome[bad]
+    assert pool.is_ready(good)
+    assert not pool.is_ready(bad)
+    assert len(list(tmp_path.rglob("*.o"))) == 1
+    assert pool.submit([good]) == 0
+    other_majors = dataclasses.replace(good, b_major="n")
+    assert not pool.is_ready(other_majors)
+
+
+def test_deadline_is_kept():
+    request = pool.KernelRequest(kinds()["rms_partial"].to_json(), str(CONFIG), arch="90")
+    assert pool.wait([request], timeout=0.0) == {request: "compiling its kernel took too long"}
+
+
+def test_without_the_libraries_it_says_why(monkeypatch):
+    monkeypatch.setattr(pool, "library_stack", lambda: "quack-kernels is not installed")
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    assert pool.submit([request]) == 0
+    assert pool.wait([request]) == {request: "quack-kernels is not installed"}
