@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from coda_inductor import patterns, runtime
 from coda_inductor.debug import Recorder
-from coda_inductor.errors import FallbackError
+from coda_inductor.errors import FallbackError, OptionError
 from coda_inductor.joint import JointPass
 from coda_inductor.log import logger, warn_once
 from coda_inductor.options import Options, parse
@@ -63,10 +63,17 @@ def raise_pass(
     """Raise idioms in ``gm``, in place. A failure leaves the rest as it was, with one warning.
 
     Raises:
+        OptionError: ``disable`` names a pattern that is not loaded.
         PatternError: a pattern file does not load.
         FallbackError: with ``strict``, when a pattern fails.
     """
-    active = [p for p in patterns.load(settings.patterns) if p.name not in settings.disable]
+    known = patterns.load(settings.patterns)
+    if unknown := set(settings.disable) - {p.name for p in known}:
+        raise OptionError(
+            f"option 'disable': no pattern is called {', '.join(map(repr, sorted(unknown)))}; "
+            f"known are {', '.join(sorted({p.name for p in known}))}"
+        )
+    active = [p for p in known if p.name not in settings.disable]
     recorder.graph("0_before", gm)
     if not _differentiable(inputs):
         try:

@@ -39,7 +39,8 @@ class Recorder:
             return
 
         def text() -> str:
-            return gm.print_readable(print_output=False, include_stride=True)
+            source = gm.print_readable(print_output=False, include_stride=True)
+            return source.replace("class <lambda>(", "class Graph(")  # traced graphs have no name
 
         trace_structured(
             "artifact",

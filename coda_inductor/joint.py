@@ -33,14 +33,20 @@ from coda_inductor.semantic import DEFINITIONS
 
 
 class JointPass(CustomGraphPass):
-    """``defer_norms``, ``decompose`` and ``fuse_gemms``, in this order, on one graph."""
+    """``defer_norms``, ``decompose`` and ``fuse_gemms``, in this order, on one graph.
+
+    ``before`` is what the user had set as ``joint_custom_pre_pass``: a pass or several; they run
+    first.
+    """
 
     def __init__(self, options: Options, recorder: Recorder, before: Any = None):
-        self.options, self.recorder, self.before = options, recorder, before
+        self.options, self.recorder = options, recorder
+        several = isinstance(before, (list, tuple))
+        self.before = tuple(before) if several else () if before is None else (before,)
 
     def __call__(self, graph: Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+        for theirs in self.before:
+            theirs(graph)
         _remove_noops(graph)
         snapshot = Graph()
         snapshot.output(snapshot.graph_copy(graph, {}))
@@ -97,8 +103,8 @@ class JointPass(CustomGraphPass):
         """Everything that the result depends on; None (never cached) while debugging."""
         if self.options.debug:
             return None
-        inner = self.before.uuid() if self.before is not None else ""
-        if inner is None:
+        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        if None in inner:
             return None
         files = tuple(_digest(path) for path in patterns.files(self.options.patterns))
         everything = (_sources(), self.options.identity, identity(), inner, files)

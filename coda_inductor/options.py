@@ -112,6 +112,8 @@ def _check(key: str, value: Any) -> Any:
             raise OptionError(f"option 'gate' is one of {', '.join(GATES)}, got {value!r}")
         return value
     if key == "debug_dir":
+        if not isinstance(value, (str, os.PathLike)):
+            raise OptionError(f"option 'debug_dir' takes a path, got {value!r}")
         return os.fspath(value)
     if not isinstance(value, bool):
         raise OptionError(f"option {key!r} takes True or False, got {value!r}")

@@ -113,15 +113,24 @@ def _line_in(error: Exception, path: Path) -> str:
     return f":{line}" if line else ""
 
 
-@functools.lru_cache(maxsize=16)
 def load(extra: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
-    """The user's patterns, then the built-in ones, higher priority first.
+    """The user's patterns, then the built-in ones, higher priority first. An edited file is read
+    again.
 
     Raises:
         PatternError: as :func:`load_file`.
     """
-    patterns = [p for file in files(extra) for p in load_file(file)]
-    return tuple(sorted(patterns, key=lambda p: -p.priority))
+    found = []
+    for file in files(extra):
+        if not file.is_file():
+            raise PatternError(f"no such pattern file: {file}")
+        found += _load_version(file, file.stat().st_mtime_ns, file.stat().st_size)
+    return tuple(sorted(found, key=lambda p: -p.priority))
+
+
+@functools.lru_cache(maxsize=64)
+def _load_version(file: Path, _mtime_ns: int, _size: int) -> tuple[Pattern, ...]:
+    return load_file(file)
 
 
 def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:

@@ -48,6 +48,8 @@ TEMPLATES: dict[str, str] = {
     "exp2": "coda_math.exp2({0})",
     "log": "coda_math.log({0})",
     "log2": "coda_math.log2({0})",
+    "log1p": "coda_math.log1p({0})",
+    "expm1": "coda_math.expm1({0})",
     "tanh": "coda_math.tanh({0})",
     "sigmoid": "coda_math.sigmoid({0})",
     "erf": "coda_math.erf({0})",

@@ -66,8 +66,8 @@ def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
 
 
 _UNARY = (
-    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "tanh", "sigmoid",
-    "erf", "sin", "cos", "relu", "logical_not",
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "log1p", "expm1",
+    "tanh", "sigmoid", "erf", "sin", "cos", "relu", "logical_not",
 )  # fmt: skip
 _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 

@@ -61,7 +61,7 @@ class Policy:
         failure = support.kernel_stack() or support.unsupported(bare, w.shape[1], w.shape[0])
         if failure is not None:
             return Failure(failure)
-        return gate.too_small(hint(x.shape[0])) if self._gated else None
+        return gate.too_small(hint(x.shape[0]), w.shape[1], w.shape[0]) if self._gated else None
 
     @property
     def _gated(self) -> bool:

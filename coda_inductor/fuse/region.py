@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.errors import ProgramError
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.graph import ALIASES, FLOATS, aten, fake, is_cast, same
@@ -131,7 +132,10 @@ def grow(anchors: tuple[Node, ...], order: dict[Node, int]) -> Region:
         if trouble is None:
             region.refusals.update(banned)
             return region
-        banned[trouble[0]] = trouble[1]
+        node, reason = trouble
+        if node in banned or node in anchors:
+            raise ProgramError(f"{node.name}: {reason}")
+        banned[node] = reason
 
 
 def _violation(region: Region) -> tuple[Node, str] | None:
@@ -141,6 +145,8 @@ def _violation(region: Region) -> tuple[Node, str] | None:
     for value, node in stored.items():
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return _owner(node, region), "its result is read outside and is not a floating tile"
+        if not _row_major(fake(node)):
+            return _owner(node, region), "its result is not laid out row by row"
         if _only_adds_a_store(value, region, stored):
             return _owner(
                 node, region
@@ -149,6 +155,16 @@ def _violation(region: Region) -> tuple[Node, str] | None:
         last = max(stored.values(), key=nodes.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
     return None
+
+
+def _row_major(tensor: torch.Tensor) -> bool:
+    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * (1 if isinstance(size, int) and size == 0 else size)
+    return True
 
 
 def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, Node]) -> bool:

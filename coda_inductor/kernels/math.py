@@ -97,6 +97,16 @@ def log2(x):
 
 
 @_lanewise
+def log1p(x):
+    return cute.math.log1p(Float32(x))
+
+
+@_lanewise
+def expm1(x):
+    return cute.math.expm1(Float32(x))
+
+
+@_lanewise
 def tanh(x):
     """1 - 2 / (1 + exp(2 x)), good to 1e-7 absolute; saturates to +-1 without overflow."""
     e = cute.math.exp2(Float32(x) * (2.0 * _LOG2_E), fastmath=True)

@@ -57,12 +57,12 @@ def value(node: Any) -> Any:
 def normalize(node: Node) -> Canon | None:
     """``node`` in the common dialect, or None when it is not one of the known operations."""
     if node.op == "call_function":
-        name = _FUNCTIONS.get(node.target)
+        name = _FUNCTIONS.get(node.target) or _torch_name(node.target)
     elif node.op == "call_method":
-        name = _METHODS.get(str(node.target))
+        name = _METHODS.get(str(node.target), str(node.target))
     else:
         return None
-    if name is None:
+    if name is None or name.endswith("_"):
         return None
     special = _SPECIAL.get(name)
     if special is not None:
@@ -83,6 +83,14 @@ def normalize(node: Node) -> Canon | None:
 
 
 _MISSING = object()
+
+
+def _torch_name(target: Any) -> str | None:
+    """The plain name of a function of torch's own that is not in the tables, e.g. ``sin``."""
+    module = getattr(target, "__module__", None) or ""
+    name = getattr(target, "__name__", "")
+    known = module.startswith("torch") or getattr(torch, name, None) is target
+    return name if name and known else None
 
 
 def _cast(node: Node) -> Canon | None:

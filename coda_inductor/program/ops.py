@@ -41,6 +41,8 @@ OPS: dict[str, OpSpec] = {
     "exp2": OpSpec(1, torch.exp2),
     "log": OpSpec(1, torch.log),
     "log2": OpSpec(1, torch.log2),
+    "log1p": OpSpec(1, torch.log1p),
+    "expm1": OpSpec(1, torch.expm1),
     "tanh": OpSpec(1, torch.tanh),
     "sigmoid": OpSpec(1, torch.sigmoid),
     "erf": OpSpec(1, torch.erf),

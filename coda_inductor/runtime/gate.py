@@ -11,18 +11,23 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.runtime.config import WIDTHS
 from coda_inductor.runtime.cost import cublas_us, estimate_us
 
-#: Fewer rows than this and a layer is bound by the host, which launches a Triton or cuBLAS kernel
-#: sooner than one of ours, and by reading the weights, which an epilogue does not change.
-MIN_ROWS = 1024
+#: A launch of ours costs the host about 40 us, one of cuBLAS about 12. A layer whose square GEMMs
+#: take less than that is bound by the host, and fusing makes it slower (floating-point operations
+#: of a (M, K) x (K, max(N, K)) product; 16e9 are about 25 us of an H100).
+MIN_OPERATIONS = 16e9
 #: What an elementwise kernel of Inductor's reaches on an H100, bytes a microsecond, and its launch.
 _BYTES_PER_US = 2.7e6
 _LAUNCH_US = 2.0
 
 
-def too_small(m: int) -> str | None:
-    """Why a GEMM of ``m`` rows is left to cuBLAS whatever surrounds it, or None."""
-    if m < MIN_ROWS:
-        return f"M={m} rows are below {MIN_ROWS}: left to cuBLAS (options['gate'] = 'always' fuses)"
+def too_small(m: int, n: int, k: int) -> str | None:
+    """Why an (m, k) x (k, n) GEMM is left to cuBLAS whatever surrounds it, or None.
+
+    Judged by the width of the layer, not by n alone: the narrow k and v projections of a wide
+    layer must not keep its norms from being fused.
+    """
+    if 2.0 * m * k * max(n, k) < MIN_OPERATIONS:
+        return "too small: the host would be the limit (options['gate'] = 'always' fuses anyway)"
     return None
 
 

@@ -79,8 +79,8 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
 
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
 _DOMAIN = {
-    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "reciprocal"), "positive"),
-    **dict.fromkeys(("exp", "exp2"), "small"),
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log1p", "reciprocal"), "positive"),
+    **dict.fromkeys(("exp", "exp2", "expm1"), "small"),
 }
 
 
