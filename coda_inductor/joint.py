@@ -86,8 +86,8 @@ class JointPass(CustomGraphPass):
         if "rms_norm" in self.options.disable:
             return
         refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
-        self.recorder.report.near_misses += [f"rms_norm at {n}: {w}" for n, w in refused.items()]
         for name, why in refused.items():
+            self.recorder.report.near_misses.append(f"rms_norm at {name}: {why}")
             if isinstance(why, Failure):
                 if self.options.strict:
                     raise FallbackError(f"rms_norm at {name}: {why}")

@@ -15,7 +15,8 @@ class SiteReport:
     """One GEMM (or gate/up pair of GEMMs).
 
     Attributes:
-        site: the GEMM's node name in the graph before fusion, with its module path if known.
+        site: the path of the GEMM's module, e.g. ``model.layers.0.mlp.down_proj``; its node name in
+            the graph where no module is known. Pairs name both.
         shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs.
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
@@ -69,7 +70,7 @@ class GraphReport:
             for s in self.sites
         ]
         heads = ["GEMM", "M x N x K", "patterns", "runs as", "absorbed", "MB saved", "why not"]
-        widths = [28, 22, 22, 10, 44, 9, 40]
+        widths = [42, 18, 20, 10, 40, 9, 40]
         text = tabulate(rows, headers=heads, maxcolwidths=widths, tablefmt="simple")
         misses = "".join(f"\nnear miss: {miss}" for miss in self.near_misses)
         return f"{text}{misses}"

@@ -84,7 +84,13 @@ def _announce(sites: list[SiteReport], policy: Policy) -> None:
 def _site(anchor: Node) -> SiteReport:
     a, b = gemm_inputs(anchor)
     shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
-    return SiteReport(f"{anchor.name} {module_path(anchor)}".strip(), shape)
+    return SiteReport(module_path(anchor) or anchor.name, shape)
+
+
+def _name(anchors: tuple[Node, ...]) -> str:
+    """``mlp.gate_proj``, or ``mlp.gate_proj + up_proj`` for a pair; node names without modules."""
+    first, *others = (module_path(anchor) or anchor.name for anchor in anchors)
+    return " + ".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
 def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
@@ -107,6 +113,7 @@ def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteRepor
             continue
         site = replace(
             site,
+            site=_name(region.anchors),
             patterns=tuple(sorted({name for name, _ in _patterns(region)})),
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
             bytes_saved=_bytes_saved(region),
@@ -127,7 +134,7 @@ def _short(node: Node) -> str:
 def _idle(region: Region) -> str:
     """Why nothing was absorbed: the first neighbour's reason."""
     for node, reason in region.refusals.items():
-        return f"{node.name}: {reason}"
+        return f"nothing to absorb ({node.name}: {reason})"
     return "its result is not used"
 
 

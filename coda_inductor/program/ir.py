@@ -118,7 +118,7 @@ class EpilogueProgram:
         for s in self.steps:
             args = " ".join(a if isinstance(a, str) else repr(a) for a in s.args)
             comment = f"# {s.origin}" if s.origin else ""
-            lines.append(f"  {s.name:<6} = {s.op} {args:<24} {comment}".rstrip())
+            lines.append(f"  {s.name:<6} = {f'{s.op} {args}':<28} {comment}".rstrip())
         lines += [f"  store  {s.name:<8}= {s.value} : {s.dtype}" for s in self.stores]
         over = {"row": "N", "col": "M"}
         lines += [

@@ -36,7 +36,7 @@ def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
         return None
     if numerator == 1.0:
         return [dataclasses.replace(step, op="sigmoid", args=(x,))]
-    name = f"{step.name}_s"
+    name = f"{step.name}s"
     sigmoid = dataclasses.replace(step, name=name, op="sigmoid", args=(x,))
     return [sigmoid, dataclasses.replace(step, op="mul", args=(numerator, name))]
 

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, gemm_inputs, grow
-from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, prims, same
+from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, module_path, prims, same
 from coda_inductor.log import Failure, logger
 from coda_inductor.semantic import rms_norm
 
@@ -35,7 +35,8 @@ Legal = Callable[[Node], str | None]
 
 
 def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, str]:
-    """Apply the rewrite to every ``rms_norm`` where it is valid; returns name -> refusal reason.
+    """Apply the rewrite to every ``rms_norm`` where it is valid; returns where -> refusal
+    reason, where being the norm's module path, or its node name if no module is known.
 
     ``legal`` says whether a GEMM's epilogue may be fused at all.
     """
@@ -49,7 +50,7 @@ def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, 
             consumers, reason = [], Failure(f"{type(error).__name__} in our own passes: {error}")
         if reason is not None:
             logger.debug("rewrite: rms_norm at %s refused: %s", norm.name, reason)
-            refused[norm.name] = reason
+            refused[module_path(norm) or norm.name] = reason
             continue
         _defer(graph, norm, consumers)
         logger.debug("rewrite: rms_norm at %s deferred past %d GEMMs", norm.name, len(consumers))
