@@ -25,12 +25,12 @@ _KEPT_META = (
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
 
-#: Ops that only rename a value (with the same elements in the same order).
+#: Ops that only rename a value: same memory, same elements in the same order. A clone is none: who
+#: clones wants memory of its own.
 ALIASES = frozenset(
     {
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default,
-        aten.clone.default,
     }
 )  # fmt: skip
 
@@ -57,7 +57,8 @@ def is_cast(node: Any) -> bool:
     source, result = fake(node.args[0]), fake(node)
     if source is None or result is None or source.device != result.device:
         return False
-    return source.dtype in FLOATS and result.dtype in FLOATS
+    differs = source.dtype != result.dtype  # else it is a copy
+    return differs and source.dtype in FLOATS and result.dtype in FLOATS
 
 
 def insert(

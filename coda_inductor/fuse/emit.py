@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from coda_inductor import reference
 from coda_inductor.errors import ProgramError
 from coda_inductor.fuse.region import Region, gemm_inputs
-from coda_inductor.graph import aten, fake, insert, prims, same, splice
+from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, splice
 from coda_inductor.program import EpilogueProgram
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -37,10 +37,7 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
-    with graph.inserting_after(max(inputs, key=order.__getitem__)):
-        # inserting_after reverses the order of insertion, so anchor on a first node instead
-        first = graph.call_function(torch.ops.aten.sym_size.int, (gemm_inputs(anchor)[0], 0))
-    with graph.inserting_before(first):
+    with graph.inserting_before(max(inputs, key=order.__getitem__).next):
         bs = [gemm_inputs(a)[1] for a in region.anchors]
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
         args = (gemm_inputs(anchor)[0], bs, operands, program.to_json(), config)
@@ -49,11 +46,10 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
             insert(graph, operator.getitem, (call, i), like=anchor)
             for i in range(len(program.outputs))
         ]
-        for output, value in zip(outputs, region.stored(), strict=False):
-            _rewire_store(graph, region, output, value)
+        for output, nodes in zip(outputs, region.stored().values(), strict=False):
+            _rewire_store(graph, region, output, nodes)
         for output, node in zip(outputs[len(program.stores) :], region.reduces, strict=True):
             node.replace_all_uses_with(_finalize(graph, region, output, node))
-    graph.erase_node(first)
     for node in sorted((*region.values, *region.reduces), key=order.__getitem__, reverse=True):
         graph.erase_node(node)
     stable_topological_sort(graph)
@@ -67,8 +63,9 @@ def check_views(region: Region) -> None:
     Raises:
         ProgramError: a shape with several symbolic sizes that no view in the region makes.
     """
-    for node in region.stored().values():
-        _sizes(node, region)
+    for nodes in region.stored().values():
+        for node in nodes:
+            _sizes(node, region)
     for node in region.reduces:
         _sizes(node.args[0], region)
 
@@ -96,19 +93,29 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
     return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
 
 
-def _rewire_store(graph: Graph, region: Region, output: Node, value: Any) -> None:
+def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:
+    """Let everything outside that reads one of ``nodes`` (one value, in dtypes and shapes of its
+    own) read ``output`` instead."""
     inside = {*region.values, *region.reduces}
-    for node in [n for n, v in region.values.items() if v == value]:
-        readers = [user for user in node.users if user not in inside]
-        if not readers:
-            continue
+    owners: dict[torch.dtype, Node] = {}
+    for node in nodes:
         new = output
-        if fake(node).dtype != fake(output).dtype:
-            cast = (new, fake(node).dtype)
-            new = insert(graph, prims.convert_element_type.default, cast, like=node)
+        dtype = fake(node).dtype
+        returned = any(user.op == "output" for user in node.users)
+        if dtype != fake(output).dtype:
+            new = insert(graph, prims.convert_element_type.default, (new, dtype), like=node)
+        elif returned and owners.setdefault(dtype, _tensor(node)) is not _tensor(node):
+            new = insert(graph, aten.clone.default, (new,), like=node)  # the caller may write to it
         if not same(fake(node).shape, fake(output).shape):
             new = insert(graph, aten.view.default, (new, _sizes(node, region)), like=node)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+
+
+def _tensor(node: Node) -> Node:
+    """The node whose memory ``node`` is a view of."""
+    while node.target in ALIASES:
+        node = node.args[0]
+    return node
 
 
 def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:

@@ -17,6 +17,7 @@ an operand broadcasts over part of M, or the limits on tile operands and stores 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,23 +70,21 @@ class Region:
         """Absorbed nodes that compute something (views do not)."""
         return [n for n in self.absorbed if n.target not in ALIASES]
 
-    def stored(self) -> dict[Value, Node]:
-        """Values that something outside reads, each with the node that holds its dtype."""
+    def stored(self) -> dict[Value, list[Node]]:
+        """Values that something outside reads, each with the nodes that are read."""
         inside = {*self.values, *self.reduces}
-        result: dict[Value, Node] = {}
-        for node, name in self.values.items():
+        result: dict[Value, list[Node]] = {}
+        for node, value in self.values.items():
             if any(user not in inside for user in node.users):
-                held = result.get(name)
-                if held is None or _precision(held) < _precision(node):
-                    result[name] = node
+                result.setdefault(value, []).append(node)
         return result
 
     def program(self) -> EpilogueProgram:
         """The frozen program, simplified and verified."""
         accs = ("acc",) if len(self.anchors) == 1 else ("acc0", "acc1")
         stores = tuple(
-            Store(f"out{i}", str(value), dtype_name(fake(node).dtype))
-            for i, (value, node) in enumerate(self.stored().items())
+            Store(f"out{i}", str(value), dtype_name(_common_dtype(nodes)))
+            for i, (value, nodes) in enumerate(self.stored().items())
         )
         program = EpilogueProgram(
             accs,
@@ -119,8 +118,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _precision(node: Node) -> int:
-    return FLOATS[::-1].index(fake(node).dtype)
+def _common_dtype(nodes: list[Node]) -> torch.dtype:
+    """The dtype from which every one of ``nodes`` can be made without loss."""
+    return functools.reduce(torch.promote_types, (fake(node).dtype for node in nodes))
 
 
 def grow(anchors: tuple[Node, ...], order: dict[Node, int]) -> Region:
@@ -141,8 +141,8 @@ def grow(anchors: tuple[Node, ...], order: dict[Node, int]) -> Region:
 def _violation(region: Region) -> tuple[Node, str] | None:
     """A node that must leave the region: it would have to be stored, and cannot or need not be."""
     stored = region.stored()
-    nodes = list(region.values)
-    for value, node in stored.items():
+    order = list(region.values)
+    for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return _owner(node, region), "its result is read outside and is not a floating tile"
         if not _row_major(fake(node)):
@@ -152,7 +152,7 @@ def _violation(region: Region) -> tuple[Node, str] | None:
                 node, region
             ), "it would only add a store: its readers are elementwise too"
     if len(stored) > MAX_STORES:
-        last = max(stored.values(), key=nodes.index)
+        last = max((nodes[0] for nodes in stored.values()), key=order.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
     return None
 
@@ -167,7 +167,7 @@ def _row_major(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, Node]) -> bool:
+def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
     """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
     elementwise and all that it is computed from is in memory anyway."""
     step = next((s for s in region.steps if s.name == value), None)
@@ -263,6 +263,8 @@ class _Grower:
         if result is None:
             self.region.steps, self.region.operands = saved
             return f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+        if result in self.region.values.values():
+            return f"{node.target} with {node.args[1:]} is a copy"  # outputs must not share memory
         self.region.values[node] = result
         return None
 

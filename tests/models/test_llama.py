@@ -1,0 +1,161 @@
+"""Hugging Face's Llama, unmodified: what fires follows from the number of layers, and it agrees.
+
+The input norm of the first layer stays: its input is an embedding, not a GEMM's product. In its
+place the final norm is deferred, so that L layers defer 2 L norms.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Harness
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 128
+
+
+def llama(layers: int, dtype: torch.dtype = torch.float32, attention: str = "sdpa"):
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        attn_implementation=attention,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a gamma in the wrong place
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return model.to(dtype)
+
+
+def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length))
+
+
+def expected_counts(layers: int) -> dict[str, int]:
+    return {"rms_norm": 2 * layers, "swiglu": layers, "residual": 2 * layers}
+
+
+def relative_error(have: torch.Tensor, want: torch.Tensor) -> float:
+    return ((have.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def run(model, ids, dynamic=None, **kwargs):
+    """Harness, our logits, eager's logits."""
+    harness = Harness()
+    ours = harness.run(model, ids, use_cache=False, dynamic=dynamic, **kwargs).logits
+    with torch.no_grad():
+        eager = model(ids, use_cache=False, **kwargs).logits
+    assert ours.shape == eager.shape
+    assert ours.dtype == eager.dtype
+    return harness, ours, eager
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_float32_counts_and_logits(layers, attention):
+    harness, ours, eager = run(llama(layers, attention=attention), tokens())
+    assert harness.counts == expected_counts(layers)
+    assert relative_error(ours, eager) < 1e-5
+
+
+def test_float64_logits():
+    # Hugging Face's own float32 casts (norm statistics, rotary) limit even float64 models.
+    harness, ours, eager = run(llama(2, torch.float64), tokens())
+    assert harness.counts["residual"] == 4
+    assert relative_error(ours, eager) < 1e-6
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_bfloat16_is_no_less_accurate_than_eager(layers):
+    model, ids = llama(layers, torch.bfloat16), tokens(4, 32)
+    harness, ours, eager = run(model, ids)
+    with torch.no_grad():
+        exact = model.double()(ids, use_cache=False).logits
+    assert harness.counts == expected_counts(layers)
+    assert relative_error(ours, exact) < 1.2 * relative_error(eager, exact)
+
+
+def test_one_dynamic_graph_serves_every_length():
+    model, harness = llama(2), Harness()
+    compiled = torch.compile(model, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for shape in ((2, 9), (3, 5), (2, 31)):
+            ids = tokens(*shape)
+            ours = compiled(ids, use_cache=False).logits
+            assert relative_error(ours, model(ids, use_cache=False).logits) < 1e-5
+    patterns = [name for site in harness.report.sites for name in site.patterns]
+    # rms_norm shows at both ends: the GEMM in front and the ones behind (q, k, v; gate and up).
+    assert patterns.count("swiglu") == 2
+    assert patterns.count("residual") == 4
+
+
+def test_only_the_last_logits_are_computed():
+    harness, ours, _ = run(llama(1), tokens(), logits_to_keep=1)
+    assert ours.shape == (2, 1, VOCABULARY)
+    # The head reads a slice of the normalized tensor: the final norm is not deferred.
+    assert harness.counts == {"rms_norm": 1, "swiglu": 1, "residual": 2}
+
+
+def test_padded_batch():
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    harness, ours, eager = run(llama(2), tokens(), attention_mask=mask)
+    assert harness.counts == expected_counts(2)
+    assert relative_error(ours[mask.bool()], eager[mask.bool()]) < 1e-5
+
+
+def test_prefill_and_decode_with_a_cache():
+    model = llama(2)
+    compiled = torch.compile(model, backend=Harness())
+    ids = tokens(2, 6)
+    with torch.no_grad():
+        ours, eager = compiled(ids), model(ids)
+        assert relative_error(ours.logits, eager.logits) < 1e-5
+        step = ids[:, -1:]
+        ours = compiled(step, past_key_values=ours.past_key_values)
+        eager = model(step, past_key_values=eager.past_key_values)
+    assert relative_error(ours.logits, eager.logits) < 1e-5
+
+
+def test_table_names_every_gemm_and_lists_the_near_miss():
+    harness, _, _ = run(llama(1), tokens())
+    table = harness.report.table().replace("\n", "")
+    # v, q and k share one input; gate and up are one site; then o, down, head.
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
+    assert [n for n in names if n not in "".join(table.split())] == []
+    assert len(harness.report.sites) == 7
+    assert "near miss: rms_norm" in table
+    assert "its input is not made by a GEMM" in "".join(harness.report.near_misses)
+
+
+def test_every_projection_behind_a_norm_applies_the_scale():
+    harness, _, _ = run(llama(2), tokens())
+    kinds = {
+        name: [o.kind for o in site.program.operands]
+        for site in harness.fused
+        for name in ("q_proj", "gate_proj", "o_proj", "down_proj", "lm_head")
+        if name in site.site
+    }
+    assert kinds["q_proj"] == ["col"]  # of layer 1; layer 0 has an embedding in front
+    assert kinds["gate_proj"] == ["col"]
+    assert kinds["lm_head"] == ["col"]
+    assert kinds["o_proj"] == ["tile", "row"]
+    assert kinds["down_proj"] == ["tile", "row"]
+
+
+def test_gradients_through_a_fused_forward_graph():
+    # Nested regions hand our pass forward graphs that are split off a joint graph already. The
+    # harness does so for every training graph; the backend itself is tested in test_backend.py.
+    model, ids = llama(1).train(), tokens()
+    harness = Harness()
+    torch.compile(model, backend=harness)(ids, labels=ids, use_cache=False).loss.backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert harness.fused
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)

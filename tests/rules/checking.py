@@ -1,0 +1,92 @@
+"""What the tests of the graph passes share: compile, compare with eager, look at the graph."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from harness import Harness
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from coda_inductor.fuse import Policy, driver
+from coda_inductor.fuse.policy import Verdict
+
+# A wrong rewrite is off by far more than the rounding of a sum in another order.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}
+
+
+def check(
+    function: Any,
+    *args: Any,
+    dynamic: bool | None = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Harness:
+    """Run ``function`` under no_grad in eager and through the passes: same values, shapes, dtypes.
+
+    Both runs get copies of ``args``, which are compared too: mutations must agree. ``tolerance``
+    replaces the one of the result's dtype, where the inputs' is lower.
+    """
+    ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
+    harness = Harness(**options)
+    have = harness.run(function, *ours, dynamic=dynamic)
+    with torch.no_grad():
+        want = function(*theirs)
+    assert_same((have, ours), (want, theirs), tolerance)
+    return harness
+
+
+def assert_same(have: Any, want: Any, tolerance: float | None = None) -> None:
+    """Equal trees of tensors, up to a tolerance relative to the largest element."""
+    have, want = tree_leaves(have), tree_leaves(want)
+    assert len(have) == len(want)
+    for left, right in zip(have, want, strict=True):
+        if not isinstance(right, torch.Tensor):
+            assert left == right
+            continue
+        bound = TOLERANCE.get(right.dtype, 0) if tolerance is None else tolerance
+        scale = (
+            right.detach().double().nan_to_num(0, 0, 0).abs().max().item() if right.numel() else 0
+        )
+        torch.testing.assert_close(left, right, rtol=bound, atol=bound * scale, equal_nan=True)
+
+
+class Weights(nn.Module):
+    """``function(x, *weights)`` as a module: parameters keep static sizes when x is dynamic."""
+
+    def __init__(self, function: Any, *weights: torch.Tensor):
+        super().__init__()
+        self.function, self.weights = function, nn.ParameterList(weights)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, *self.weights)
+
+
+def raised(harness: Harness, op: Any) -> int:
+    """How often ``op`` stands in the graph after the raise pass."""
+    return sum(node.target is op for node in harness.raised.nodes)
+
+
+def reasons(harness: Harness) -> str:
+    """Every reason that the report gives: near misses, then the GEMMs that were not fused."""
+    report = harness.report
+    return "\n".join([*report.near_misses, *(s.reason for s in report.sites if not s.fused)])
+
+
+def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
+    """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
+    then have several tiles, and the op's own CPU implementation runs."""
+    monkeypatch.setattr(Policy, "judge", lambda *_: Verdict("kernel", config=config))
+    monkeypatch.setattr(driver.pool, "wait", dict.fromkeys)  # every request: no error
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normal inputs, of both signs, float64 unless said otherwise."""
+    return torch.randn(shape, dtype=torch.float64).to(dtype)

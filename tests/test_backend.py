@@ -1,0 +1,352 @@
+"""The entry point end to end: debug output, logs, counters, fallback, strictness, user passes.
+
+``light`` swaps Inductor's code generation for eager execution of the final graph, which saves
+seconds a compile; the tests of test_inductor.py go through Inductor itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+
+import coda_inductor
+from coda_inductor import FallbackError, OptionError, backend, joint, log, report
+from coda_inductor.backend import coda
+from coda_inductor.debug import Recorder
+from coda_inductor.joint import JointPass
+from coda_inductor.options import parse
+
+D = 8
+
+
+class Block(nn.Module):
+    """Every built-in pattern once."""
+
+    def __init__(self):
+        super().__init__()
+        self.o, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D)
+        self.gate, self.up = nn.Linear(D, 16, bias=False), nn.Linear(D, 16, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x + self.o(x))
+        return F.silu(self.gate(h)) * self.up(h)
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Run what Inductor would be given, without compiling it."""
+
+    def compile_fx(gm, inputs, config_patches):
+        def compiler(graph_module, _):
+            config_patches["joint_custom_pre_pass"](graph_module.graph)
+            graph_module.recompile()
+            return make_boxed_func(graph_module.forward)
+
+        return aot_autograd(
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=select_decomp_table(),
+        )(gm, inputs)
+
+    monkeypatch.setattr(backend, "compile_fx", compile_fx)
+
+
+@pytest.fixture
+def messages():
+    """Formatted messages of our logger, all levels."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    level = log.logger.level
+    log.logger.addHandler(handler)
+    log.logger.setLevel(logging.DEBUG)
+    log.forget_warnings()
+    yield lines
+    log.logger.removeHandler(handler)
+    log.logger.setLevel(level)
+
+
+def run(model, *args, **options):
+    """Our result and eager's."""
+    with torch.no_grad():
+        ours = torch.compile(model, backend=coda, options=options)(*args)
+        return ours, model(*args)
+
+
+def warnings_of(messages):
+    return [line for line in messages if line.startswith("WARNING")]
+
+
+def inner(caught):
+    return getattr(caught.value, "inner_exception", caught.value)
+
+
+@pytest.mark.usefixtures("light")
+def test_counters_hold_pattern_names_and_nothing_else():
+    torch.testing.assert_close(*run(Block(), torch.randn(3, D)))
+    assert dict(counters["coda"]) == {"rms_norm": 1, "swiglu": 1, "residual": 1}
+
+
+@pytest.mark.usefixtures("light")
+def test_reports_list_every_compiled_graph():
+    report.forget()
+    run(Block(), torch.randn(3, D))
+    (found,) = coda_inductor.reports()
+    assert [site.shape for site in found.sites] == [(3, D, D), (3, 16, D)]
+    assert found.bytes_saved == sum(site.bytes_saved for site in found.sites) > 0
+    assert found.near_misses == []
+
+
+@pytest.mark.usefixtures("light")
+def test_debug_folder(tmp_path):
+    model = Block().bfloat16()
+    run(model, torch.randn(3, D).bfloat16(), debug=True, debug_dir=str(tmp_path / "debug"))
+    (folder,) = (tmp_path / "debug").iterdir()
+    stages = sorted(path.name for path in folder.glob("*.py"))
+    assert stages == [
+        "0_before.py", "1_raised.py", "2_traced.py", "3_rewritten.py", "4_fused.py",
+    ]  # fmt: skip
+    text = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
+    for source in folder.rglob("*.py"):
+        ast.parse(source.read_text(), str(source))
+    assert "silu" in text["0_before.py"]
+    assert "coda_inductor.rms_norm" not in text["0_before.py"]
+    assert "coda_inductor.rms_norm" in text["1_raised.py"]
+    assert "coda_inductor.rms_norm" in text["2_traced.py"]
+    assert "coda_inductor.rms_norm" not in text["3_rewritten.py"]
+    table = text["gemms.txt"]
+    assert all(name in table for name in ("rms_norm", "swiglu", "residual", "3x8x8", "3x16x8"))
+    found = coda_inductor.reports()[-1]
+    assert found.folder == str(folder)
+    for site in found.sites:
+        assert site.program.key + ".py" in text
+        assert str(site.program) in text[site.program.key + ".txt"]
+        again = coda_inductor.EpilogueProgram.from_json(text[site.program.key + ".json"])
+        assert again == site.program
+        assert "def epilogue(acc" in text[site.program.key + ".py"]
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_debug_works_where_no_kernel_can(dtype, tmp_path):
+    args = Block().to(dtype), torch.randn(3, D).to(dtype)
+    run(*args, debug=True, debug_dir=str(tmp_path), strict=True, fp16_norms=True)
+    assert list(tmp_path.rglob("gemms.txt"))
+
+
+@pytest.mark.usefixtures("light")
+def test_debug_folders_never_overwrite_each_other(tmp_path):
+    for _ in range(2):
+        torch._dynamo.reset()
+        run(torch.sin, torch.randn(3), debug=True, debug_dir=str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("light")
+def test_name_is_in_the_report_and_the_folder(tmp_path):
+    compiled = torch.compile(
+        Block(), backend=lambda gm, inputs: coda(
+            gm, inputs, name="prefill", options={"debug": True, "debug_dir": str(tmp_path)}
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        compiled(torch.randn(3, D))
+    assert coda_inductor.reports()[-1].name == "prefill"
+    assert [path.name.startswith("prefill") for path in tmp_path.iterdir()] == [True]
+
+
+@pytest.mark.usefixtures("light")
+def test_log_shows_decisions_and_refusals(messages):
+    def function(x, w):
+        return F.linear(F.rms_norm(x, (D,)), w).relu()
+
+    run(function, torch.randn(3, D), torch.randn(D, D))
+    text = "\n".join(messages)
+    assert "DEBUG raise: rms_norm at" in text
+    assert "refused: its input is not made by a GEMM" in text
+    assert "DEBUG fuse: mm reference: relu" in text
+    assert warnings_of(messages) == []
+
+
+def broken(*args, **kwargs):
+    raise IndexError("a bug of ours")
+
+
+# Where our own code may fail: attribute, then what the warning must name.
+PASSES = {
+    "raise": (backend, "raise_idioms", "raising idioms"),
+    "rewrite": (joint, "defer_norms", "the whole graph"),
+    "fuse": (joint, "fuse_gemms", "the whole graph"),
+}
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("name", PASSES)
+def test_failing_pass_warns_once_and_the_model_stays_correct(name, monkeypatch, messages):
+    module, attribute, site = PASSES[name]
+    monkeypatch.setattr(module, attribute, broken)
+    model = Block().double()
+    for rows in (3, 4):
+        torch._dynamo.reset()
+        torch.testing.assert_close(*run(model, torch.randn(rows, D).double()))
+    (warning,) = warnings_of(messages)
+    assert site in warning
+    assert "IndexError" in warning
+    assert "a bug of ours" in warning
+    assert "rms_norm" not in counters["coda"]
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("name", PASSES)
+def test_strict_raises_where_a_pass_fails(name, monkeypatch):
+    module, attribute, _ = PASSES[name]
+    monkeypatch.setattr(module, attribute, broken)
+    with pytest.raises(Exception, match="a bug of ours") as caught:
+        run(Block(), torch.randn(3, D), strict=True)
+    assert isinstance(inner(caught), FallbackError)
+
+
+@pytest.mark.usefixtures("light")
+def test_half_rewritten_graph_is_restored(monkeypatch):
+    def half_done(graph, policy):
+        node = next(n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor)
+        node.replace_all_uses_with(node.args[0])  # the residual is lost
+        graph.erase_node(node)
+        raise IndexError("a bug of ours")
+
+    monkeypatch.setattr(joint, "fuse_gemms", half_done)
+    torch.testing.assert_close(*run(Block().double(), torch.randn(3, D).double()))
+
+
+@pytest.mark.usefixtures("light")
+def test_failing_pass_leaves_training_graphs_trainable(monkeypatch):
+    monkeypatch.setattr(joint, "training", broken)
+    model, x = Block().double(), torch.randn(3, D).double()
+    torch.compile(model, backend=coda)(x).sum().backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    for have, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(have, parameter.grad)
+
+
+@pytest.mark.usefixtures("light")
+def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
+    def function(x, w):
+        return (x @ w) + 1
+
+    x, w = torch.ones(3, D).long(), torch.ones(D, D).long()
+    for _ in range(2):
+        torch._dynamo.reset()
+        ours, eager = run(function, x, w)
+    assert torch.equal(ours, eager)
+    (warning,) = warnings_of(messages)
+    assert "mm" in warning
+    assert "torch.int64" in warning
+
+
+@pytest.mark.usefixtures("light")
+def test_wrong_option_reaches_the_user():
+    with pytest.raises(Exception, match="unknown option 'speed'") as caught:
+        run(torch.sin, torch.randn(3), speed=11)
+    assert isinstance(inner(caught), OptionError)
+
+
+@pytest.mark.usefixtures("light")
+def test_unknown_mode_reaches_the_user():
+    with pytest.raises(Exception, match="unknown mode 'warp'") as caught:
+        backend.coda(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.randn(3)], mode="warp")
+    assert isinstance(caught.value, OptionError)
+
+
+class UsersPass(CustomGraphPass):
+    """Counts its calls; ``version`` is its uuid."""
+
+    def __init__(self, version="1"):
+        self.version, self.calls = version, 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return self.version
+
+
+@pytest.mark.usefixtures("light")
+def test_users_own_joint_pass_runs_in_front_of_ours():
+    theirs = UsersPass()
+    run(Block(), torch.randn(3, D), joint_custom_pre_pass=theirs)
+    assert theirs.calls == 1
+    assert counters["coda"]["rms_norm"] == 1
+
+
+@pytest.mark.usefixtures("light")
+def test_users_pass_from_the_config_runs_too():
+    theirs = UsersPass()
+    with torch._inductor.config.patch(joint_custom_pre_pass=theirs):
+        run(Block(), torch.randn(3, D))
+    assert theirs.calls == 1
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("kind", ["function", "list", "tuple"])
+def test_whatever_inductor_takes_as_a_pass_works(kind):
+    theirs = UsersPass()
+    given = {"function": theirs.__call__, "list": [theirs], "tuple": (theirs,)}[kind]
+    run(Block(), torch.randn(3, D), joint_custom_pre_pass=given)
+    assert theirs.calls == 1
+
+
+def uuid(before=None, **options):
+    return JointPass(parse(None, options), Recorder("test", None), before).uuid()
+
+
+def test_uuid_is_the_same_for_the_same():
+    assert uuid() == uuid()
+    assert uuid(UsersPass("1")) == uuid(UsersPass("1"))
+    assert isinstance(uuid(), str)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
+     {"reference": True}],
+)  # fmt: skip
+def test_uuid_changes_with_an_option(options):
+    assert uuid(**options) != uuid()
+
+
+def test_uuid_changes_with_the_users_pass():
+    assert len({uuid(), uuid(UsersPass("1")), uuid(UsersPass("2"))}) == 3
+
+
+def test_uuid_changes_with_a_pattern_files_content(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\n")
+    before = uuid(patterns=str(path))
+    path.write_text("x = 2\n")
+    assert len({uuid(), before, uuid(patterns=str(path))}) == 3
+
+
+def test_uuid_changes_with_library_versions(monkeypatch):
+    before = uuid()
+    monkeypatch.setattr(joint, "identity", lambda: ("torch 9.9",))
+    assert uuid() != before
+
+
+def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass():
+    assert uuid(debug=True) is None
+    assert uuid(UsersPass(None)) is None
+    assert uuid(lambda graph: None) is None
+    assert uuid([UsersPass("1"), lambda graph: None]) is None
+    assert uuid([UsersPass("1"), UsersPass("2")]) != uuid([UsersPass("2"), UsersPass("1")])

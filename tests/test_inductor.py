@@ -1,0 +1,130 @@
+"""Through Inductor itself, code generation and caches included: few cases, each takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_backend import Block, D
+from torch._dynamo.utils import counters
+
+from coda_inductor.backend import coda
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_inference_through_the_entry_point():
+    name = "coda" if "coda" in torch._dynamo.list_backends() else coda
+    model, x = Block(), torch.randn(2, 3, D)
+    compiled = torch.compile(model, backend=name, mode="default")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        # Other strides are another graph; the values are eager's.
+        strided = torch.randn(3, 2, 2 * D)[..., ::2].transpose(0, 1)
+        torch.testing.assert_close(compiled(strided), model(strided))
+        expanded = torch.randn(1, 1, D).expand(2, 3, D)
+        torch.testing.assert_close(compiled(expanded), model(expanded))
+    # The residual stream of the transposed input is not row-major: its norm is left to Inductor.
+    assert dict(counters["coda"]) == {"rms_norm": 2, "swiglu": 3, "residual": 2}
+
+
+def test_output_strides_are_eagers():
+    def function(x, y, w):
+        return y + F.linear(x, w), F.linear(x, w).relu().view(2, 3, D).transpose(0, 1)
+
+    x, y, w = torch.randn(6, D), torch.randn(D, 6).t(), torch.randn(D, D)
+    with torch.no_grad():
+        ours, eager = torch.compile(function, backend=coda)(x, y, w), function(x, y, w)
+    for have, want in zip(ours, eager, strict=True):
+        torch.testing.assert_close(have, want)
+        assert have.stride() == want.stride()
+
+
+def test_dynamic_shapes():
+    model = Block()
+    compiled = torch.compile(model, backend=coda, dynamic=True)
+    with torch.no_grad():
+        for shape in ((2, 3), (5, 4), (1, 9)):
+            x = torch.randn(*shape, D)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert counters["coda"]["rms_norm"] >= 1
+
+
+def test_training_gives_eagers_gradients():
+    model, x = Block(), torch.randn(5, D, requires_grad=True)
+    torch.compile(model, backend=coda)(x).sin().sum().backward()
+    ours = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    model(x).sin().sum().backward()
+    for have, tensor in zip(ours, [x, *model.parameters()], strict=True):
+        torch.testing.assert_close(have, tensor.grad)
+    assert dict(counters["coda"]) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(dtype):
+    model, x = Block().to(dtype), torch.randn(4, D).to(dtype)
+    with torch.no_grad():
+        ours, eager = torch.compile(model, backend=coda)(x), model(x)
+    tolerance = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(ours, eager, **tolerance)
+    assert counters["coda"]["rms_norm"] == 1
+
+
+SCRIPT = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from test_backend import Block, D
+import coda_inductor
+from coda_inductor.backend import coda
+
+torch.manual_seed(0)
+model, x = Block(), torch.randn(4, D)
+with torch.no_grad():
+    ours = torch.compile(model, backend=coda, options=json.loads(sys.argv[1]))(x)
+    torch.testing.assert_close(ours, model(x))
+hits = [counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]
+print(json.dumps({
+    "hits": hits,
+    "analysed": len(coda_inductor.reports()),
+    "result": ours.tolist(),
+}))
+"""
+
+
+def in_a_new_process(options: dict, folder: Path, **environment: str) -> tuple[dict, str]:
+    """What SCRIPT printed, and its standard error."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        **environment,
+    }
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
+    first, _ = in_a_new_process({}, tmp_path)
+    assert (first["hits"], first["analysed"]) == ([0, 0], 1)
+    second, _ = in_a_new_process({}, tmp_path)
+    assert (second["hits"], second["analysed"]) == ([1, 1], 0)
+    assert second["result"] == first["result"]
+    third, log = in_a_new_process({"disable": ["swiglu"]}, tmp_path, TORCH_LOGS="+coda_inductor")
+    assert (third["hits"], third["analysed"]) == ([0, 0], 1)  # another option is another graph
+    assert "raise: rms_norm at" in log
+    assert "raise: swiglu at" not in log
+    assert "fuse: o reference" in log

@@ -1,0 +1,221 @@
+"""Options are checked before anything is compiled; every complaint names what is known."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Harness
+
+from coda_inductor import OptionError, PatternError, patterns
+from coda_inductor.options import Options, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PATTERN = """
+import torch
+from coda_inductor import Pattern
+from coda_inductor.semantic import swiglu
+
+PATTERN = Pattern(
+    name="users_own",
+    idioms=(lambda x, y: IDIOM,),
+    op=swiglu,
+    arguments=lambda match: (match.bound["x"], match.bound["y"]),
+    conditions=(lambda match: REASON,),
+)
+"""
+
+
+def idiom(x):
+    return torch.sigmoid(x) + torch.sqrt(x)
+
+
+def pattern_file(
+    folder: Path, reason: str | None = None, text: str = "torch.sigmoid(x) + torch.sqrt(y)"
+) -> str:
+    """A user's pattern. It maps the idiom to swiglu, so that firing shows in the value."""
+    path = folder / "users_own.py"
+    path.write_text(PATTERN.replace("REASON", repr(reason)).replace("IDIOM", text))
+    return str(path)
+
+
+def run_idiom(**options) -> tuple[bool, Harness]:
+    """Did the user's pattern fire?"""
+    harness, x = Harness(**options), torch.rand(3, 4)
+    result = harness.run(idiom, x)
+    fired = torch.allclose(result, torch.nn.functional.silu(x) * x)
+    assert fired or torch.allclose(result, idiom(x))
+    return fired, harness
+
+
+def test_nothing_set_gives_the_documented_defaults(monkeypatch):
+    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS"):
+        monkeypatch.delenv(name, raising=False)
+    assert parse(None, None) == Options()
+    assert parse("default", {}) == Options()
+
+
+def test_unknown_option_lists_the_known_ones():
+    with pytest.raises(OptionError) as caught:
+        parse(None, {"verbose": True})
+    message = str(caught.value)
+    assert "'verbose'" in message
+    for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
+                 "fp16_norms"):  # fmt: skip
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"debug": "yes"}, "'debug' takes True or False, got 'yes'"),
+        ({"strict": 1}, "'strict' takes True or False, got 1"),
+        ({"reference": None}, "'reference' takes True or False, got None"),
+        ({"fp16_norms": []}, "'fp16_norms' takes True or False"),
+        ({"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
+        ({"gate": True}, "'gate' is one of auto, always, never, got True"),
+        ({"disable": 3}, "'disable' takes a list of strings, got 3"),
+        ({"disable": [3]}, "'disable' takes a list of strings"),
+        ({"patterns": 3}, "'patterns' takes a list of strings, got 3"),
+        ({"debug_dir": 3}, "'debug_dir'"),
+    ],
+)
+def test_value_of_the_wrong_type_is_named(options, message):
+    with pytest.raises(OptionError) as caught:
+        parse(None, options)
+    assert message in str(caught.value)
+
+
+def test_inductor_options_pass_through():
+    settings = parse(None, {"max_autotune": True, "triton.cudagraphs": False, "strict": True})
+    assert settings.inductor == {"max_autotune": True, "triton.cudagraphs": False}
+    assert settings.strict
+
+
+def test_mode_is_inductors_and_an_option_overrides_it():
+    mode = "max-autotune-no-cudagraphs"
+    assert parse(mode, None).inductor == torch._inductor.list_mode_options()[mode]
+    assert parse(mode, {"max_autotune": False}).inductor["max_autotune"] is False
+
+
+def test_unknown_mode_lists_the_known_ones():
+    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
+        parse("fast", None)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "on", "0", "", "false", "off"])
+def test_debug_from_the_environment(monkeypatch, text):
+    monkeypatch.setenv("CODA_DEBUG", text)
+    monkeypatch.setenv("CODA_DEBUG_DIR", "elsewhere")
+    assert parse(None, None).debug is (text in ("1", "true", "on"))
+    assert parse(None, None).debug_dir == "elsewhere"
+    assert parse(None, {"debug": False, "debug_dir": "here"}) == Options(debug_dir="here")
+
+
+def test_patterns_from_the_environment(monkeypatch, tmp_path):
+    first, second = pattern_file(tmp_path), str(tmp_path / "second.py")
+    Path(second).write_text(Path(first).read_text())
+    monkeypatch.setenv("CODA_PATTERNS", os.pathsep.join([first, second]))
+    assert parse(None, None).patterns == (first, second)
+    monkeypatch.setenv("CODA_PATTERNS", str(tmp_path / "gone.py"))
+    with pytest.raises(PatternError, match=r"gone\.py"):
+        parse(None, None)
+
+
+@pytest.mark.parametrize("given", [str, Path], ids=["str", "Path"])
+def test_one_pattern_file_needs_no_list(given, tmp_path):
+    path = pattern_file(tmp_path)
+    assert parse(None, {"patterns": given(path)}).patterns == (path,)
+
+
+def test_missing_pattern_file_is_named(tmp_path):
+    with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
+        parse(None, {"patterns": [tmp_path / "nowhere.py"]})
+    with pytest.raises(PatternError, match=r"nowhere\.py"):
+        patterns.load_file(tmp_path / "nowhere.py")
+
+
+BROKEN = {
+    "syntax": ("x = 1\ndef f(:\n", "{path}:2: SyntaxError"),
+    "exception": ("x = 1\n\ny = x / 0\n", "{path}:3: ZeroDivisionError"),
+    "missing import": ("import no_such_module\n", "{path}:1: ModuleNotFoundError"),
+    "no pattern": ("x = 1\n", "{path}: define PATTERN"),
+    "not a pattern": ("PATTERN = 3\n", "{path}: define PATTERN"),
+    "empty list": ("PATTERNS = []\n", "{path}: define PATTERN"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_pattern_file_names_file_and_line(name, tmp_path):
+    text, message = BROKEN[name]
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(PatternError) as caught:
+        patterns.load_file(path)
+    assert message.format(path=path) in str(caught.value)
+
+
+def test_broken_pattern_file_is_an_error_even_without_strict(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("PATTERN = 1 / 0\n")
+    harness = Harness(patterns=[str(path)], strict=False)
+    with pytest.raises(Exception, match="ZeroDivisionError") as caught:
+        harness.run(torch.sin, torch.randn(3))
+    assert isinstance(caught.value.inner_exception, PatternError)
+
+
+def test_users_pattern_fires(tmp_path):
+    assert run_idiom(patterns=[pattern_file(tmp_path)])[0]
+    assert not run_idiom()[0]
+
+
+def test_users_pattern_can_refuse(tmp_path):
+    fired, harness = run_idiom(patterns=[pattern_file(tmp_path, "not today")])
+    assert not fired
+    assert harness.report.near_misses == ["users_own at add: not today"]
+
+
+def test_users_pattern_can_be_disabled(tmp_path):
+    assert not run_idiom(patterns=[pattern_file(tmp_path)], disable=["users_own"])[0]
+
+
+def test_edited_pattern_file_is_read_again(tmp_path):
+    path = pattern_file(tmp_path, "not today")
+    assert not run_idiom(patterns=[path])[0]
+    assert pattern_file(tmp_path) == path
+    assert run_idiom(patterns=[path])[0]
+
+
+def test_pattern_of_any_torch_function_fires(tmp_path):
+    path = pattern_file(tmp_path, text="torch.sin(x) * y.cos()")
+    x = torch.rand(3, 4)
+    result = Harness(patterns=[path]).run(lambda x: x.sin() * torch.cos(x), x)
+    torch.testing.assert_close(result, torch.nn.functional.silu(x) * x)
+
+
+def test_unknown_pattern_name_in_disable_is_named():
+    with pytest.raises(Exception, match=r"rmsnorm.*rms_norm") as caught:
+        Harness(disable=["rmsnorm"]).run(torch.sin, torch.rand(3))
+    assert isinstance(caught.value.inner_exception, OptionError)
+
+
+def test_higher_priority_comes_first(tmp_path):
+    path = Path(pattern_file(tmp_path))
+    builtin = [p.name for p in patterns.load()]
+    assert [p.name for p in patterns.load((str(path),))] == ["users_own", *builtin]
+    later = tmp_path / "later.py"
+    later.write_text(path.read_text().replace("name=", "priority=-1, name="))
+    assert [p.name for p in patterns.load((str(later),))] == [*builtin, "users_own"]
+
+
+def test_builtin_patterns_prove_their_identities():
+    import sympy
+
+    for pattern in patterns.load():
+        pairs = pattern.identities()
+        assert pairs
+        for left, right in pairs:
+            assert sympy.simplify(left - right) == 0, pattern.name
