@@ -120,7 +120,7 @@ def load(extra: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
     Raises:
         PatternError: as :func:`load_file`.
     """
-    found = []
+    found: list[Pattern] = []
     for file in files(extra):
         if not file.is_file():
             raise PatternError(f"no such pattern file: {file}")

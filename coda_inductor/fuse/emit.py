@@ -95,18 +95,20 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
 
 def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:
     """Let everything outside that reads one of ``nodes`` (one value, in dtypes and shapes of its
-    own) read ``output`` instead."""
+    own) read ``output`` instead. What shared memory still does, and what did not does not."""
     inside = {*region.values, *region.reduces}
-    owners: dict[torch.dtype, Node] = {}
+    tensors: dict[Node, Node] = {}
     for node in nodes:
-        new = output
-        dtype = fake(node).dtype
-        returned = any(user.op == "output" for user in node.users)
-        if dtype != fake(output).dtype:
-            new = insert(graph, prims.convert_element_type.default, (new, dtype), like=node)
-        elif returned and owners.setdefault(dtype, _tensor(node)) is not _tensor(node):
-            new = insert(graph, aten.clone.default, (new,), like=node)  # the caller may write to it
-        if not same(fake(node).shape, fake(output).shape):
+        tensor = _tensor(node)
+        if tensor not in tensors:
+            dtype, new = fake(node).dtype, output
+            if dtype != fake(output).dtype:
+                new = insert(graph, prims.convert_element_type.default, (new, dtype), like=node)
+            elif any(fake(other).dtype == dtype for other in tensors):
+                new = insert(graph, aten.clone.default, (new,), like=node)
+            tensors[tensor] = new
+        new = tensors[tensor]
+        if not same(fake(node).shape, fake(new).shape):
             new = insert(graph, aten.view.default, (new, _sizes(node, region)), like=node)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
 

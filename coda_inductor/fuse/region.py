@@ -163,7 +163,7 @@ def _row_major(tensor: torch.Tensor) -> bool:
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same(size, 1) and not same(stride, expected):
             return False
-        expected = expected * (1 if isinstance(size, int) and size == 0 else size)
+        expected = expected * (1 if same(size, 0) else size)
     return True
 
 
