@@ -73,7 +73,7 @@ class JointPass(CustomGraphPass):
             return
         if any(getattr(fake(n), "is_cuda", False) for n in graph.nodes if n.op == "placeholder"):
             pool.warm_up()
-        policy = Policy(self.options)
+        policy = Policy.of(self.options, graph)
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph)
         self.recorder.graph("3_rewritten", _owner(graph))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from coda_inductor.fuse.region import Region, dtype_name, gemm_inputs
+from coda_inductor.fuse.region import GEMMS, Region, dtype_name, gemm_inputs
 from coda_inductor.graph import FLOATS, fake
 from coda_inductor.log import Failure
 from coda_inductor.options import Options
@@ -35,9 +35,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Policy:
-    """Decisions under one set of options."""
+    """Decisions under one set of options, for one graph.
+
+    ``small`` says why the graph's GEMMs are too small to fuse, or is None.
+    """
 
     options: Options
+    small: str | None = None
+
+    @staticmethod
+    def of(options: Options, graph: Graph) -> Policy:
+        """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
+        config = torch._inductor.config.triton
+        cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
+        shapes = [
+            (hint(fake(a).shape[0]), hint(fake(b).shape[1]), hint(fake(b).shape[0]))
+            for a, b in (gemm_inputs(n) for n in graph.nodes if n.target in GEMMS)
+            if fake(a).is_cuda
+        ]
+        gated = options.gate == "auto" and shapes and not cuda_graphs
+        return Policy(options, gate.host_bound(shapes) if gated else None)
 
     def legal(self, gemm: Node) -> str | None:
         """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may.
@@ -61,11 +78,7 @@ class Policy:
         failure = support.kernel_stack() or support.unsupported(bare, w.shape[1], w.shape[0])
         if failure is not None:
             return Failure(failure)
-        return gate.too_small(hint(x.shape[0]), w.shape[1], w.shape[0]) if self._gated else None
-
-    @property
-    def _gated(self) -> bool:
-        return self.options.gate == "auto"
+        return self.small
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
@@ -83,7 +96,10 @@ class Policy:
         reason = support.unsupported(program, n, k, b_major=major, device=device)
         if reason is not None:
             return Verdict("unfused", Failure(reason))
-        if self._gated and (reason := gate.loses(program, hint(m), n, k)) is not None:
+        if (
+            self.options.gate == "auto"
+            and (reason := gate.loses(program, hint(m), n, k)) is not None
+        ):
             return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device)))
 

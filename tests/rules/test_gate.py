@@ -1,0 +1,56 @@
+"""The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+from coda_inductor.fuse import Policy
+from coda_inductor.options import parse
+from coda_inductor.runtime import gate
+from coda_inductor.runtime.kinds import kinds
+
+
+def llama(m: int, d: int = 2048, f: int = 8192, kv: int = 512) -> list[tuple[int, int, int]]:
+    """The GEMMs of a layer: o, gate, up, down, q, k, v."""
+    return [(m, d, d), (m, f, d), (m, f, d), (m, d, f), (m, d, d), (m, kv, d), (m, kv, d)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bound"), [(1, True), (512, True), (2048, False), (8192, False)]
+)
+def test_small_layers_are_bound_by_the_host(tokens, bound):
+    reason = gate.host_bound(llama(tokens))
+    assert (reason is not None) == bound
+    assert not bound or "too small" in reason
+
+
+def graph_of(m: int) -> Graph:
+    graph = Graph()
+    with FakeTensorMode():
+        for _, n, k in llama(m):
+            a, b = graph.placeholder("a"), graph.placeholder("b")
+            a.meta["val"] = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
+            b.meta["val"] = torch.empty(k, n, dtype=torch.bfloat16, device="cuda")
+            graph.call_function(torch.ops.aten.mm.default, (a, b))
+    graph.output(())
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("options", "small"),
+    [({}, True), ({"gate": "always"}, False), ({"triton.cudagraphs": True}, False)],
+)
+def test_only_auto_without_cuda_graphs_is_limited(options, small):
+    policy = Policy.of(parse(None, options), graph_of(512))
+    assert (policy.small is not None) == small
+    assert Policy.of(parse(None, options), graph_of(8192)).small is None
+
+
+def test_mode_reduce_overhead_lifts_the_limit():
+    assert Policy.of(parse("reduce-overhead", None), graph_of(512)).small is None
+
+
+def test_a_site_that_would_lose_is_named_with_both_times():
+    assert gate.loses(kinds()["swiglu"], 8192, 8192, 2048) is None
+    assert "us fused" in gate.loses(kinds()["scale"], 512, 512, 2048)
