@@ -13,7 +13,9 @@ from typing import Any
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
+from coda_inductor.errors import KernelError
 from coda_inductor.log import logger
+from coda_inductor.program import EpilogueProgram
 from coda_inductor.render import render
 from coda_inductor.report import GraphReport
 
@@ -67,7 +69,15 @@ class Recorder:
         for key, program in programs.items():
             self.write(f"programs/{key}.txt", f"{program}\n")
             self.write(f"programs/{key}.json", program.to_json())
-            self.write(f"kernels/{key}.py", lambda p=program: render(p))
+            self.write(f"kernels/{key}.py", lambda p=program: _source(p))
+
+
+def _source(program: EpilogueProgram) -> str:
+    """The kernel source, or why there is none."""
+    try:
+        return render(program)
+    except KernelError as error:
+        return f"# no kernel: {error}\n"
 
 
 def _fresh(parent: Path, name: str) -> Path:

@@ -71,9 +71,10 @@ class JointPass(CustomGraphPass):
             report.near_misses.append("training graph: only inference graphs are rewritten so far")
             record(report)
             return
-        if any(getattr(fake(n), "is_cuda", False) for n in graph.nodes if n.op == "placeholder"):
-            pool.warm_up()
         policy = Policy.of(self.options, graph)
+        on_gpu = any(getattr(fake(n), "is_cuda", False) for n in graph.nodes)
+        if on_gpu and policy.small is None:
+            pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph)
         self.recorder.graph("3_rewritten", _owner(graph))
