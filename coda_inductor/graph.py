@@ -139,7 +139,5 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    return (
-        re.sub(r"^L\['\w+'\]\.?|^L__self___", "", path).replace("_modules['", "").replace("']", "")
-    )
+    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", str(list(stack.values())[-1][0]))
+    return path.replace("_modules['", "").replace("']", "")
