@@ -6,6 +6,7 @@ It is the oracle of the tests, the fake implementation's shape rule, what runs w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +22,16 @@ def compute_dtype(program: EpilogueProgram) -> torch.dtype:
 
 def run(
     program: EpilogueProgram,
-    a: Tensor,
+    as_: Sequence[Tensor],
     bs: Sequence[Tensor],
     operands: Sequence[Tensor],
     *,
     exact: bool = False,
 ) -> list[Tensor]:
-    """Run ``program`` on ``a`` (M, K) and its ``bs``, each (K, N).
+    """Run ``program`` on ``as_``, each (M, K_j), and ``bs``, each (K_j, N).
+
+    With one accumulator it is the sum of all ``as_[j] @ bs[j]``; the two of a paired program are
+    ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
     ``operands`` follow ``program.operands``: tile (M, N), row (N,), col (M,), scalar ().
     With ``exact`` the GEMM itself runs in the compute dtype (the oracle); without, in the
@@ -38,14 +42,21 @@ def run(
     """
     wide = compute_dtype(program)
     env: dict[str, Tensor] = {}
-    for name, b in zip(program.accs, bs, strict=True):
-        env[name] = a.to(wide) @ b.to(wide) if exact else (a @ b).to(wide)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a.to(wide) @ b.to(wide) if exact else (a @ b).to(wide)
+
+    if program.paired:
+        env.update({name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)})
+    else:
+        products = [product(a, b) for a, b in zip(as_, bs, strict=True)]
+        env[program.accs[0]] = functools.reduce(torch.add, products)
     for operand, tensor in zip(program.operands, operands, strict=True):
         value = tensor.to(wide)
         env[operand.name] = value[:, None] if operand.kind == "col" else value
     shape = env[program.accs[0]].shape
     for step in program.steps:
-        args = [_value(arg, env, wide, a.device) for arg in step.args]
+        args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)
     outputs = [
         env[store.value].to(getattr(torch, store.dtype)).expand(shape).contiguous()

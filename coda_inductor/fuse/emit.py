@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    gemm_epilogue(a, [b], [residual, gamma], program, config) -> getitem 0, 1, 2
+    gemm_epilogue([a], [b], [residual, gamma], program, config) -> getitem 0, 1, 2
     view (residual stream), view (operand of the next GEMM), sum of the partials / N
 """
 
@@ -40,7 +40,7 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     with graph.inserting_before(max(inputs, key=order.__getitem__).next):
         bs = [gemm_inputs(a)[1] for a in region.anchors]
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
-        args = (gemm_inputs(anchor)[0], bs, operands, program.to_json(), config)
+        args = ([gemm_inputs(anchor)[0]], bs, operands, program.to_json(), config)
         call = insert(graph, torch.ops.coda_inductor.gemm_epilogue.default, args, like=anchor)
         outputs = [
             insert(graph, operator.getitem, (call, i), like=anchor)
@@ -72,13 +72,13 @@ def check_views(region: Region) -> None:
 
 def expand(graph: Graph, call: Node) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile."""
-    a, bs, operands, text, _ = call.args
+    as_, bs, operands, text, _ = call.args
     program = EpilogueProgram.from_json(text)
 
-    def reference_gemm(a, bs, operands):
-        return reference.run(program, a, bs, operands)
+    def reference_gemm(as_, bs, operands):
+        return reference.run(program, as_, bs, operands)
 
-    results = splice(graph, call, reference_gemm, (a, list(bs), list(operands)), like=call)
+    results = splice(graph, call, reference_gemm, (list(as_), list(bs), list(operands)), like=call)
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)

@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    a = gemm_epilogue(x, [Wg, Wu], [r]):  v0 = acc0 * r; v1 = acc1 * r; store silu(v0) * v1
+    a = gemm_epilogue([x], [Wg, Wu], [r]):  v0 = acc0 * r; v1 = acc1 * r; store silu(v0) * v1
 
 Valid because elementwise work on two products of one shape needs only their tiles at the same
 place. Refuses when something else reads one of the two products: it would have to be stored, and

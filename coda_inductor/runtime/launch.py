@@ -26,7 +26,7 @@ class Kernel:
         self._plans: dict[tuple, object] = {}
 
     def launch(
-        self, a: Tensor, bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
+        self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Fill ``outputs``, allocated by the caller as ``reference.output_shapes`` says.
 
@@ -35,6 +35,7 @@ class Kernel:
         """
         values: dict[str, object] = {}
         swapped = False
+        a, bs = _joined(as_, bs)
         a = tma_matrix(a, either_major=True)
         if self.program.paired:
             b, values["pair_delta"], swapped = pair_view(*bs)
@@ -97,6 +98,13 @@ class Kernel:
             else:
                 values[spec.name] = output
         return d, interleaved
+
+
+def _joined(as_: list[Tensor], bs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A sum of products is one product over concatenated K."""
+    if len(as_) == 1:
+        return as_[0], bs
+    return torch.cat(as_, 1), [torch.cat(bs, 0)]
 
 
 @functools.cache

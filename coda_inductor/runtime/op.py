@@ -1,8 +1,9 @@
 """The custom op ``coda_inductor::gemm_epilogue``: what a fused site is in the graph.
 
-``gemm_epilogue(a, bs, operands, program, config) -> Tensor[]`` computes an epilogue program on
-``a @ b`` for each b of ``bs``. The program and the config are strings, so a graph that contains the
-op is self-contained: printable, and cacheable across processes. Shapes: a (M, K), each b (K, N);
+``gemm_epilogue(as_, bs, operands, program, config) -> Tensor[]`` computes an epilogue program on
+the sum of ``as_[j] @ bs[j]``, or, if the program is paired, on ``as_[0] @ bs[0]`` and
+``as_[0] @ bs[1]``. The program and the config are strings, so a graph that contains the op is
+self-contained: printable, and cacheable across processes. Shapes: as_[j] (M, K_j), bs[j] (K_j, N);
 operands as ``program.operands`` says; outputs as ``reference.output_shapes`` says, reductions in
 float32 (float64 for a float64 GEMM). Functional: outputs never alias inputs.
 
@@ -29,7 +30,8 @@ from coda_inductor.runtime.tensors import UnpairableError
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _LIBRARY.define(
-    "gemm_epilogue(Tensor a, Tensor[] bs, Tensor[] operands, str program, str config) -> Tensor[]",
+    "gemm_epilogue(Tensor[] as_, Tensor[] bs, Tensor[] operands, str program, str config)"
+    " -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 
@@ -49,10 +51,10 @@ def forget_failures() -> None:
     _failed.clear()
 
 
-def gemm_epilogue(a, bs, operands, program: EpilogueProgram | str, config: Config | str):
+def gemm_epilogue(as_, bs, operands, program: EpilogueProgram | str, config: Config | str):
     """Call the op. Returns the list of outputs."""
     text = program if isinstance(program, str) else program.to_json()
-    return torch.ops.coda_inductor.gemm_epilogue(a, bs, operands, text, str(config))
+    return torch.ops.coda_inductor.gemm_epilogue(as_, bs, operands, text, str(config))
 
 
 def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tensor]):
@@ -71,17 +73,17 @@ def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tens
 
 
 @torch.library.register_fake("coda_inductor::gemm_epilogue", lib=_LIBRARY)
-def _fake(a, bs, operands, program, config):  # noqa: ARG001 (the op's signature)
-    return _allocate(EpilogueProgram.from_json(program), Config.parse(config), a, bs)
+def _fake(as_, bs, operands, program, config):  # noqa: ARG001 (the op's signature)
+    return _allocate(EpilogueProgram.from_json(program), Config.parse(config), as_[0], bs)
 
 
-def _reference(a, bs, operands, program, config):
+def _reference(as_, bs, operands, program, config):
     parsed = EpilogueProgram.from_json(program)
-    outputs = _allocate(parsed, Config.parse(config), a, bs)
-    if not a.shape[0] or not bs[0].shape[1]:
+    outputs = _allocate(parsed, Config.parse(config), as_[0], bs)
+    if not as_[0].shape[0] or not bs[0].shape[1]:
         return outputs
     for spec, output, value in zip(
-        parsed.outputs, outputs, reference.run(parsed, a, bs, operands), strict=True
+        parsed.outputs, outputs, reference.run(parsed, as_, bs, operands), strict=True
     ):
         if isinstance(spec, Store):
             output.copy_(value)
@@ -92,23 +94,24 @@ def _reference(a, bs, operands, program, config):
     return outputs
 
 
-def _cuda(a, bs, operands, program, config):
+def _cuda(as_, bs, operands, program, config):
     if (program, config) in _failed:
-        return _fall_back(_failed[program, config], a, bs, operands, program, config)
+        return _fall_back(_failed[program, config], as_, bs, operands, program, config)
     entry = kernel(program, config)
+    a = as_[0]
     why = _unsupported(program, bs[0].shape[1], a.shape[1], a.dtype, bs[0].stride(1) == 1)
     if why is not None:
-        return _fall_back(why, a, bs, operands, program, config)
+        return _fall_back(why, as_, bs, operands, program, config)
     outputs = _allocate(entry.program, entry.config, a, bs)
     if a.shape[0] == 0:
         return outputs
     try:
-        entry.launch(a, bs, operands, outputs)
+        entry.launch(as_, bs, operands, outputs)
     except UnpairableError as error:  # these weights, perhaps not the next ones
-        return _fall_back(str(error), a, bs, operands, program, config, error)
+        return _fall_back(str(error), as_, bs, operands, program, config, error)
     except Exception as error:
         _failed[program, config] = repr(error)
-        return _fall_back(repr(error), a, bs, operands, program, config, error)
+        return _fall_back(repr(error), as_, bs, operands, program, config, error)
     return outputs
 
 
@@ -122,13 +125,13 @@ def _unsupported(program: str, n: int, k: int, dtype: torch.dtype, n_major: bool
     )
 
 
-def _fall_back(cause, a, bs, operands, program, config, error=None):
+def _fall_back(cause, as_, bs, operands, program, config, error=None):
     parsed = EpilogueProgram.from_json(program)
-    site = f"program {parsed.key} ({a.shape[1]} x {bs[0].shape[1]}, config {config})"
+    site = f"program {parsed.key} ({as_[0].shape[1]} x {bs[0].shape[1]}, config {config})"
     if _mode["strict"]:
         raise KernelError(f"{site} has no kernel: {cause}") from error
     warn_once(site, cause)
-    return _reference(a, bs, operands, program, config)
+    return _reference(as_, bs, operands, program, config)
 
 
 _LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")

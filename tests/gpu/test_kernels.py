@@ -79,12 +79,12 @@ def combined(program, outputs):
 
 
 def check(program, a, bs, operands, config=None):
-    got = gemm_epilogue(a, bs, operands, program, config or config_for(program))
+    got = gemm_epilogue([a], bs, operands, program, config or config_for(program))
     torch.cuda.synchronize()
     unrounded = tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
     exactly = dataclasses.replace(program, stores=unrounded)
-    oracle = combined(program, reference.run(exactly, a, bs, operands, exact=True))
-    unfused = combined(program, reference.run(program, a, bs, operands))
+    oracle = combined(program, reference.run(exactly, [a], bs, operands, exact=True))
+    unfused = combined(program, reference.run(program, [a], bs, operands))
     for spec, x, exact, plain in zip(
         program.outputs, combined(program, got), oracle, unfused, strict=True
     ):
@@ -112,10 +112,10 @@ def test_program(dtype, name, b_major, m):
 def test_op(op):
     integers = OPS[op].boolean or op == "where"
     program = one_op(op)
-    a, bs, operands = inputs(program, 250, N, K, device="cuda", integers=integers)
+    (a,), bs, operands = inputs(program, 250, N, K, device="cuda", integers=integers)
     got = check(program, a, bs, operands)
     if integers:
-        exact = reference.run(program, a, bs, operands, exact=True)
+        exact = reference.run(program, [a], bs, operands, exact=True)
         assert torch.equal(got[0], exact[0])
 
 
@@ -130,7 +130,7 @@ def test_every_config(name):
 @pytest.mark.parametrize("name", ["swiglu", "paired_sums"])
 def test_pair_with_both_pointer_orders(name):
     program = programs()[name]
-    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
     assert bs[0].data_ptr() != bs[1].data_ptr()
     check(program, a, bs, operands)
     check(program, a, bs[::-1], operands)
@@ -138,14 +138,14 @@ def test_pair_with_both_pointer_orders(name):
 
 def test_pair_of_adjacent_weights():
     program = paired_sums()
-    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
     both = torch.cat([b.t() for b in bs])
     check(program, a, [both[:N].t(), both[N:].t()], operands)
 
 
 def test_pair_far_apart():
     program = kinds()["swiglu"]
-    a, bs, operands = inputs(program, 300, N, K, device="cuda")
+    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
     gap = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")  # beyond 32-bit distances
     far = torch.empty_strided(bs[1].shape, bs[1].stride(), dtype=bs[1].dtype, device="cuda")
     far.copy_(bs[1])
@@ -155,14 +155,14 @@ def test_pair_far_apart():
 
 def test_same_weight_twice_falls_back():
     program = kinds()["swiglu"]
-    a, bs, operands = inputs(program, 64, N, K, device="cuda")
+    (a,), bs, operands = inputs(program, 64, N, K, device="cuda")
     set_strict(False)
     check(program, a, [bs[0], bs[0]], operands)
 
 
 def test_layouts_that_must_be_copied():
     program = programs()["rms_partial"]
-    a, bs, (residual, weight) = inputs(program, 100, N, K, device="cuda")
+    (a,), bs, (residual, weight) = inputs(program, 100, N, K, device="cuda")
     strided = torch.randn(100, 2 * K, device="cuda").to(a.dtype)[:, ::2]
     check(program, strided, bs, [residual, weight])
     check(program, a.t().contiguous().t(), bs, [residual, weight])
@@ -194,11 +194,11 @@ def test_results_repeat_and_every_element_is_written():
 
 def test_launch_in_a_cuda_graph():
     program = kinds()["rms_partial"]
-    a, bs, operands = inputs(program, 500, N, K, device="cuda")
-    expected = gemm_epilogue(a, bs, operands, program, config_for(program))
+    (a,), bs, operands = inputs(program, 500, N, K, device="cuda")
+    expected = gemm_epilogue([a], bs, operands, program, config_for(program))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gemm_epilogue(a, bs, operands, program, config_for(program))
+        captured = gemm_epilogue([a], bs, operands, program, config_for(program))
     for output in captured:
         output.zero_()
     graph.replay()

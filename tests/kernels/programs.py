@@ -136,8 +136,8 @@ def inputs(
     b_major: str = "k",
     device: str = "cpu",
     integers: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """Random (a, bs, operands) for ``program``; products of order one.
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Random (as_, bs, operands) for ``program``; products of order one.
 
     With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
     """
@@ -155,4 +155,4 @@ def inputs(
         b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
-    return a, bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    return [a], bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]

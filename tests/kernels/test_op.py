@@ -46,8 +46,8 @@ def test_opcheck(make, dtype):
 @pytest.mark.parametrize("name", list(programs()))
 def test_partials_stand_in_the_first_tile(name, m):
     program = programs()[name]
-    a, bs, operands = inputs(program, m, N, K)
-    outputs = gemm_epilogue(a, bs, operands, program, CONFIG)
+    (a,), bs, operands = inputs(program, m, N, K)
+    outputs = gemm_epilogue([a], bs, operands, program, CONFIG)
     width = 2 * N if program.paired else N
     for spec, output in zip(program.outputs, outputs, strict=True):
         if isinstance(spec, Store):
@@ -60,7 +60,7 @@ def test_partials_stand_in_the_first_tile(name, m):
     if m == 0:
         return
     for spec, output, value in zip(
-        program.outputs, outputs, reference.run(program, a, bs, operands), strict=True
+        program.outputs, outputs, reference.run(program, [a], bs, operands), strict=True
     ):
         if isinstance(spec, Reduce):
             dim = 1 if spec.axis == "row" else 0
@@ -75,11 +75,11 @@ def test_compiles_with_a_dynamic_row_count():
 
     @torch.compile(backend="aot_eager", dynamic=True)
     def run(a, b, bias):
-        store, rows, cols = gemm_epilogue(a, [b], [bias], program.to_json(), str(CONFIG))
+        store, rows, cols = gemm_epilogue([a], [b], [bias], program.to_json(), str(CONFIG))
         return store, rows.sum(1), cols.amax(0)
 
     for m in (300, 77):
-        a, (b,), (bias,) = inputs(program, m, N, K)
+        (a,), (b,), (bias,) = inputs(program, m, N, K)
         store, rows, cols = run(a, b, bias)
         exact = a @ b + bias
         torch.testing.assert_close(store, exact)

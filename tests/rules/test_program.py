@@ -227,7 +227,7 @@ def test_reference_computes_what_the_op_means(op):
     a, b = randn(M, K), randn(K, N)
     t = randn(M, N)
     t[0] = (a @ b)[0]
-    (result,) = reference.run(program, a, [b], [t])
+    (result,) = reference.run(program, [a], [b], [t])
     torch.testing.assert_close(result, MEANING[op](a @ b, t).double(), rtol=1e-9, atol=1e-9)
 
 
@@ -246,7 +246,7 @@ def test_operands_broadcast_by_kind():
     # Square, so that a row taken for a column would go unnoticed by the shapes alone.
     a, b, t = (randn(M, M) for _ in range(3))
     w, r, s = randn(M), randn(M), torch.tensor(3.0).double()
-    (result,) = reference.run(program, a, [b], [t, w, r, s])
+    (result,) = reference.run(program, [a], [b], [t, w, r, s])
     torch.testing.assert_close(result, ((r.diag() @ a @ b) - w[None, :]) / 3 + t)
 
 
@@ -262,7 +262,7 @@ def test_paired_program_sees_two_products():
     )
     a, b0, b1 = randn(M, K), randn(K, N), randn(K, N)
     r = randn(M)
-    (result,) = reference.run(program, a, [b0, b1], [r])
+    (result,) = reference.run(program, [a], [b0, b1], [r])
     torch.testing.assert_close(result, r[:, None] * (a @ b0) - a @ b1)
     assert program.paired
     assert not RESIDUAL_NORM.paired
@@ -273,7 +273,7 @@ def test_paired_program_sees_two_products():
 def test_reductions_leave_one_partial_a_tile(axis, combine):
     program = verify(single(Step("x", "neg", ("acc",)), reduces=(Reduce("p", "x", axis, combine),)))
     a, b = randn(M, K), randn(K, N)
-    _, partial = reference.run(program, a, [b], [])
+    _, partial = reference.run(program, [a], [b], [])
     dim = 1 if axis == "row" else 0
     want = -(a @ b)
     want = want.sum(dim, keepdim=True) if combine == "add" else want.max(dim, keepdim=True).values
@@ -283,7 +283,7 @@ def test_reductions_leave_one_partial_a_tile(axis, combine):
 def test_bfloat16_program_computes_in_float32_and_rounds_once():
     a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
     c, w = torch.randn(M, N).bfloat16(), torch.randn(N)
-    x, h, squares = reference.run(RESIDUAL_NORM, a, [b], [c, w], exact=True)
+    x, h, squares = reference.run(RESIDUAL_NORM, [a], [b], [c, w], exact=True)
     want = a.float() @ b.float() + c.float()
     assert (x.dtype, h.dtype, squares.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert torch.equal(x, want.bfloat16())
@@ -294,8 +294,8 @@ def test_bfloat16_program_computes_in_float32_and_rounds_once():
 def test_exact_is_the_oracle_and_the_default_the_unfused_gemm():
     program = single(in_dtype="bfloat16", stores=(Store("out0", "acc", "float32"),))
     a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
-    (rounded,) = reference.run(program, a, [b], [])
-    (exact,) = reference.run(program, a, [b], [], exact=True)
+    (rounded,) = reference.run(program, [a], [b], [])
+    (exact,) = reference.run(program, [a], [b], [], exact=True)
     assert torch.equal(rounded, (a @ b).float())
     torch.testing.assert_close(exact, a.float() @ b.float())
     assert not torch.equal(rounded, exact)
@@ -320,7 +320,7 @@ def test_simplify_recognises_the_logistic_function(name):
     short = verify(simplify(program))
     assert [step.op for step in short.steps] == ops
     a, b = randn(M, K), randn(K, N)
-    torch.testing.assert_close(reference.run(short, a, [b], []), reference.run(program, a, [b], []))
+    torch.testing.assert_close(reference.run(short, [a], [b], []), reference.run(program, [a], [b], []))
 
 
 NOT_LOGISTIC = {
@@ -349,7 +349,7 @@ def test_outputs_are_contiguous_copies_of_the_full_tile():
         operands=(Operand("s", "scalar", "float64"),), stores=(Store("out0", "s", "float64"),)
     )
     a, b = randn(M, K), randn(K, N)
-    (result,) = reference.run(program, a, [b], [torch.tensor(2.0).double()])
+    (result,) = reference.run(program, [a], [b], [torch.tensor(2.0).double()])
     assert result.shape == (M, N)
     assert result.is_contiguous()
     assert bool((result == 2).all())
