@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
@@ -48,7 +47,7 @@ def coda(
     settings = parse(mode, options)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
     runtime.set_strict(settings.strict)
-    raise_pass(gm, inputs, settings, recorder)
+    raise_pass(gm, settings, recorder)
     user_pass = settings.inductor.get(
         "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass
     )
@@ -57,9 +56,7 @@ def coda(
     return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches))
 
 
-def raise_pass(
-    gm: GraphModule, inputs: Sequence[Any], settings: Options, recorder: Recorder
-) -> None:
+def raise_pass(gm: GraphModule, settings: Options, recorder: Recorder) -> None:
     """Raise idioms in ``gm``, in place. A failure leaves the rest as it was, with one warning.
 
     Raises:
@@ -75,22 +72,12 @@ def raise_pass(
         )
     active = [p for p in known if p.name not in settings.disable]
     recorder.graph("0_before", gm)
-    if not _differentiable(inputs):
-        try:
-            refusals = raise_idioms(gm, active)
-            recorder.report.near_misses += [
-                f"{r.pattern} at {r.node}: {r.reason}" for r in refusals
-            ]
-        except Exception as error:
-            if settings.strict:
-                raise FallbackError(f"raising idioms failed: {error}") from error
-            warn_once("raising idioms", f"{type(error).__name__}: {error}")
-            logger.debug("traceback", exc_info=True)
+    try:
+        refusals = raise_idioms(gm, active)
+        recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
+    except Exception as error:
+        if settings.strict:
+            raise FallbackError(f"raising idioms failed: {error}") from error
+        warn_once("raising idioms", f"{type(error).__name__}: {error}")
+        logger.debug("traceback", exc_info=True)
     recorder.graph("1_raised", gm)
-
-
-def _differentiable(inputs: Sequence[Any]) -> bool:
-    """Will AOTAutograd trace a backward? The semantic ops of inference have none."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
-    )

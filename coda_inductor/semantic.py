@@ -1,7 +1,9 @@
 """The semantic vocabulary: what many spellings of an idiom are raised to.
 
 Each op is defined once, by a plain torch function. The op is what passes match on; what stays
-unfused is traced through that function again, so that Inductor sees plain aten.
+unfused is traced through that function again, so that Inductor sees plain aten. Ops that
+differentiate have a backward op of the same kind, so that the joint graph still says what it means;
+its flags say which gradients are wanted, so that frozen weights need no patterns of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 DEFINITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
 
 
-def _define(schema: str, function: Callable[..., object]) -> torch._ops.OpOverload:
+def _define(
+    schema: str, function: Callable[..., object], *, pointwise: bool = False
+) -> torch._ops.OpOverload:
     name = schema.split("(", maxsplit=1)[0]
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
+    LIB.define(schema, tags=tags)
     LIB.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"coda_inductor::{name}", function, lib=LIB)
     op = getattr(torch.ops.coda_inductor, name).default
@@ -50,6 +55,28 @@ def rms_norm_definition(
     return y.to(out_dtype), rstd
 
 
+def rms_norm_backward_definition(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of RMSNorm: dx, shaped and typed like x, and dweight, like weight.
+
+    With ``n = x * rstd`` and ``p = dy * weight``: ``dx = rstd * (p - n * mean(p * n, -1))`` and
+    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). A gradient
+    that is not needed comes back as an empty tensor.
+    """
+    normalized = x.to(rstd.dtype) * rstd
+    wide = dy.to(rstd.dtype)
+    dx, dweight = x.new_empty(0), x.new_empty(0)
+    if need_dx:
+        p = wide if weight is None else wide * weight.to(rstd.dtype)
+        dx = (rstd * (p - normalized * (p * normalized).mean(-1, keepdim=True))).to(x.dtype)
+    if need_dweight and weight is not None:
+        rows = list(range(x.dim() - 1))
+        product = wide * normalized
+        dweight = (product.sum(rows) if rows else product).to(weight.dtype)
+    return dx, dweight
+
+
 def swiglu_definition(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` elementwise, in the promoted dtype of its inputs.
 
@@ -59,8 +86,64 @@ def swiglu_definition(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def swiglu_backward_definition(
+    dy: Tensor, gate: Tensor, up: Tensor, need_dgate: bool, need_dup: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of SwiGLU: ``dgate = dy * up * silu'(gate)`` and ``dup = dy * silu(gate)``, each
+    typed like its input. A gradient that is not needed comes back as an empty tensor.
+    """
+    dgate, dup = gate.new_empty(0), up.new_empty(0)
+    if need_dgate:
+        dgate = torch.ops.aten.silu_backward((dy * up).to(gate.dtype), gate)
+    if need_dup:
+        dup = (dy * F.silu(gate)).to(up.dtype)
+    return dgate, dup
+
+
 rms_norm = _define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor)",
     rms_norm_definition,
 )
-swiglu = _define("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu_definition)
+rms_norm_backward = _define(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dx, "
+    "bool need_dweight) -> (Tensor, Tensor)",
+    rms_norm_backward_definition,
+)
+swiglu = _define("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu_definition, pointwise=True)
+swiglu_backward = _define(
+    "swiglu_backward(Tensor dy, Tensor gate, Tensor up, bool need_dgate, bool need_dup) "
+    "-> (Tensor, Tensor)",
+    swiglu_backward_definition,
+    pointwise=True,
+)
+
+
+def _save_rms_norm(ctx, inputs, output) -> None:
+    x, weight, _, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _differentiate_rms_norm(ctx, dy: Tensor, _drstd: Tensor):
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dweight = ctx.needs_input_grad[:2]
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None, None, None
+
+
+def _save_swiglu(ctx, inputs, output) -> None:  # noqa: ARG001 (the signature is torch's)
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx, dy: Tensor):
+    need_dgate, need_dup = ctx.needs_input_grad
+    dgate, dup = swiglu_backward(dy, *ctx.saved_tensors, need_dgate, need_dup)
+    return dgate if need_dgate else None, dup if need_dup else None
+
+
+torch.library.register_autograd(
+    "coda_inductor::rms_norm", _differentiate_rms_norm, setup_context=_save_rms_norm, lib=LIB
+)
+torch.library.register_autograd(
+    "coda_inductor::swiglu", _differentiate_swiglu, setup_context=_save_swiglu, lib=LIB
+)

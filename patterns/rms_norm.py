@@ -18,8 +18,8 @@ precision. The op computes in float32 (float64 for float64), never less than the
 What it enables (coda_inductor.rewrite.norms): rule R1, (D_r X) W = D_r (X W): the row scale rstd
 moves past the GEMM that follows; rule R2: its statistics leave the GEMM in front as partials.
 
-Refuses: statistics not over the whole last dimension; eps that is not a constant; a weight that is
-not one value a column; a result whose shape is not x's; a non-floating or integer input.
+Refuses: statistics not over the whole last dimension; eps that is not a number (a tensor, or read
+from one); a weight that is not one value a column; a result whose shape is not x's; a non-floating or integer input.
 """
 
 import sympy
@@ -49,10 +49,15 @@ def functional(x, weight, eps):
     return torch.rms_norm(x, (1,), weight, eps)
 
 
+def _number(eps):
+    """What Dynamo recorded for a float: itself, or with dynamic shapes a symbol with a value."""
+    return value(eps) if isinstance(eps, torch.fx.Node) else eps
+
+
 def _epsilon(match: Match) -> float:
-    eps = match.bound["eps"]
+    eps = _number(match.bound["eps"])
     if eps is not None:
-        return float(eps)
+        return float(eps)  # of a symbol: adds a guard, so that another eps is another graph
     # eps=None means the epsilon of the compute dtype: float32's for half types (measured).
     dtype = value(match.bound["x"]).dtype
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -64,10 +69,11 @@ def _arguments(match: Match):
 
 
 def _constant_eps(match: Match):
-    eps = match.bound["eps"]
-    if eps is not None and not isinstance(eps, (int, float)):
-        return "eps is not a constant"
-    return None
+    if match.bound["eps"] is None:
+        return None
+    eps = _number(match.bound["eps"])
+    known = isinstance(eps, torch.SymFloat) and eps.node.has_hint()
+    return None if known or isinstance(eps, (int, float)) else "eps is not a constant"
 
 
 def _shapes(match: Match):
