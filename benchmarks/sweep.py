@@ -1,14 +1,15 @@
 """Time every legal kernel config against cuBLAS, and fit the cost model that is shipped.
 
-    python benchmarks/sweep.py measure OUT.json     # on the GPU; minutes
+    python benchmarks/sweep.py measure OUT.json [KIND ...]      # on the GPU; minutes
     python benchmarks/sweep.py fit OUT.json coda_inductor/runtime/h100.json
-    python benchmarks/sweep.py overhead             # on the GPU; seconds
+    python benchmarks/sweep.py overhead                         # on the GPU; seconds
 
 ``measure`` times, for each site of a Llama layer (three sizes, several M), every legal config of
-its kind and the same GEMM through torch.mm, interleaved, and keeps the medians. Weights rotate, so
-that small ones are not read from the L2 cache. ``fit`` needs no GPU: it fits, for each config, the
-four constants of ``coda_inductor.runtime.cost`` by weighted least squares, and prints how far the
-model's choices are from the measured best.
+its kind and the same products through torch.mm, interleaved, and keeps the medians. Weights rotate,
+so that small ones are not read from the L2 cache. Named kinds are measured alone, and what OUT.json
+holds of the others stays. ``fit`` needs no GPU: it fits, for each config, the four constants of
+``coda_inductor.runtime.cost`` by weighted least squares, and prints how far the model's choices are
+from the measured best.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ import torch
 
 from coda_inductor.runtime import cost
 from coda_inductor.runtime.config import legal_configs
-from coda_inductor.runtime.kinds import B_MAJOR, kinds
+from coda_inductor.runtime.kinds import B_MAJOR, TERMS, kinds
 
-SIZES = {"1B": (2048, 8192, 512), "8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024)}
+#: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
+SIZES = {
+    "1B": (2048, 8192, 512, 3072),
+    "8B": (4096, 14336, 1024, 6144),
+    "70B": (8192, 28672, 1024, 10240),
+}
 ROWS = {"1B": (512, 2048, 8192), "8B": (512, 2048, 8192), "70B": (8192,)}
+TRAINING_ROWS = {"1B": (2048, 8192), "8B": (8192,), "70B": (8192,)}
+VOCABULARY = 128256
 ROUNDS = 11
 _COLD_BYTES = 128 * 2**20  # more than twice the L2 cache
 
 
 def shapes() -> list[tuple[str, int, int, int]]:
-    """(kind, M, N, K) of every site, each once."""
+    """(kind, M, N, K) of every site, each once. K is the sum over the terms of a joined kind."""
     found = {}
-    for size, (d, f, kv) in SIZES.items():
+    for size, (d, f, kv, qkv) in SIZES.items():
         sites = [
             ("rms_partial", d, d),  # attention output
             ("swiglu", f, d),  # gate and up
@@ -46,20 +54,34 @@ def shapes() -> list[tuple[str, int, int, int]]:
             ("scale", f, d),  # gate alone
             ("dswiglu", f, d),  # gradient of the down projection's input
         ]
+        training = [
+            ("swiglu_train", f, d),  # gate and up, both kept
+            ("act_bwd", f, d),  # gradient of an ungated down projection's input
+            ("norm_bwd", d, qkv),  # gradient of the attention norm's input
+            ("norm_bwd_joined", d, 2 * f),  # gradient of the MLP norm's input
+        ]
+        if size == "1B":
+            training.append(("norm_bwd", d, VOCABULARY))  # gradient of the last norm's input
         for m in ROWS[size]:
             found.update(dict.fromkeys((kind, m, n, k) for kind, n, k in sites))
+        for m in TRAINING_ROWS[size]:
+            found.update(dict.fromkeys((kind, m, n, k) for kind, n, k in training))
     return list(found)
 
 
-def compile_all() -> None:
-    """Compile all kernels in parallel."""
+def compile_all(names: list[str]) -> None:
+    """Compile all kernels of the kinds called ``names`` in parallel."""
     from coda_inductor.runtime.pool import KernelRequest, wait
 
     requests = [
-        KernelRequest(program.to_json(), str(config), B_MAJOR[kind], swap_lanes=swap)
-        for kind, program in kinds().items()
-        for config in legal_configs(program)
-        for swap in ((False, True) if program.paired else (False,))
+        KernelRequest(
+            kinds()[name].to_json(),
+            str(config),
+            B_MAJOR[name],
+            joined="straight" if TERMS[name] > 1 else "",
+        )
+        for name in names
+        for config in legal_configs(kinds()[name])
     ]
     failed = {r: error for r, error in wait(requests, 400).items() if error}
     for request, error in failed.items():
@@ -67,22 +89,26 @@ def compile_all() -> None:
 
 
 def measure_shape(kind: str, m: int, n: int, k: int) -> dict:
-    """Median microseconds of every config and of cuBLAS (one product, also for pairs)."""
+    """Median microseconds of every config and of cuBLAS (one product of pairs and of sums)."""
     from coda_inductor.runtime.launch import kernel
     from coda_inductor.runtime.op import _allocate
 
     program = kinds()[kind]
+    products = len(program.accs) * TERMS[kind]
     copies = max(2, min(16, -(-_COLD_BYTES // (2 * n * k * len(program.accs)))))
-    a, weights, operands = _inputs(kind, m, n, k, copies)
+    as_, weights, operands = _inputs(kind, m, n, k, copies)
     runs = {}
     for config in legal_configs(program):
         entry = kernel(program.to_json(), str(config))
-        outputs = _allocate(program, config, a, weights[0])
+        outputs = _allocate(program, config, as_[0], weights[0])
         runs[str(config)] = lambda bs, entry=entry, outputs=outputs: entry.launch(
-            a, bs, operands, outputs
+            as_, bs, operands, outputs
         )
-    product = a.new_empty(m, n)
-    runs["cublas"] = lambda bs: [torch.mm(a, b, out=product) for b in bs]
+    product = as_[0].new_empty(m, n)
+    lefts = as_ * len(program.accs)
+    runs["cublas"] = lambda bs: [
+        torch.mm(a, b, out=product) for a, b in zip(lefts, bs, strict=True)
+    ]
     times = {name: [] for name in runs}
     for round_ in range(ROUNDS + 2):
         torch.cuda._sleep(3_000_000)  # the queue fills meanwhile: no gaps between kernels
@@ -98,37 +124,43 @@ def measure_shape(kind: str, m: int, n: int, k: int) -> dict:
             for name, start, end in events:
                 times[name].append(1e3 * start.elapsed_time(end))
     us = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    us["cublas"] = round(us["cublas"] / len(program.accs), 2)
+    us["cublas"] = round(us["cublas"] / products, 2)
     return {"kind": kind, "m": m, "n": n, "k": k, "us": us}
 
 
 def _inputs(kind: str, m: int, n: int, k: int, copies: int):
-    """Random A, ``copies`` of the weights (each (K, N)), and the operands."""
-    program = kinds()[kind]
+    """Random left operands, ``copies`` of the weights (each (K, N)), and the operands. They lie in
+    memory in their order, so that one variant of a kernel serves."""
+    program, terms = kinds()[kind], TERMS[kind]
 
     def randn(*shape: int, dtype: str) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(getattr(torch, dtype))
 
     def weight() -> torch.Tensor:
         if B_MAJOR[kind] == "k":
-            return randn(n, k, dtype=program.in_dtype).t()
-        return randn(k, n, dtype=program.in_dtype)
+            return randn(n, k // terms, dtype=program.in_dtype).t()
+        return randn(k // terms, n, dtype=program.in_dtype)
+
+    def by_address(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return sorted(tensors, key=torch.Tensor.data_ptr)
 
     sizes = {"tile": (m, n), "row": (n,), "col": (m,)}
     operands = [randn(*sizes[o.kind], dtype=o.dtype) for o in program.operands]
-    weights = [[weight() for _ in program.accs] for _ in range(copies)]
-    return randn(m, k, dtype=program.in_dtype), weights, operands
+    products = terms * len(program.accs)
+    weights = [by_address([weight() for _ in range(products)]) for _ in range(copies)]
+    as_ = by_address([randn(m, k // terms, dtype=program.in_dtype) for _ in range(terms)])
+    return as_, weights, operands
 
 
 def overhead() -> None:
     """Print the host's microseconds for one call of the op, and of torch.mm."""
     for kind, program in kinds().items():
-        a, weights, operands = _inputs(kind, 256, 256, 256, 1)
+        as_, weights, operands = _inputs(kind, 256, 256, 256, 1)
         text, config = program.to_json(), str(legal_configs(program)[0])
         op = torch.ops.coda_inductor.gemm_epilogue
-        fused = _host_us(functools.partial(op, a, weights[0], operands, text, config))
-        plain = _host_us(functools.partial(torch.mm, a, weights[0][0]))
-        print(f"{kind:<12} op {fused:.1f} us, torch.mm {plain:.1f} us of the host a call")
+        fused = _host_us(functools.partial(op, as_, weights[0], operands, text, config))
+        plain = _host_us(functools.partial(torch.mm, as_[0], weights[0][0]))
+        print(f"{kind:<15} op {fused:.1f} us, torch.mm {plain:.1f} us of the host a call")
 
 
 def _host_us(call) -> float:
@@ -143,30 +175,36 @@ def _host_us(call) -> float:
     return us
 
 
-def measure(path: Path) -> None:
-    """Measure all shapes and write them to ``path``."""
-    compile_all()
+def measure(path: Path, names: list[str]) -> None:
+    """Measure all shapes of the kinds called ``names`` (none: of all) and write them to ``path``,
+    in place of what it holds of them."""
+    names = names or list(kinds())
+    compile_all(names)
     properties = torch.cuda.get_device_properties(0)
-    data = {
+    data = {"shapes": []}
+    if path.exists():
+        data = json.loads(path.read_text())
+    data |= {
         "device": properties.name,
         "processors": properties.multi_processor_count,
         "torch": torch.__version__,
-        "shapes": [],
     }
+    data["shapes"] = [row for row in data["shapes"] if row["kind"] not in names]
     for shape in shapes():
-        row = measure_shape(*shape)
-        data["shapes"].append(row)
-        path.write_text(json.dumps(data))
-        report(row)
+        if shape[0] in names:
+            row = measure_shape(*shape)
+            data["shapes"].append(row)
+            path.write_text(json.dumps(data))
+            report(row)
 
 
 def report(row: dict) -> None:
     """One line: the best configs and how they compare with cuBLAS."""
-    cublas = row["us"]["cublas"] * len(kinds()[row["kind"]].accs)
+    cublas = row["us"]["cublas"] * len(kinds()[row["kind"]].accs) * TERMS[row["kind"]]
     configs = sorted((us, name) for name, us in row["us"].items() if name != "cublas")
     best = ", ".join(f"{name} {us:.0f}" for us, name in configs[:3])
     print(
-        f"{row['kind']:<12} M={row['m']:<5} N={row['n']:<6} K={row['k']:<6}"
+        f"{row['kind']:<15} M={row['m']:<5} N={row['n']:<6} K={row['k']:<6}"
         f" cublas {cublas:8.1f} us  ratio {configs[0][0] / cublas:.3f}  {best}",
         flush=True,
     )
@@ -181,11 +219,6 @@ def fit(source: Path, target: Path) -> None:
         "single": _models("single", single, data["processors"]),
         "paired": _models("paired", paired, data["processors"]),
     }
-    # One kind of pair was measured: its traffic cannot be told from its tile cost.
-    for name, constants in data["models"]["paired"].items():
-        constants[2] = data["models"]["single"][name][2]
-        tile = constants[1] - constants[2] * cost.traffic(kinds()["swiglu"])
-        constants[1] = float(f"{tile:.5g}")
     data["cublas"] = _cublas_model(data)
     target.write_text(_pretty(data))
     _report_choices(data)
@@ -200,7 +233,7 @@ def _models(family: str, rows: list[dict], processors: int) -> dict[str, list[fl
         for row in rows:
             if name in row["us"]:
                 waves = cost.waves(family, name, row["m"], row["n"], processors)
-                moved = cost.traffic(kinds()[row["kind"]]) if family == "single" else 0.0
+                moved = cost.traffic(kinds()[row["kind"]])
                 features.append([waves * row["k"], waves, waves * moved, 1.0])
                 us.append(row["us"][name])
         models[name] = _least_squares(np.array(features), np.array(us))
@@ -226,8 +259,8 @@ def _cublas_model(data: dict) -> dict[str, float]:
     """The ratio to our best config on large GEMMs, and the line that small ones lie on."""
     ratios, features, us = [], [], []
     for row in data["shapes"]:
-        gmacs = row["m"] * row["n"] * row["k"] / 1e9
-        if gmacs > 20:
+        gmacs = row["m"] * row["n"] * row["k"] // TERMS[row["kind"]] / 1e9
+        if gmacs > cost.SMALL_GMACS:
             if row["kind"] == "scale":
                 best = min(time for name, time in row["us"].items() if name != "cublas")
                 ratios.append(row["us"]["cublas"] / best)
@@ -251,7 +284,7 @@ def _report_choices(data: dict) -> None:
             name: cost.modelled(data, family, name, *at, cost.traffic(program)) for name in times
         }
         chosen = min(model, key=model.get)
-        cublas = cost.modelled_cublas(data, *at)
+        cublas = cost.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
         errors.setdefault("time over best, chosen by the model", []).append(
             times[chosen] / min(times.values()) - 1
         )
@@ -283,14 +316,19 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("measure").add_argument("out", type=Path)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("out", type=Path)
+    measuring.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(kinds()))
     commands.add_parser("overhead")
     fitting = commands.add_parser("fit")
     fitting.add_argument("source", type=Path)
     fitting.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        measure(arguments.out)
+        unknown = set(arguments.kinds) - set(kinds())
+        if unknown:
+            parser.error(f"unknown kind {min(unknown)!r}; known: {', '.join(kinds())}")
+        measure(arguments.out, arguments.kinds)
     elif arguments.command == "overhead":
         overhead()
     else:

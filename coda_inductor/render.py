@@ -29,7 +29,9 @@ from coda_inductor.program import EpilogueProgram, Step
 RENDERER_VERSION = 1
 
 #: Names that generated source uses for itself, beyond those that ``program.verify`` reserves.
-_OWN_NAMES = frozenset({"coda_math", "epilogue", "float", "unpack", "pair_delta"})
+_OWN_NAMES = frozenset(
+    {"coda_math", "epilogue", "float", "unpack", "pair_delta", "join_delta_a", "join_delta_b"}
+)
 
 #: One template for each op of ``program.ops.OPS``.
 TEMPLATES: dict[str, str] = {

@@ -1,8 +1,9 @@
 """From generated source to a compiled CuTeDSL GEMM: the only part that knows QuACK.
 
 Layer map: ``ports`` (pure: how a program maps onto a GEMM's operands and outputs) -> ``math`` and
-``resources`` (device side) -> ``pair`` (two weights read through one TMA descriptor) -> ``mod``
-(source file -> EpiMod) -> ``build`` (EpiMod + config -> launch plan).
+``resources`` (device side) -> ``pair`` and ``join`` (two matrices read through one TMA descriptor,
+as pairs of columns or as one K), ``lean`` (small epilogue buffers) -> ``mod`` (source file ->
+EpiMod) -> ``build`` (EpiMod + config -> launch plan).
 
 Importing this package imports neither quack nor cutlass.
 """

@@ -7,6 +7,7 @@ from quack.gemm_runtime.host import GemmEpiPlan
 
 from coda_inductor.kernels.mod import load
 from coda_inductor.kernels.ports import ports
+from coda_inductor.kernels.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
 
 
@@ -17,18 +18,23 @@ def build(
     a_major: str = "k",
     b_major: str = "k",
     swap_lanes: bool = False,
+    joined: str = "",
     device: torch.device | str = "meta",
 ) -> GemmEpiPlan:
     """Compile for any M, N, K: only dtypes, majors and the config are compiled in.
 
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
+    ``swap_lanes``, of paired programs: the second weight lies lower in memory. ``joined``: A and B
+    are the two terms of a sum, read in place as ``kernels.join`` says, whose addresses have the
+    same order ("straight") or not ("crossed"); "" for one product.
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
     Raises whatever QuACK or CuTeDSL raises.
     """
-    mod = load(program, swap_lanes)
+    mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)
+    values.update({distance.name: DELTA_DIVISOR for distance in mod.distances})
     return mod.gemm(
         a,
         b,
@@ -43,12 +49,14 @@ def build(
         # The hardware scheduler of Blackwell; Hopper's software one needs a semaphore a launch.
         is_dynamic_persistent=_arch(device) >= 10,
         b_kn=True,
+        post_init_attrs=(("lean", True),) if config.lean else (),
         _launch=False,
     )
 
 
 def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
-    """Tensors with the dtypes and majors of a real call: (A, B, D, C, epilogue values)."""
+    """Tensors with the dtypes and majors of a real call, but for distances: (A, B, D, C, epilogue
+    values)."""
     mapping = ports(program)
 
     def empty(*shape, dtype):
@@ -70,8 +78,6 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
     tile_rows = config.cta_tile_m(_arch(device))
     partials = {"row": (m, -(-lanes * n // config.tile_n)), "col": (m // tile_rows, lanes * n)}
     values.update({s.name: empty(*partials[s.axis], dtype="float32") for s in mapping.sinks})
-    if program.paired:
-        values["pair_delta"] = 8
     d = empty(m, n, dtype=mapping.d.dtype) if mapping.d is not None else None
     a = matrix(m, k, a_major == "k")
     b = matrix(k, lanes * n, b_major == "n")

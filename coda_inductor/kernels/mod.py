@@ -17,11 +17,12 @@ from pathlib import Path
 
 import quack.cache
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
+from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
 from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
 
 from coda_inductor.cache_dir import cache_dir
-from coda_inductor.kernels.pair import PairDelta, PairedWeights
+from coda_inductor.kernels import join, pair
+from coda_inductor.kernels.lean import LeanEpilogue
 from coda_inductor.kernels.ports import ports
 from coda_inductor.kernels.resources import DeviceScalar, reduction
 from coda_inductor.program import EpilogueProgram
@@ -29,6 +30,14 @@ from coda_inductor.render import RENDERER_VERSION, render
 
 if quack.cache.CACHE_DIR is None:  # QUACK_CACHE_DIR is not set: keep kernels between processes
     quack.cache.CACHE_DIR = str(cache_dir() / "kernels")
+
+#: How a kernel reads A and B -> the mixins that lay them out, and its launch arguments.
+_READINGS: dict[str, tuple[tuple[type, ...], tuple[EpiOp, ...]]] = {
+    "": ((), ()),
+    "pair": ((pair.PairedWeights,), (pair.DISTANCE,)),
+    "straight": ((join.JoinedTerms,), join.DISTANCES),
+    "crossed": ((join.CrossedTerms,), join.DISTANCES),
+}
 
 _LOADS = {"tile": TileLoad, "row": RowVecLoad, "col": ColVecLoad, "scalar": DeviceScalar}
 
@@ -41,41 +50,44 @@ class CodaEpiMod(EpiMod):
     a step came from) do not cause recompilation.
     """
 
-    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool):
+    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
         mapping = ports(program)
+        self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),
             ops={o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
-            extra_ops=(PairDelta("pair_delta"),) if program.paired else (),
+            extra_ops=self.distances,
         )
         self.program = program
-        self.semantic_key = ("coda_inductor", program.key, swap_lanes, codegen_hash())
+        self.semantic_key = ("coda_inductor", program.key, swap_lanes, joined, codegen_hash())
         self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
         self._ident = f"coda_{self.semantic_digest[:16]}"
         TORCH_OP_EPI_MODS[self.semantic_digest] = self
 
     def _mint(self, *key):
         kernel_class = super()._mint(*key)
-        if not self.program.paired:
-            return kernel_class
-        paired_class = kernel_class.__dict__.get("_coda_paired")
-        if paired_class is None:
-            paired_class = type(
-                f"{kernel_class.__name__}_pair",
-                (PairedWeights, kernel_class),
+        mixed = kernel_class.__dict__.get("_coda_mixed")
+        if mixed is None:
+            mixed = type(
+                f"{kernel_class.__name__}_coda",
+                (*self._mixins, LeanEpilogue, kernel_class),
                 {"__module__": kernel_class.__module__},
             )
-            kernel_class._coda_paired = paired_class
-        return paired_class
+            kernel_class._coda_mixed = mixed
+        return mixed
 
 
 @functools.cache
-def load(program: EpilogueProgram, swap_lanes: bool = False) -> CodaEpiMod:
-    """The EpiMod of ``program``; renders, writes and imports its source on first use."""
-    path = source_path(program, swap_lanes)
+def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> CodaEpiMod:
+    """The EpiMod of ``program``; renders, writes and imports its source on first use.
+
+    ``swap_lanes`` and ``joined`` as ``build`` takes them.
+    """
+    assert not (program.paired and joined), "a paired program reads one A"
+    path = source_path(program, swap_lanes, joined)
     _write(path, render(program, swap_lanes=swap_lanes))
     name = f"coda_inductor_epilogue_{path.stem}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
@@ -84,14 +96,14 @@ def load(program: EpilogueProgram, swap_lanes: bool = False) -> CodaEpiMod:
     module.__loader__ = loader
     sys.modules[name] = module
     loader.exec_module(module)
-    mod = CodaEpiMod(module.epilogue, program, swap_lanes)
+    mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
     vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
     return mod
 
 
-def source_path(program: EpilogueProgram, swap_lanes: bool = False) -> Path:
+def source_path(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> Path:
     """Where the source of ``program`` is, or will be once it has been loaded."""
-    variant = "s" if swap_lanes else ""
+    variant = "s" if swap_lanes else f"_{joined}" if joined else ""
     return cache_dir() / "epilogues" / f"{program.key}{variant}_v{RENDERER_VERSION}.py"
 
 

@@ -25,30 +25,10 @@ the lanes swapped), a multiple of 16 bytes and below 2**40 bytes.
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64
-from quack.epilogue.ops import EpiOp
 
-#: Elements: 16 bytes of a 16-bit type, what TMA wants of every stride.
-DELTA_DIVISOR = 8
+from coda_inductor.kernels.resources import DELTA_DIVISOR, Distance
 
-
-class PairDelta(EpiOp):
-    """The distance between the two weights, in elements, as a launch argument."""
-
-    def host_arg_key(self, value):
-        return None if value is None else ("int64",)
-
-    def host_fake_arg(self, key, fctx):
-        return Int64(DELTA_DIVISOR)
-
-    def host_call_arg(self, value, key):
-        return Int64(value)
-
-    def arg_spec_type(self, const=False):
-        return Int64
-
-    def param_fields(self):
-        return [(self.name, object, None)]
+DISTANCE = Distance("pair_delta")
 
 
 class PairedWeights:  # a mixin in front of a QuACK kernel class

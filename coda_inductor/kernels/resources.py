@@ -1,4 +1,5 @@
-"""QuACK epilogue resources of our own: masked reductions, and scalars that live on the device.
+"""QuACK epilogue resources of our own: masked reductions, scalars that live on the device, and the
+distance between two allocations.
 
 QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
 tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
@@ -7,12 +8,17 @@ tile operands, but not for every value computed from them (``exp(x)``, ``x + bia
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int64, const_expr
 from quack.epilogue.ops import ColVecReduce, EpiOp, RowVecReduce, Scalar, VecReduce
 
 from coda_inductor.kernels.ports import Sink
+
+#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
+DELTA_DIVISOR = 8
 
 
 class _MaskedSum(VecReduce):
@@ -53,3 +59,28 @@ class DeviceScalar(Scalar):
 
     def host_call_arg(self, value, key):
         return value.data_ptr()
+
+
+class Distance(EpiOp):
+    """How far apart two allocations are, in elements, as a launch argument (see ``pair``)."""
+
+    def host_arg_key(self, value):
+        return None if value is None else ("int64",)
+
+    def host_fake_arg(self, key, fctx):
+        return Int64(DELTA_DIVISOR)
+
+    def host_call_arg(self, value, key):
+        return _int64(value)
+
+    def arg_spec_type(self, const=False):
+        return Int64
+
+    def param_fields(self):
+        return [(self.name, object, None)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _int64(value: int) -> Int64:
+    """Making one costs the host a microsecond; the same distances come up at every step."""
+    return Int64(value)

@@ -1,7 +1,9 @@
-"""Shorter programs that mean the same, and no step that nothing reads.
+"""Shorter programs that mean the same: no step twice, none that nothing reads.
 
-Decompositions spell the logistic function as ``1 / (1 + exp(-x))``; the hardware has a faster way
-to compute it as one operation, and a reader recognises it::
+The backward of an op recomputes what its forward computed, so that the same sigmoid comes up two or
+three times in one epilogue; equal steps become one. Decompositions spell the logistic function as
+``1 / (1 + exp(-x))``; the hardware has a faster way to compute it as one operation, and a reader
+recognises it::
 
     v0 = neg x;  v1 = exp v0;  v2 = add v1 1.0;  v3 = div a v2      becomes
     v1 = sigmoid x;  v3 = mul a v1
@@ -13,6 +15,11 @@ import dataclasses
 
 from coda_inductor.program.ir import EpilogueProgram, Step
 
+#: Ops whose two arguments may be exchanged.
+_COMMUTATIVE = frozenset(
+    {"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"}
+)
+
 
 def simplify(program: EpilogueProgram) -> EpilogueProgram:
     """Rewrite ``program`` by the identities of this module; operands and outputs stay."""
@@ -20,7 +27,33 @@ def simplify(program: EpilogueProgram) -> EpilogueProgram:
     steps: list[Step] = []
     for step in program.steps:
         steps += _logistic(step, made) or [step]
-    return dataclasses.replace(program, steps=_live(program, steps))
+    program = _merged(dataclasses.replace(program, steps=tuple(steps)))
+    return dataclasses.replace(program, steps=_live(program))
+
+
+def _merged(program: EpilogueProgram) -> EpilogueProgram:
+    """Equal steps become the first of them. Arguments are renamed before a step is looked at, so
+    one pass finds all."""
+    kept: dict[tuple[str, ...], Step] = {}
+    names: dict[str, str] = {}
+    for step in program.steps:
+        args = tuple(names.get(a, a) if isinstance(a, str) else a for a in step.args)
+        # A number stands for its text: 0.0 equals -0.0, but dividing by them does not.
+        spelled = [a if isinstance(a, str) else f"number {float(a)!r}" for a in args]
+        if step.op in _COMMUTATIVE:
+            spelled.sort()
+        first = kept.setdefault((step.op, *spelled), dataclasses.replace(step, args=args))
+        names[step.name] = first.name
+
+    def renamed(output):
+        return dataclasses.replace(output, value=names.get(output.value, output.value))
+
+    return dataclasses.replace(
+        program,
+        steps=tuple(kept.values()),
+        stores=tuple(map(renamed, program.stores)),
+        reduces=tuple(map(renamed, program.reduces)),
+    )
 
 
 def _logistic(step: Step, made: dict[str, Step]) -> list[Step] | None:
@@ -55,10 +88,10 @@ def _argument_of_logistic(value: str | float, made: dict[str, Step]) -> str | No
     return neg.args[0]
 
 
-def _live(program: EpilogueProgram, steps: list[Step]) -> tuple[Step, ...]:
+def _live(program: EpilogueProgram) -> tuple[Step, ...]:
     needed = {output.value for output in program.outputs}
     kept: list[Step] = []
-    for step in reversed(steps):
+    for step in reversed(program.steps):
         if step.name in needed:
             needed |= {a for a in step.args if isinstance(a, str)}
             kept.append(step)

@@ -9,6 +9,7 @@ Layer map: ``op`` -> ``launch`` -> ``tensors``; ``support`` (reasons), ``config`
 
 from coda_inductor.runtime.config import Config, choose
 from coda_inductor.runtime.cost import cublas_us, estimate_us
+from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.op import forget_failures, gemm_epilogue, set_strict
 from coda_inductor.runtime.support import kernel_stack, unsupported
 
@@ -20,6 +21,7 @@ __all__ = [
     "forget_failures",
     "gemm_epilogue",
     "kernel_stack",
+    "requests",
     "set_strict",
     "unsupported",
 ]

@@ -10,36 +10,40 @@ import torch
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram
 
-_TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)")
+_TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)(:lean)?")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA tile (rows x columns of the output), a cluster of CTAs that share loads, and the
-    schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (on one tile)."""
+    """A CTA tile (rows x columns of the output), a cluster of CTAs that share loads, the schedule:
+    ping-pong (two consumer warpgroups on two tiles) or cooperative (on one tile), and whether the
+    epilogue's buffers are small in favour of the main loop's (``kernels.lean``)."""
 
     tile_m: int
     tile_n: int
     cluster_m: int
     cluster_n: int
     pingpong: bool
+    lean: bool = False
 
     def __str__(self) -> str:
         schedule = "pp" if self.pingpong else "co"
-        return f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}:{schedule}"
+        lean = ":lean" if self.lean else ""
+        return f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}:{schedule}{lean}"
 
     @staticmethod
     def parse(text: str) -> Config:
         """Inverse of ``str``.
 
         Raises:
-            KernelError: if ``text`` is not of the form "128x192:2x1:pp".
+            KernelError: if ``text`` is not of the form "128x192:2x1:pp" or "128x192:2x1:pp:lean".
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise KernelError(f"{text!r} is not a kernel config: write it like '128x192:2x1:pp'")
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        return Config(tile_m, tile_n, cluster_m, cluster_n, pingpong=match[5] == "pp")
+        pingpong, lean = match[5] == "pp", match[6] is not None
+        return Config(tile_m, tile_n, cluster_m, cluster_n, pingpong, lean)
 
     def cta_tile_m(self, arch: int) -> int:
         """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
@@ -58,6 +62,15 @@ HOPPER = tuple(
         *("256x160:2x1:co", "256x192:1x2:co", "256x128:1x2:co", "128x256:1x2:co"),
     )
 )
+#: More of them, for programs that load tiles, all of their tiles being 16-bit.
+HOPPER_LEAN = tuple(
+    Config.parse(f"{text}:lean")
+    for text in (
+        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x192:1x2:pp"),
+        *("128x128:1x2:pp", "128x128:2x2:pp", "128x192:2x2:pp", "128x256:2x1:co"),
+        *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
+    )
+)
 #: The one config elsewhere, until someone measures: (data-centre, consumer) Blackwell.
 _BLACKWELL = Config.parse("256x256:2x1:co")
 _BLACKWELL_CONSUMER = Config.parse("128x128:1x1:pp")
@@ -69,11 +82,13 @@ WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def mainloop_stages(program: EpilogueProgram, config: Config) -> int:
     """How many K steps of A and B fit into Hopper's shared memory beside the epilogue's buffers
-    (four stages of each tile load, two of each tile store, vectors once)."""
+    (four stages of each tile load, two of each tile store, vectors once; lean ones are half as wide
+    and have two stages of everything)."""
     rows = 64 if config.pingpong else 128
+    columns, load_stages = (16, 2) if config.lean else (32, 4)
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / (2 if program.paired else 1)
     loaded = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
-    tile_bytes = rows * 32 * (2 * stored + 4 * loaded)
+    tile_bytes = rows * columns * (2 * stored + load_stages * loaded)
     vectors = sum(
         WIDTHS[o.dtype] * (config.tile_n if o.kind == "row" else config.tile_m)
         for o in program.operands
@@ -91,18 +106,22 @@ def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]
         return (_BLACKWELL,)
     if arch == 12:
         return (_BLACKWELL_CONSUMER,)
-    configs = [c for c in HOPPER if mainloop_stages(program, c) >= 2]
+    loaded = [o.dtype for o in program.operands if o.kind == "tile"]
+    narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
+    candidates = HOPPER + HOPPER_LEAN if loaded and narrow else HOPPER
+    configs = [c for c in candidates if mainloop_stages(program, c) >= 2]
     if program.paired:
         configs = [c for c in configs if c.tile_n % 32 == 0 and c.tile_m != 192]
     # Two stages cannot hide the latency of a load behind the multiplication before it.
     return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
 
 
-def choose(program: EpilogueProgram, m, n: int, k: int, device=None) -> Config:
+def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> Config:
     """The config to run ``program`` with on (m, k) x (k, n); deterministic, never measures.
 
     ``m`` may be a SymInt: its hint counts. ``device`` is the tensors' device (None: the current
-    CUDA device, or Hopper where there is none).
+    CUDA device, or Hopper where there is none). ``terms``: how many products the accumulator is
+    the sum of; ``k`` is the sum of all their K's.
 
     Raises:
         KernelError: if no config is legal; ``support.unsupported`` says so beforehand.
@@ -115,7 +134,7 @@ def choose(program: EpilogueProgram, m, n: int, k: int, device=None) -> Config:
     if len(configs) == 1:
         return configs[0]
     rows = hint(m)
-    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k))
+    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms))
 
 
 def arch_of(device=None) -> int:

@@ -7,24 +7,31 @@ the whole ``fixed`` more: four constants a config, fitted to the measurements by
 scaled by measured / modelled there, so that measured shapes give measured times.
 
 cuBLAS has configs of its own that we cannot see: it is expected to be as good as our best config
-is without an epilogue (times a fitted ratio), or better where the GEMM is too small to fill the
-processors (a fitted line in the number of multiplications).
+is without an epilogue (times a fitted ratio), or better where the GEMM is small (a fitted line in
+the number of multiplications; large ones run at lower clocks than it says).
+
+A GEMM that is the sum of several products (``terms``) has the sum of their K's as its K, in every
+signature here and in the table.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.runtime.config import WIDTHS, Config, arch_of, choose, hint
-from coda_inductor.runtime.kinds import kinds
+from coda_inductor.runtime.kinds import TERMS, kinds
 
 _TABLE = Path(__file__).with_name("h100.json")
 _PLAIN_BYTES = 2.0  # one 16-bit store an element
+#: Thousand million multiplications up to which a GEMM counts as small.
+SMALL_GMACS = 40.0
 
 
 @functools.lru_cache(maxsize=1)
@@ -32,9 +39,11 @@ def table() -> dict:
     """The shipped data: "processors", "models" ({family: {config: constants}}), "cublas" and
     "shapes" (the measurements)."""
     data = json.loads(_TABLE.read_text())
-    data["index"] = {}
+    data["kernels"], data["products"] = {}, {}
     for row in data["shapes"]:
-        data["index"].setdefault((row["kind"], row["n"], row["k"]), []).append(row)
+        kind, n, k = row["kind"], row["n"], row["k"]
+        data["kernels"].setdefault((kind, n, k), []).append(row)
+        data["products"].setdefault((n, k // TERMS[kind]), []).append(row)
     return data
 
 
@@ -45,23 +54,41 @@ def traffic(program: EpilogueProgram) -> float:
     return (loads + stores) / (2 if program.paired else 1)
 
 
-def kind_of(program: EpilogueProgram) -> str:
-    """The measured kind that moves as many bytes as ``program``, or the nearest."""
-    if program.paired:
-        return "swiglu"
-    bytes_moved = traffic(program)
-    single = [name for name, p in kinds().items() if not p.paired]
-    return min(single, key=lambda name: abs(traffic(kinds()[name]) - bytes_moved))
+def kind_of(program: EpilogueProgram, terms: int = 1) -> str:
+    """The measured kind that is nearest to ``program``: as many accumulators, one product or
+    several, then by the bytes loaded and stored and the reductions."""
+    alike = [
+        name
+        for name, p in kinds().items()
+        if p.paired == program.paired and (TERMS[name] > 1) == (terms > 1)
+    ]
+    mine = _traits(program)
+
+    def distance(name: str) -> float:
+        return sum(abs(x - y) for x, y in zip(mine, _traits(kinds()[name]), strict=True))
+
+    return min(alike, key=distance)
 
 
-def kernel_us(program: EpilogueProgram, config: Config, m: int, n: int, k: int) -> float:
+def _traits(program: EpilogueProgram) -> tuple[int, ...]:
+    """Bytes loaded and stored an element; a reduction over M, the dearer one, counts as a tile."""
+    axes = {reduce.axis for reduce in program.reduces}
+    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    return loads, stores, 2 * ("col" in axes), int("row" in axes)
+
+
+def kernel_us(
+    program: EpilogueProgram, config: Config, m: int, n: int, k: int, terms: int = 1
+) -> float:
     """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
-    return _kernel_us(kind_of(program), str(config), m, n, k, traffic(program))
+    return _kernel_us(kind_of(program, terms), str(config), m, n, k, traffic(program))
 
 
-def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None) -> float:
+def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> float:
     """Expected microseconds of ``program`` with the config that ``config.choose`` takes."""
-    return kernel_us(program, choose(program, m, n, k, device), hint(m), n, k)
+    config = choose(program, m, n, k, device, terms)
+    return kernel_us(program, config, hint(m), n, k, terms)
 
 
 def cublas_us(m, n: int, k: int) -> float:
@@ -72,8 +99,10 @@ def cublas_us(m, n: int, k: int) -> float:
 @functools.lru_cache(maxsize=4096)
 def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
     family = "paired" if kinds()[kind].paired else "single"
+    if config not in table()["models"][family]:
+        return math.inf  # a candidate that was never measured
     expected = modelled(table(), family, config, m, n, k, moved, _processors())
-    row = _nearest([kind], m, n, k, config)
+    row = _nearest(table()["kernels"].get((kind, n, k), ()), m, config)
     if row is None:
         return expected
     there = traffic(kinds()[kind])
@@ -83,7 +112,7 @@ def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> 
 @functools.lru_cache(maxsize=4096)
 def _cublas_us(m: int, n: int, k: int) -> float:
     expected = modelled_cublas(table(), m, n, k, _processors())
-    row = _nearest(list(kinds()), m, n, k, "cublas")
+    row = _nearest(table()["products"].get((n, k), ()), m, "cublas")
     if row is None:
         return expected
     return expected * row["us"]["cublas"] / modelled_cublas(table(), row["m"], n, k)
@@ -102,8 +131,12 @@ def modelled_cublas(data, m, n, k, processors=None) -> float:
     best = min(
         modelled(data, "single", config, m, n, k, _PLAIN_BYTES, processors)
         for config in data["models"]["single"]
+        if not Config.parse(config).lean
     )
-    small = data["cublas"]["fixed"] + data["cublas"]["us_per_gmac"] * m * n * k / 1e9
+    gmacs = m * n * k / 1e9
+    if gmacs > SMALL_GMACS:
+        return data["cublas"]["ratio"] * best
+    small = data["cublas"]["fixed"] + data["cublas"]["us_per_gmac"] * gmacs
     return min(data["cublas"]["ratio"] * best, small * data["processors"] / processors)
 
 
@@ -123,8 +156,7 @@ def _processors() -> int:
     return table()["processors"]
 
 
-def _nearest(names: list[str], m: int, n: int, k: int, config: str) -> dict | None:
-    """The measurement of the same (N, K) whose M is nearest, within a factor of two."""
-    rows = [r for name in names for r in table()["index"].get((name, n, k), ())]
-    rows = [r for r in rows if config in r["us"] and r["m"] / 2 <= m <= r["m"] * 2]
-    return min(rows, key=lambda r: abs(r["m"] - m), default=None)
+def _nearest(rows: Sequence[dict], m: int, config: str) -> dict | None:
+    """The measurement of ``config`` whose M is nearest, within a factor of two."""
+    near = [r for r in rows if config in r["us"] and r["m"] / 2 <= m <= r["m"] * 2]
+    return min(near, key=lambda r: abs(r["m"] - m), default=None)

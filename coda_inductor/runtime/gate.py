@@ -2,7 +2,7 @@
 
 Expected times come from ``cost``: shipped H100 measurements and the model fitted to them. The
 alternative is what Inductor would run: cuBLAS, then one elementwise kernel that reads the products
-and the tile operands and writes the stores.
+and the tile operands and writes the stores, then one more kernel for each reduction over M.
 """
 
 from __future__ import annotations
@@ -37,14 +37,38 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
     )
 
 
-def loses(program: EpilogueProgram, m: int, n: int, k: int) -> str | None:
-    """Why ``program`` on (m, k) x (k, n) is expected to be slower fused, or None. Times in us."""
-    fused = estimate_us(program, m, n, k)
-    width = WIDTHS[program.in_dtype]
-    tiles = len(program.accs) * width
-    tiles += sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
-    tiles += sum(WIDTHS[s.dtype] for s in program.stores)
-    unfused = len(program.accs) * cublas_us(m, n, k) + m * n * tiles / _BYTES_PER_US + _LAUNCH_US
+def loses(program: EpilogueProgram, m: int, n: int, k: int, terms: int = 1) -> str | None:
+    """Why ``program`` on (m, k) x (k, n) is expected to be slower fused, or None. Times in us.
+
+    ``terms``: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
+    """
+    fused = estimate_us(program, m, n, k, terms=terms)
+    products = terms * len(program.accs)
+    everything = {*program.accs, *(o.name for o in program.operands)}
+    moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in program.stores)
+    launches = 1
+    for reduce in program.reduces:
+        if reduce.axis == "col":
+            moved += _read(program, _sources(program, reduce.value), terms)
+            launches += 1
+    unfused = products * cublas_us(m, n, k // terms)
+    unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
     if fused <= unfused:
         return None
     return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
+
+
+def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
+    """Bytes an element that a kernel reads of the products and tile operands among ``names``."""
+    products = terms * len(names & set(program.accs)) * WIDTHS[program.in_dtype]
+    tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
+    return products + sum(WIDTHS[o.dtype] for o in tiles)
+
+
+def _sources(program: EpilogueProgram, value: str) -> set[str]:
+    """``value`` and everything that it is computed from."""
+    found = {value}
+    for step in reversed(program.steps):
+        if step.name in found:
+            found |= {a for a in step.args if isinstance(a, str)}
+    return found

@@ -1,9 +1,7 @@
 """The programs that the shipped measurements were taken with, one a kind of site.
 
-They are the sites of a Llama layer: attention output and down projection (residual in, residual
-and normalised operand out, row statistics), gate and up, the projections behind a norm, and the
-heaviest one of the backward, the gradient through SwiGLU. Other programs are costed by the kind
-that moves as many bytes, see ``cost``.
+They are the sites of a Llama layer, forward and backward, and the activation of an ungated MLP.
+Other programs are costed by the kind that is nearest to them, see ``cost.kind_of``.
 """
 
 from __future__ import annotations
@@ -16,14 +14,43 @@ from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
 @functools.cache
 def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     """Name of the kind -> its program."""
-    scale = EpilogueProgram(
+    norm_bwd = _norm_bwd(dtype)
+    return {
+        "scale": _scale(dtype),
+        "rms_partial": _rms_partial(dtype),
+        "swiglu": _swiglu(dtype),
+        "swiglu_train": _swiglu(dtype, stores=("y", "g", "u")),
+        "dswiglu": _dswiglu(dtype),
+        "act_bwd": _act_bwd(dtype),
+        "norm_bwd": norm_bwd,
+        "norm_bwd_joined": norm_bwd,
+    }
+
+
+#: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.
+B_MAJOR = {
+    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train"), "k"),
+    **dict.fromkeys(("dswiglu", "act_bwd", "norm_bwd", "norm_bwd_joined"), "n"),
+}
+#: How many products the accumulator is the sum of; K of a kind is the sum of all their K's.
+TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
+
+
+def _scale(dtype: str) -> EpilogueProgram:
+    """A projection behind a norm: the row scale that was put off."""
+    return EpilogueProgram(
         accs=("acc",),
         in_dtype=dtype,
         operands=(Operand("rstd", "col", "float32"),),
         steps=(Step("x", "mul", ("acc", "rstd")),),
         stores=(Store("out0", "x", dtype),),
     )
-    rms_partial = EpilogueProgram(
+
+
+def _rms_partial(dtype: str) -> EpilogueProgram:
+    """Attention output and down projection: residual in, residual and normalised operand out, row
+    statistics."""
+    return EpilogueProgram(
         accs=("acc",),
         in_dtype=dtype,
         operands=(Operand("residual", "tile", dtype), Operand("weight", "row", dtype)),
@@ -35,7 +62,11 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         stores=(Store("out0", "x", dtype), Store("out1", "h", dtype)),
         reduces=(Reduce("part0", "sq"),),
     )
-    swiglu = EpilogueProgram(
+
+
+def _swiglu(dtype: str, stores: tuple[str, ...] = ("y",)) -> EpilogueProgram:
+    """Gate and up; training keeps both projections as well."""
+    return EpilogueProgram(
         accs=("acc0", "acc1"),
         in_dtype=dtype,
         operands=(Operand("rstd", "col", "float32"),),
@@ -46,9 +77,14 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             Step("act", "mul", ("g", "s")),
             Step("y", "mul", ("act", "u")),
         ),
-        stores=(Store("out0", "y", dtype),),
+        stores=tuple(Store(f"out{i}", value, dtype) for i, value in enumerate(stores)),
     )
-    dswiglu = EpilogueProgram(
+
+
+def _dswiglu(dtype: str) -> EpilogueProgram:
+    """The gradient through SwiGLU, in the down projection's dgrad: what goes to both projections,
+    scaled by the norm's rstd, the gated activation once more, and the norm's row sums."""
+    return EpilogueProgram(
         accs=("acc",),
         in_dtype=dtype,
         operands=(
@@ -79,8 +115,56 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         ),
         reduces=(Reduce("part0", "dot"),),
     )
-    return {"scale": scale, "rms_partial": rms_partial, "swiglu": swiglu, "dswiglu": dswiglu}
 
 
-#: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.
-B_MAJOR = {"scale": "k", "rms_partial": "k", "swiglu": "k", "dswiglu": "n"}
+def _act_bwd(dtype: str) -> EpilogueProgram:
+    """The gradient through gelu (tanh) of z, and the activation once more."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(Operand("z", "tile", dtype),),
+        steps=(
+            Step("zz", "mul", ("z", "z")),
+            Step("cubic", "mul", ("zz", 0.0356774)),
+            Step("inner", "add", ("cubic", 0.797885)),
+            Step("argument", "mul", ("z", "inner")),
+            Step("t", "tanh", ("argument",)),
+            Step("t1", "add", ("t", 1.0)),
+            Step("gate", "mul", ("t1", 0.5)),
+            Step("y", "mul", ("z", "gate")),
+            Step("tt", "mul", ("t", "t")),
+            Step("rest", "sub", (1.0, "tt")),
+            Step("cubic3", "mul", ("zz", 0.1070322)),
+            Step("inner1", "add", ("cubic3", 0.797885)),
+            Step("half", "mul", ("z", 0.5)),
+            Step("bent", "mul", ("half", "rest")),
+            Step("bent1", "mul", ("bent", "inner1")),
+            Step("slope", "add", ("gate", "bent1")),
+            Step("dz", "mul", ("acc", "slope")),
+        ),
+        stores=(Store("out0", "dz", dtype), Store("out1", "y", dtype)),
+    )
+
+
+def _norm_bwd(dtype: str) -> EpilogueProgram:
+    """The gradient through RMSNorm in the dgrad behind it: back into the residual stream, and the
+    sums over M for the weight's gradient. ``coef`` comes from the row sums of the GEMM before."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(
+            Operand("residual", "tile", dtype),
+            Operand("x", "tile", dtype),
+            Operand("weight", "row", dtype),
+            Operand("coef", "col", "float32"),
+        ),
+        steps=(
+            Step("scaled", "mul", ("acc", "weight")),
+            Step("through", "mul", ("x", "coef")),
+            Step("normed", "add", ("scaled", "through")),
+            Step("dx", "add", ("normed", "residual")),
+            Step("dot", "mul", ("acc", "x")),
+        ),
+        stores=(Store("out0", "dx", dtype),),
+        reduces=(Reduce("part0", "dot", "col"),),
+    )

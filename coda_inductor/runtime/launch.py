@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +12,20 @@ from torch import Tensor
 from coda_inductor.kernels.ports import ports
 from coda_inductor.program import EpilogueProgram, Reduce
 from coda_inductor.runtime.config import Config
-from coda_inductor.runtime.tensors import pair_view, tma_matrix, vector
+from coda_inductor.runtime.tensors import (
+    UnpairableError,
+    joint_view,
+    pair_view,
+    tma_matrix,
+    unjoinable,
+    vector,
+)
+from coda_inductor.runtime.worker import KernelRequest
 
 
 class Kernel:
-    """One program with one config. Kernels are compiled per majors of A and B, lane order and
-    device, on first use, and serve every M, N and K."""
+    """One program with one config. Kernels are compiled per majors of A and B, how these are read
+    and device, on first use, and serve every M, N and K."""
 
     def __init__(self, program: EpilogueProgram, config: Config):
         self.program = program
@@ -34,25 +43,20 @@ class Kernel:
         program cannot be read as one operand.
         """
         values: dict[str, object] = {}
-        swapped = False
-        a, bs = _joined(as_, bs)
-        a = tma_matrix(a, either_major=True)
-        if self.program.paired:
-            b, values["pair_delta"], swapped = pair_view(*bs)
-        else:
-            b = tma_matrix(bs[0], either_major=True)
+        a, b, swap_lanes, joined = self._bind_inputs(as_, bs, values)
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
-        plan = self._plan(
-            "k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k", swapped, a.device
-        )
+        majors = ("k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k")
+        plan = self._plan(*majors, swap_lanes, joined, a.device)
         with _on_device(a.device):
             _quack_launcher()(plan, a, b, d, c, values)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
-    def _plan(self, a_major: str, b_major: str, swapped: bool, device: torch.device):
-        key = (a_major, b_major, swapped, device.index)
+    def _plan(
+        self, a_major: str, b_major: str, swap_lanes: bool, joined: str, device: torch.device
+    ):
+        key = (a_major, b_major, swap_lanes, joined, device.index)
         plan = self._plans.get(key)
         if plan is None:
             from coda_inductor.kernels.build import build
@@ -63,10 +67,28 @@ class Kernel:
                     self.config,
                     a_major=a_major,
                     b_major=b_major,
-                    swap_lanes=swapped,
+                    swap_lanes=swap_lanes,
+                    joined=joined,
                     device=device,
                 )
         return plan
+
+    def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:
+        """(A, B, swap_lanes, joined): the operands as the kernel wants them, and the variant of it
+        that reads them so. Terms that cannot be read in place are copied into one operand."""
+        if self.program.paired:
+            b, values["pair_delta"], swapped = pair_view(*bs)
+            return tma_matrix(as_[0], either_major=True), b, swapped, ""
+        if len(as_) > 1:
+            try:
+                a, b, delta_a, delta_b, crossed = joint_view(as_, bs)
+            except UnpairableError:
+                as_, bs = [torch.cat(as_, 1)], [torch.cat(bs, 0)]
+            else:
+                values |= {"join_delta_a": delta_a, "join_delta_b": delta_b}
+                return a, b, False, "crossed" if crossed else "straight"
+        a, b = (tma_matrix(x, either_major=True) for x in (as_[0], bs[0]))
+        return a, b, False, ""
 
     def _bind_operands(self, operands, device, values) -> Tensor | None:
         """Put operands under their names, as the kernel wants them; returns the C operand."""
@@ -100,17 +122,29 @@ class Kernel:
         return d, interleaved
 
 
-def _joined(as_: list[Tensor], bs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A sum of products is one product over concatenated K."""
-    if len(as_) == 1:
-        return as_[0], bs
-    return torch.cat(as_, 1), [torch.cat(bs, 0)]
-
-
 @functools.cache
 def kernel(program: str, config: str) -> Kernel:
     """The kernel of a serialized program with a config in text form."""
     return Kernel(EpilogueProgram.from_json(program), Config.parse(config))
+
+
+def requests(
+    as_: Sequence[Tensor], bs: Sequence[Tensor], program: str, config: str
+) -> list[KernelRequest]:
+    """The kernels that a call of the op with such inputs may launch, to be compiled ahead of it.
+
+    Asks for what is known before it runs, so that fake tensors will do: shapes, strides and dtypes.
+    Kernels that differ by the order of two addresses are all returned.
+    """
+    ask = functools.partial(KernelRequest, program, config)
+    if len(bs) > len(as_):
+        return [ask(swap_lanes=swap) for swap in (False, True)]
+    if len(as_) > 1 and unjoinable(as_, bs) is not None:
+        return [ask(b_major="n")]  # of what torch.cat makes
+    b_major = "n" if bs[0].stride(1) == 1 else "k"
+    if len(as_) > 1:
+        return [ask(b_major=b_major, joined=joined) for joined in ("straight", "crossed")]
+    return [ask(b_major=b_major, a_major="m" if as_[0].stride(0) == 1 else "k")]
 
 
 @functools.lru_cache(maxsize=1)

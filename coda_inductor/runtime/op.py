@@ -99,7 +99,8 @@ def _cuda(as_, bs, operands, program, config):
         return _fall_back(_failed[program, config], as_, bs, operands, program, config)
     entry = kernel(program, config)
     a = as_[0]
-    why = _unsupported(program, bs[0].shape[1], a.shape[1], a.dtype, bs[0].stride(1) == 1)
+    k = sum(x.shape[1] for x in as_)
+    why = _unsupported(program, bs[0].shape[1], k, a.dtype, bs[0].stride(1) == 1)
     if why is not None:
         return _fall_back(why, as_, bs, operands, program, config)
     outputs = _allocate(entry.program, entry.config, a, bs)

@@ -1,9 +1,10 @@
-"""Tensors as TMA wants them, and the view that makes two weights one operand."""
+"""Tensors as TMA wants them, and the conditions under which two of them are one operand."""
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +13,12 @@ _ALIGN = 16  # bytes, for pointers and strides
 _MAX_STRIDE = 2**40  # bytes
 
 
+_STEP = 64  # elements of K in one step of the main loop
+_HALF = (torch.bfloat16, torch.float16)
+
+
 class UnpairableError(ValueError):
-    """Two weights cannot be read as one operand; the message names the condition."""
+    """Two matrices cannot be read as one operand; the message names the condition."""
 
 
 def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
@@ -49,11 +54,16 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
     if b0.stride(0) != 1 or b0.stride(1) % 8 or b0.stride(1) < b0.shape[0]:
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
-    first, second = b0.data_ptr(), b1.data_ptr()
+    return _distance(b0, b1, "paired weights")
+
+
+def _distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
+    """(y lies lower, the distance in elements), if it is one that TMA takes for a stride."""
+    first, second = x.data_ptr(), y.data_ptr()
     distance = abs(second - first)
     if first % _ALIGN or distance % _ALIGN or not 0 < distance < _MAX_STRIDE:
-        raise UnpairableError("the paired weights are not a legal TMA stride apart")
-    return second < first, distance // b0.element_size()
+        raise UnpairableError(f"the {what} are not a legal TMA stride apart")
+    return second < first, distance // x.element_size()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,3 +95,48 @@ def pair_view(b0: Tensor, b1: Tensor) -> tuple[Tensor, int, bool]:
     k, n = lower.shape
     view = _foreign_view(lower.data_ptr(), 2 * n, k, lower.stride(1), lower.dtype, lower.device)
     return view.t(), delta, swapped
+
+
+def unjoinable(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> str | None:
+    """Why the sum of ``as_[j] @ bs[j]`` cannot be one product over both K's that is read in place,
+    or None if it can, addresses aside. Asks for K, N, strides and dtypes: fake tensors will do."""
+    if len(as_) != 2:
+        return f"{len(as_)} terms: only two are read in place"
+    (a0, a1), (b0, b1) = as_, bs
+    k, n = b0.shape
+    rows, unit = a_stride = a0.stride()
+    b_stride = b0.stride()
+    if b0.shape != b1.shape or a0.shape[1] != a1.shape[1]:
+        return "the terms differ in K"
+    if a_stride != a1.stride() or b_stride != b1.stride():
+        return "the terms differ in strides"
+    dtype = a0.dtype
+    if dtype not in _HALF or a1.dtype != dtype or b0.dtype != dtype or b1.dtype != dtype:
+        return "the terms are not all of one 16-bit dtype"
+    if k % _STEP:
+        return f"K={k} of a term is not a multiple of {_STEP}"
+    if unit != 1 or rows % 8 or rows < k:
+        return "the left operands are not K-major with 16-byte rows"
+    unit, rows, length = (*reversed(b_stride), n) if b_stride[1] == 1 else (*b_stride, k)
+    if unit != 1 or rows % 8 or rows < length:
+        return "the right operands have no unit stride or no 16-byte rows"
+    return None
+
+
+def joint_view(
+    as_: Sequence[Tensor], bs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, int, int, bool]:
+    """(A, B, delta_a, delta_b, crossed) for two terms, each (M, f) times (f, N), of one sum.
+
+    A and B are the terms' operands at the lower addresses, the deltas the distances to the others
+    in elements; ``crossed`` says that these two are not of one term. See ``kernels.join``.
+
+    Raises:
+        UnpairableError: naming the condition that does not hold.
+    """
+    reason = unjoinable(as_, bs)
+    if reason is not None:
+        raise UnpairableError(reason)
+    a_lower, delta_a = _distance(as_[0], as_[1], "left operands")
+    b_lower, delta_b = _distance(bs[0], bs[1], "right operands")
+    return as_[a_lower], bs[b_lower], delta_a, delta_b, a_lower != b_lower

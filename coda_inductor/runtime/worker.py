@@ -12,8 +12,8 @@ class KernelRequest:
     """One kernel to compile.
 
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
-    dimension of A (M x K) and B (K x N) has stride 1. ``swap_lanes``, of paired programs: the
-    second weight lies lower in memory. ``arch``: compute capability, e.g. "90"; None is this
+    dimension of A (M x K) and B (K x N) has stride 1. ``swap_lanes`` and ``joined``: how A and B
+    are read, as ``kernels.build`` takes them. ``arch``: compute capability, e.g. "90"; None is this
     machine's.
     """
 
@@ -22,6 +22,7 @@ class KernelRequest:
     b_major: str = "k"
     a_major: str = "k"
     swap_lanes: bool = False
+    joined: str = ""
     arch: str | None = None
 
 
@@ -57,7 +58,7 @@ def _compile(request: KernelRequest, folder: str | None) -> Path:
     quack.gemm_runtime.host.get_max_active_clusters = lambda *_, **__: 0
     program = EpilogueProgram.from_json(request.program)
     # A kernel that this worker has in memory would be neither hashed nor saved again.
-    load(program, request.swap_lanes)._plan_cache.clear()
+    load(program, request.swap_lanes, request.joined)._plan_cache.clear()
     quack.gemm_runtime.host._compile_gemm_epi.cache_clear()
     names: list[str] = []
     key_to_hash = quack.cache.jit._key_to_hash
@@ -74,6 +75,7 @@ def _compile(request: KernelRequest, folder: str | None) -> Path:
             a_major=request.a_major,
             b_major=request.b_major,
             swap_lanes=request.swap_lanes,
+            joined=request.joined,
         )
     finally:
         quack.cache.jit._key_to_hash = key_to_hash

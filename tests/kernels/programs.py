@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, verify
-from coda_inductor.runtime.kinds import kinds
+from coda_inductor.runtime.kinds import TERMS, kinds
 
 
 def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:
@@ -119,7 +119,7 @@ def one_op(op: str, dtype: str = "bfloat16") -> EpilogueProgram:
 def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     """The representative programs, by name."""
     named = {
-        **kinds(dtype),
+        **{name: program for name, program in kinds(dtype).items() if TERMS[name] == 1},
         "chain": activation_chain(dtype),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
@@ -136,10 +136,12 @@ def inputs(
     b_major: str = "k",
     device: str = "cpu",
     integers: bool = False,
+    terms: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Random (as_, bs, operands) for ``program``; products of order one.
 
     With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
+    ``terms``: how many products, each over K, the accumulator is the sum of.
     """
 
     def randn(*shape: int, dtype: str) -> torch.Tensor:
@@ -148,11 +150,11 @@ def inputs(
             getattr(torch, dtype)
         )
 
-    a = randn(m, k, dtype=program.in_dtype)
+    as_ = [randn(m, k, dtype=program.in_dtype) for _ in range(terms)]
     bs = []
-    for _ in program.accs:
+    for _ in range(terms * len(program.accs)):
         b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.in_dtype)
         b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
-    return [a], bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    return as_, bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]

@@ -25,20 +25,23 @@ import quack.gemm_runtime.host as host
 host.get_max_active_clusters = lambda *args, **kwargs: 0  # only a GPU knows, only a launch asks
 from programs import programs
 from coda_inductor.kernels.build import build
-from coda_inductor.runtime.config import legal_configs
+from coda_inductor.runtime.config import Config, legal_configs
 arch = int(sys.argv[2]) // 10
 seconds = {}
-for name in sys.argv[3].split(","):
+for kernel in sys.argv[3].split(","):
+    name, joined, config = (kernel + "//").split("/")[:3]
     program = programs()[name]
+    config = Config.parse(config) if config else legal_configs(program, arch)[0]
     start = time.perf_counter()
-    build(program, legal_configs(program, arch)[0])
-    seconds[name] = time.perf_counter() - start
+    build(program, config, b_major="n" if joined else "k", joined=joined)
+    seconds[kernel] = time.perf_counter() - start
 print(json.dumps(seconds))
 """
 
 
 def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
-    """Compile programs for ``arch`` with its cache in ``cache``; returns seconds for each."""
+    """Compile kernels for ``arch`` with its cache in ``cache``; returns seconds for each. A name is
+    that of a program, perhaps with "/joined" and "/config" behind it."""
     environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
     environment |= {
         "QUACK_ARCH": arch,
@@ -60,18 +63,21 @@ def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_representative_kernels_compile(arch, tmp_path):
-    names = "scale,rms_partial,swiglu,chain,select"
-    assert set(compile_in_process(arch, names, tmp_path)) == set(names.split(","))
+    names = "scale,rms_partial,swiglu,chain,select,norm_bwd/straight,norm_bwd/crossed"
+    if arch == "90":
+        names += ",dswiglu//128x192:2x1:pp:lean"
+    count = names.count(",") + 1
+    assert len(compile_in_process(arch, names, tmp_path)) == count
     sources = [p.read_text() for p in (tmp_path / "epilogues").glob("*.py")]
-    assert len(sources) == 5
+    assert len(sources) == count
     assert all("def epilogue(acc" in source for source in sources)
 
 
 def test_second_process_loads_what_the_first_compiled(tmp_path):
-    names = "rms_partial,swiglu"
+    names = "rms_partial,rms_partial//128x192:2x1:pp:lean,norm_bwd/straight,norm_bwd/crossed,swiglu"
     compile_in_process("90", names, tmp_path)
     objects = sorted((tmp_path / "kernels").rglob("*.o"))
-    assert len(objects) == 2
+    assert len(objects) == 5
     seconds = compile_in_process("90", names, tmp_path)
     assert sorted((tmp_path / "kernels").rglob("*.o")) == objects
     assert max(seconds.values()) < 1.0

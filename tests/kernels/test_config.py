@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,10 +11,18 @@ from programs import one_op, programs
 
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Operand, Step, Store
-from coda_inductor.runtime import Config, choose, cublas_us, estimate_us, support, unsupported
-from coda_inductor.runtime.config import HOPPER, legal_configs
-from coda_inductor.runtime.cost import kernel_us, table
-from coda_inductor.runtime.kinds import kinds
+from coda_inductor.runtime import (
+    Config,
+    choose,
+    cublas_us,
+    estimate_us,
+    gate,
+    support,
+    unsupported,
+)
+from coda_inductor.runtime.config import HOPPER, HOPPER_LEAN, legal_configs, mainloop_stages
+from coda_inductor.runtime.cost import kernel_us, kind_of, table
+from coda_inductor.runtime.kinds import TERMS, kinds
 
 
 def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
@@ -32,9 +41,10 @@ def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
 
 
 def test_text_form_round_trips():
-    for config in HOPPER:
+    for config in HOPPER + HOPPER_LEAN:
         assert Config.parse(str(config)) == config
     assert str(Config(128, 192, 2, 1, True)) == "128x192:2x1:pp"
+    assert str(Config(128, 192, 2, 1, True, lean=True)) == "128x192:2x1:pp:lean"
     with pytest.raises(KernelError, match="'128x192'"):
         Config.parse("128x192")
 
@@ -58,23 +68,86 @@ def test_heavy_programs_have_fewer_configs_then_none():
     assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096)
 
 
-def test_choice_is_the_measured_best():
+def test_lean_configs_are_for_16_bit_tiles():
+    legal = legal_configs(sum_of_tiles(2, "bfloat16"))
+    assert {c.lean for c in legal} == {True, False}
+    for program in (sum_of_tiles(0), sum_of_tiles(2, "float32")):
+        assert not any(c.lean for c in legal_configs(program))
+
+
+def test_lean_epilogues_leave_more_to_the_main_loop():
+    for name in ("dswiglu", "norm_bwd"):
+        config = Config(128, 192, 2, 1, True)
+        lean = dataclasses.replace(config, lean=True)
+        assert mainloop_stages(kinds()[name], lean) == mainloop_stages(kinds()[name], config) + 1
+
+
+def measured():
+    """(program, (M, N, K, device, terms), times) of every measurement."""
     for row in table()["shapes"]:
-        program = kinds()[row["kind"]]
-        times = {name: us for name, us in row["us"].items() if name != "cublas"}
-        shape = (row["m"], row["n"], row["k"])
+        shape = (row["m"], row["n"], row["k"], None, TERMS[row["kind"]])
+        yield kinds()[row["kind"]], shape, row["us"]
+
+
+def test_choice_is_the_measured_best():
+    for program, shape, us in measured():
+        times = {name: time for name, time in us.items() if name != "cublas"}
         assert times[str(choose(program, *shape))] == min(times.values())
         assert estimate_us(program, *shape) == pytest.approx(min(times.values()))
 
 
 def test_cublas_of_measured_shapes_is_what_was_measured():
-    for row in table()["shapes"]:
-        same = [
-            r["us"]["cublas"]
-            for r in table()["shapes"]
-            if (r["m"], r["n"], r["k"]) == (row["m"], row["n"], row["k"])
-        ]
-        assert any(cublas_us(row["m"], row["n"], row["k"]) == pytest.approx(us) for us in same)
+    found = {}
+    for _, (m, n, k, _, terms), us in measured():
+        found.setdefault((m, n, k // terms), []).append(pytest.approx(us["cublas"]))
+    for shape, times in found.items():
+        assert cublas_us(*shape) in times
+
+
+def test_every_kind_is_its_own_nearest():
+    for name, program in kinds().items():
+        assert kind_of(program, TERMS[name]) == name
+
+
+def test_other_programs_are_costed_by_the_nearest_kind():
+    norm = kinds()["norm_bwd"]
+    no_sums = dataclasses.replace(norm, reduces=())
+    assert kind_of(no_sums) in ("norm_bwd", "act_bwd")
+    assert kind_of(dataclasses.replace(norm, operands=(), steps=(), reduces=())) == "scale"
+    assert kind_of(sum_of_tiles(1, "bfloat16"), terms=2) == "norm_bwd_joined"
+    assert kind_of(kinds()["swiglu"]) == "swiglu"
+
+
+def test_a_sum_is_costed_over_the_k_of_all_its_terms():
+    norm, config = kinds()["norm_bwd"], Config.parse("128x192:2x1:pp")
+    at = (4096, 3072)  # never measured: the model alone
+    one, two = (kernel_us(norm, config, *at, 8192, terms) for terms in (1, 2))
+    assert one == two > 1.5 * kernel_us(norm, config, *at, 4096)
+
+
+def test_the_gate_counts_the_terms():
+    """The same kernel wins against two products and a kernel that reads both."""
+    program, shape = kinds()["norm_bwd"], (512, 2048, 4096)
+    assert "us fused" in gate.loses(program, *shape)
+    assert gate.loses(program, *shape, terms=2) is None
+
+
+def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
+    monkeypatch.setattr(gate, "estimate_us", lambda *args, **kwargs: 1e9)
+    both = kinds()["norm_bwd"]
+    m, n = 8192, 4096
+    texts = [
+        gate.loses(dataclasses.replace(both, reduces=reduces), m, n, 4096)
+        for reduces in ((), both.reduces)
+    ]
+    plain, summed = (int(re.search(r"(\d+) us unfused", text)[1]) for text in texts)
+    # It reads the product and x once more: 4 bytes an element, at 2.7 TB/s.
+    assert summed - plain == pytest.approx(4 * m * n / 2.7e6 + 2, abs=1)
+
+
+def test_what_was_never_measured_is_never_chosen():
+    config = Config(128, 64, 1, 1, True)
+    assert kernel_us(kinds()["scale"], config, 4096, 3072, 3072) == float("inf")
 
 
 def test_model_grows_with_the_work():

@@ -1,0 +1,50 @@
+"""What a kernel is held to on a GPU.
+
+The rule: the largest error to the float32 oracle is at most twice that of the unfused 16-bit
+computation (which rounds the product before the epilogue), plus float32 noise. Nothing to tune.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from coda_inductor import reference
+from coda_inductor.program import Store
+from coda_inductor.runtime import Config, gemm_epilogue
+from coda_inductor.runtime.config import arch_of, legal_configs
+
+
+def config_for(program) -> Config:
+    return legal_configs(program, arch_of())[0]
+
+
+def combined(program, outputs):
+    """Stores as they are, partials of reductions combined over their tiles, in float32."""
+    result = []
+    for spec, value in zip(program.outputs, outputs, strict=True):
+        if isinstance(spec, Store):
+            result.append(value.float())
+        else:
+            dim = 1 if spec.axis == "row" else 0
+            result.append(value.sum(dim) if spec.combine == "add" else value.amax(dim))
+    return result
+
+
+def check(program, as_, bs, operands, config=None):
+    """Run the op and hold it to the rule; returns its outputs."""
+    got = gemm_epilogue(as_, bs, operands, program, config or config_for(program))
+    torch.cuda.synchronize()
+    unrounded = tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
+    exactly = dataclasses.replace(program, stores=unrounded)
+    oracle = combined(program, reference.run(exactly, as_, bs, operands, exact=True))
+    unfused = combined(program, reference.run(program, as_, bs, operands))
+    for spec, x, exact, plain in zip(
+        program.outputs, combined(program, got), oracle, unfused, strict=True
+    ):
+        assert x.isfinite().all() == exact.isfinite().all(), spec
+        error = (x - exact).abs().max()
+        allowed = 2 * (plain - exact).abs().max() + 1e-5 * exact.abs().max() + 1e-6
+        assert error <= allowed, f"{spec}: error {error:.3e}, allowed {allowed:.3e}"
+    return got

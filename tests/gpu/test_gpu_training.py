@@ -1,0 +1,172 @@
+"""Training on a GPU: gradients beside torch.compile's own error, and the contexts of training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_gpu_backend import Layer, compiled, errors, make
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import coda_inductor
+from coda_inductor import report
+from coda_inductor.log import forget_warnings
+
+pytestmark = pytest.mark.gpu
+
+#: Our error is at most that of torch.compile or of eager, whichever is larger, times this.
+SLACK = 1.2
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    forget_warnings()
+    report.forget()
+
+
+def inputs(rows: int, dtype=torch.bfloat16, d: int = 256) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(1, rows, d, device="cuda").to(dtype).requires_grad_() for _ in range(2)]
+
+
+def gradients(call, model, xs) -> list[torch.Tensor]:
+    """Outputs, then the gradients of the inputs and of the parameters that want one."""
+    outputs = call(*xs)
+    torch.manual_seed(2)
+    tangents = [torch.randn_like(o, dtype=torch.float32).to(o.dtype) for o in outputs]
+    wanted = [t for t in (*xs, *model.parameters()) if t.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, tangents)]
+
+
+def assert_as_good(model, ours, xs) -> None:
+    exact_model = copy.deepcopy(model).float()
+    exact_xs = [x.detach().float().requires_grad_() for x in xs]
+    exact = gradients(exact_model, exact_model, exact_xs)
+    stock = copy.deepcopy(model)
+    theirs = errors(gradients(torch.compile(stock), stock, xs), exact)
+    eager = errors(gradients(model, model, xs), exact)
+    mine = errors(gradients(ours, model, xs), exact)
+    for mine_, theirs_, eager_ in zip(mine, theirs, eager, strict=True):
+        assert 0 < mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eager)
+
+
+def kernels() -> set[str]:
+    """What the GEMMs of the last graph that absorbed something run as."""
+    return {s.how for s in coda_inductor.reports()[-1].sites if s.fused}
+
+
+@pytest.mark.parametrize("rows", [8, 120, 1024, 4104])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_no_worse_than_torch_compiles(rows, dtype):
+    model = make(dtype)
+    ours = compiled(model, strict=True, fp16_norms=True)
+    assert_as_good(model, ours, inputs(rows, dtype))
+    assert kernels() == {"kernel"}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 127])
+def test_ragged_rows(rows):
+    model = make()
+    assert_as_good(model, compiled(model, strict=True), inputs(rows))
+
+
+def test_biases_and_weights_in_either_order():
+    model = make(bias=True)
+    lower, higher = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
+    for gate, up in ((lower, higher), (higher, lower)):
+        model.gate.weight, model.up.weight = gate, up
+        torch._dynamo.reset()
+        assert_as_good(model, compiled(model, strict=True), inputs(304))
+
+
+def test_frozen_weights():
+    model = make()
+    for frozen in (model.gate.weight, model.norm1.weight, model.o.weight):
+        frozen.requires_grad_(False)
+    assert_as_good(model, compiled(model, strict=True), inputs(512))
+
+
+def test_dynamic_rows():
+    model = make()
+    ours = torch.compile(model, backend="coda", dynamic=True, options={"gate": "always"})
+    for rows in (64, 1000, 40):
+        assert_as_good(model, ours, inputs(rows))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: Layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, y):
+        return checkpoint(self.layer, x, y, use_reentrant=False)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model, xs = make(), inputs(512)
+    plain = gradients(compiled(model, strict=True), model, xs)
+    torch._dynamo.reset()
+    wrapped = Checkpointed(model)
+    recomputed = gradients(compiled(wrapped, strict=True), wrapped, xs)
+    # The same kernels with the same configs: recomputation gives the same bits.
+    for left, right in zip(plain, recomputed, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_autocast_over_float32_parameters():
+    model, xs = make(torch.float32), inputs(512, torch.float32)
+
+    def under_autocast(function):
+        def call(*args):
+            with torch.autocast("cuda", torch.bfloat16):
+                return function(*args)
+
+        return call
+
+    reference = copy.deepcopy(model)
+    exact = gradients(reference, reference, xs)
+    stock = copy.deepcopy(model)
+    theirs = errors(gradients(under_autocast(torch.compile(stock)), stock, xs), exact)
+    eager = errors(gradients(under_autocast(model), model, xs), exact)
+    mine = errors(gradients(under_autocast(compiled(model, strict=True)), model, xs), exact)
+    assert kernels() == {"kernel"}
+    for mine_, theirs_, eager_ in zip(mine, theirs, eager, strict=True):
+        assert 0 < mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eager)
+
+
+def steps(model, call, count: int = 4) -> list[float]:
+    """Losses of a few steps of AdamW with clipping; the same data for everybody."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for step in range(count):
+        torch.manual_seed(step)
+        x, y = (torch.randn(1, 1024, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = sum(o.float().square().mean() for o in call(x, y))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"options": {"gate": "always"}},
+        {"options": {"triton.cudagraphs": True, "gate": "always"}},
+        {"mode": "reduce-overhead"},
+    ],
+    ids=["plain", "cudagraphs", "reduce-overhead"],
+)
+def test_training_steps_follow_eager(how):
+    theirs = make()
+    mine = copy.deepcopy(theirs)
+    have = steps(mine, torch.compile(mine, backend="coda", **how))
+    want = steps(theirs, theirs)
+    assert have[-1] < have[0]
+    torch.testing.assert_close(have, want, rtol=2e-2, atol=0)
