@@ -80,6 +80,32 @@ def insert(
     return node
 
 
+class Put:
+    """Inserts nodes that belong to one pattern, with the meta of one traced node."""
+
+    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str]):
+        self.graph, self.like, self.pattern = graph, like, pattern
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        node = insert(self.graph, target, args, like=self.like)
+        node.meta["coda_pattern"] = self.pattern
+        return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if it is so already."""
+        if fake(node).dtype == dtype:
+            return node
+        return self(prims.convert_element_type.default, node, dtype)
+
+    def sizes(self, node: Node) -> list[Any]:
+        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
+        shape = fake(node).shape
+        return [
+            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
+            for i, size in enumerate(shape)
+        ]
+
+
 def _fake_mode(args: Sequence[Any]) -> Any:
     for arg in torch.utils._pytree.tree_leaves(args):
         mode = getattr(fake(arg), "fake_mode", None)

@@ -26,10 +26,11 @@ from coda_inductor.graph import fake, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
-from coda_inductor.rewrite import defer_norms
+from coda_inductor.rewrite import defer_norms, recompute_in_backward
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
+from coda_inductor.sides import training
 
 
 class JointPass(CustomGraphPass):
@@ -66,17 +67,14 @@ class JointPass(CustomGraphPass):
     def _run(self, graph: Graph) -> None:
         self.recorder.graph("2_traced", _owner(graph))
         report = self.recorder.report
-        if training(graph):
-            decompose(graph)
-            report.near_misses.append("training graph: only inference graphs are rewritten so far")
-            record(report)
-            return
         policy = Policy.of(self.options, graph)
         on_gpu = any(getattr(fake(n), "is_cuda", False) for n in graph.nodes)
         if on_gpu and policy.small is None:
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph)
+        if training(graph) and policy.fuses:
+            _observed(graph, "coda_recompute", recompute_in_backward)
         self.recorder.graph("3_rewritten", _owner(graph))
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
         self.recorder.graph("4_fused", _owner(graph))
@@ -121,16 +119,11 @@ def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> Non
         GraphTransformObserver(graph.owning_module, name).apply_graph_pass(function)
 
 
-def training(graph: Graph) -> bool:
-    """A joint graph has tangents: gradients of the outputs among its inputs."""
-    return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
-
-
 def decompose(graph: Graph) -> None:
     """Semantic ops back to the aten ops that define them, as Inductor would have traced them."""
     for node in [n for n in graph.nodes if n.target in DEFINITIONS]:
         pattern = node.target.__name__.split(".")[0]
-        meta = {"coda_pattern": (pattern, node.name)} if pattern != "rms_norm" else None
+        meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
         result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
         if isinstance(result, Node):
             node.replace_all_uses_with(result)

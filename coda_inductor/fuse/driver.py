@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
 from coda_inductor.fuse.emit import check_views, emit, expand
+from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
-from coda_inductor.fuse.policy import Policy, Verdict, b_major
-from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
+from coda_inductor.fuse.policy import Policy, Verdict
+from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
+from coda_inductor.fuse.sums import sum_with
 from coda_inductor.graph import fake, is_cast, module_path, same
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
-from coda_inductor.runtime import pool
+from coda_inductor.runtime import pool, requests
+from coda_inductor.sides import Scope
 
 
 def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[str]]:
@@ -33,14 +37,16 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
+    scope = Scope.of(graph)
     while (anchor := next((n for n in graph.nodes if _todo(n, done)), None)) is not None:
         done.add(anchor)
-        region, site, verdict = _guarded_plan(graph, anchor, policy)
+        region, site, verdict = _guarded_plan(anchor, scope, policy)
         if verdict is not None and verdict.how != "unfused":
             done |= set(region.anchors)
             fired |= _patterns(region)
             assert site.program is not None, "a fused site has a program"
             calls[emit(graph, region, site.program, verdict.config)] = len(sites)
+            scope = Scope.of(graph)
         sites.append(site)
         logger.debug(
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
@@ -57,11 +63,11 @@ def _todo(node: Node, done: set[Node]) -> bool:
 
 
 def _guarded_plan(
-    graph: Graph, anchor: Node, policy: Policy
+    anchor: Node, scope: Scope, policy: Policy
 ) -> tuple[Region, SiteReport, Verdict | None]:
     """:func:`_plan`; an exception in it costs this site only (nothing has been changed yet)."""
     try:
-        return _plan(graph, anchor, policy)
+        return _plan(anchor, scope, policy)
     except Exception as error:
         logger.debug("planning %s failed", anchor.name, exc_info=True)
         reason = Failure(f"{type(error).__name__} in our own passes: {error}")
@@ -93,16 +99,14 @@ def _name(anchors: tuple[Node, ...]) -> str:
     return " + ".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
-def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
+def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
     """The best region of ``anchor``, its report so far, and how it runs (None: it does not)."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     site = _site(anchor)
     region = Region((anchor,))
     if (reason := policy.legal(anchor)) is not None:
         return region, replace(site, reason=reason), None
-    pair = pair_with(anchor, order)
     reason = ""
-    for region in [r for r in (pair, grow((anchor,), order)) if r is not None]:
+    for region in _candidates(anchor, scope, policy):
         if not region.work:
             return region, replace(site, reason=_idle(region)), None
         program = region.program()
@@ -124,6 +128,15 @@ def _plan(graph: Graph, anchor: Node, policy: Policy) -> tuple[Region, SiteRepor
         )
         return region, site, verdict
     return region, replace(site, reason=reason), None
+
+
+def _candidates(anchor: Node, scope: Scope, policy: Policy) -> Iterator[Region]:
+    """Regions around ``anchor``, the most profitable first."""
+    if (found := sum_with(anchor, scope, policy.legal)) is not None:
+        yield grow(found[0], scope, found[1])
+    if (pair := pair_with(anchor, scope)) is not None:
+        yield pair
+    yield grow((anchor,), scope)
 
 
 def _short(node: Node) -> str:
@@ -168,9 +181,9 @@ def _number(m: Any) -> int:
 
 def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy: Policy) -> None:
     """Compile the kernels side by side; expand what runs through the reference or failed."""
-    requests = {c: _requests(c) for c, i in calls.items() if sites[i].how == "kernel"}
-    errors = pool.wait([r for group in requests.values() for r in group]) if requests else {}
-    for call, group in requests.items():
+    needed = {c: _requests(c) for c, i in calls.items() if sites[i].how == "kernel"}
+    errors = pool.wait([r for group in needed.values() for r in group]) if needed else {}
+    for call, group in needed.items():
         error = next((e for r in group if (e := errors[r]) is not None), None)
         if error is None:
             continue
@@ -186,9 +199,6 @@ def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy
 
 
 def _requests(call: Node) -> list[pool.KernelRequest]:
-    """The kernels that a call may launch. Which of two paired weights lies lower in memory is known
-    only at run time, so both lane orders are compiled."""
-    _, bs, _, program, config = call.args
-    lanes = (False, True) if len(bs) == 2 else (False,)
-    major = b_major(fake(bs[0]))
-    return [pool.KernelRequest(program, config, major, swap_lanes=swap) for swap in lanes]
+    """The kernels that a call may launch."""
+    as_, bs, _, program, config = call.args
+    return requests([fake(a) for a in as_], [fake(b) for b in bs], program, config)

@@ -21,7 +21,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor import reference
 from coda_inductor.errors import ProgramError
-from coda_inductor.fuse.region import Region, gemm_inputs
+from coda_inductor.fuse.region import Region
+from coda_inductor.fuse.sums import factors
 from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, splice
 from coda_inductor.program import EpilogueProgram
 
@@ -38,9 +39,9 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
     with graph.inserting_before(max(inputs, key=order.__getitem__).next):
-        bs = [gemm_inputs(a)[1] for a in region.anchors]
+        as_, bs = factors(graph, region)
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
-        args = ([gemm_inputs(anchor)[0]], bs, operands, program.to_json(), config)
+        args = (as_, bs, operands, program.to_json(), config)
         call = insert(graph, torch.ops.coda_inductor.gemm_epilogue.default, args, like=anchor)
         outputs = [
             insert(graph, operator.getitem, (call, i), like=anchor)
@@ -66,8 +67,9 @@ def check_views(region: Region) -> None:
     for nodes in region.stored().values():
         for node in nodes:
             _sizes(node, region)
-    for node in region.reduces:
-        _sizes(node.args[0], region)
+    for node, reduce in region.reduces.items():
+        if reduce.axis == "row":
+            _sizes(node.args[0], region)
 
 
 def expand(graph: Graph, call: Node) -> None:
@@ -88,7 +90,7 @@ def expand(graph: Graph, call: Node) -> None:
 def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
     _, n, _ = region.shape
     sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
-    if fake(node).dim() == len(sizes):
+    if fake(node).dim() == len(sizes) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
     return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
 
@@ -121,17 +123,21 @@ def _tensor(node: Node) -> Node:
 
 
 def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
-    """Fold the partials of a row reduction (rule R2): what is left of it, outside the kernel."""
+    """Fold the partials of a reduction (rule R2): what is left of it, outside the kernel."""
     reduce = region.reduces[node]
     fold = aten.sum.dim_IntList if reduce.combine == "add" else aten.amax.default
-    new = insert(graph, fold, (partials, [-1], True), like=node)
+    along = -1 if reduce.axis == "row" else 0
+    new = insert(graph, fold, (partials, [along], True), like=node)
     if node.target is aten.mean.dim:
         new = insert(graph, aten.div.Tensor, (new, region.shape[1]), like=node)
     if fake(new).dtype != fake(node).dtype:
         new = insert(graph, prims.convert_element_type.default, (new, fake(node).dtype), like=node)
-    sizes = _sizes(node.args[0], region)[:-1]
-    if fake(node).dim() == fake(node.args[0]).dim():
-        sizes = [*sizes, 1]
+    rank = fake(node.args[0]).dim()
+    kept = fake(node).dim() == rank
+    if reduce.axis == "col":
+        sizes = [1] * (rank - 1 if kept else 0) + [region.shape[1]]
+    else:
+        sizes = _sizes(node.args[0], region)[:-1] + ([1] if kept else [])
     return insert(graph, aten.view.default, (new, sizes), like=node)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph import FLOATS, fake, is_cast, same
+from coda_inductor.graph import ALIASES, FLOATS, fake, is_cast, same
 
 
 def classify(shape: tuple, full: tuple) -> str | None:
@@ -26,13 +26,15 @@ def classify(shape: tuple, full: tuple) -> str | None:
 
 
 def source(node: Node) -> Node:
-    """``node`` without the widening casts in front of it: the epilogue widens by itself."""
-    while is_cast(node):
-        before, after = fake(node.args[0]).dtype, fake(node).dtype
-        if torch.promote_types(before, after) != after:
-            break
+    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
+    while True:
+        if is_cast(node):
+            before, after = fake(node.args[0]).dtype, fake(node).dtype
+            if torch.promote_types(before, after) != after:
+                return node
+        elif node.target not in ALIASES:
+            return node
         node = node.args[0]
-    return node
 
 
 def refusal(node: Node, full: tuple, device: torch.device) -> str | None:

@@ -9,30 +9,36 @@ After::
     a = gemm_epilogue([x], [Wg, Wu], [r]):  v0 = acc0 * r; v1 = acc1 * r; store silu(v0) * v1
 
 Valid because elementwise work on two products of one shape needs only their tiles at the same
-place. Refuses when something else reads one of the two products: it would have to be stored, and
-then loading it in the second GEMM's epilogue costs no more.
+place. Refuses when something else of the forward pass reads one of the two products: it would have
+to be stored, and then loading it in the second GEMM's epilogue costs no more. What the backward
+pass reads is stored beside the result.
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs, grow
+from coda_inductor.fuse.grow import grow
+from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
 from coda_inductor.graph import aten, fake, same
+from coda_inductor.sides import Scope
 
 
-def pair_with(anchor: Node, order: dict[Node, int]) -> Region | None:
+def pair_with(anchor: Node, scope: Scope) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
     if anchor.target is not aten.mm.default:
         return None
+    order = scope.order
     a, b = gemm_inputs(anchor)
     for other in sorted(_readers(a), key=order.__getitem__):
         if other is anchor or other.target is not aten.mm.default:
             continue
-        if order[other] < order[anchor] or not _alike(b, gemm_inputs(other)[1]):
+        if order[other] < order[anchor] or not scope.same_side(anchor, other):
             continue
-        region = grow((anchor, other), order)
-        if _meet(region):
+        if not _alike(b, gemm_inputs(other)[1]):
+            continue
+        region = grow((anchor, other), scope)
+        if _meet(region, scope):
             return region
     return None
 
@@ -52,10 +58,19 @@ def _alike(left: Node, right: Node) -> bool:
     return same(x.shape, y.shape) and same(x.stride(), y.stride()) and x.dtype == y.dtype
 
 
-def _meet(region: Region) -> bool:
-    """Does every value that leaves the tile depend on both products?"""
+def _meet(region: Region, scope: Scope) -> bool:
+    """Does some value that leaves the tile depend on both products, and does every other one leave
+    it for the backward pass only?"""
     reach: dict[object, frozenset[str]] = {"acc0": frozenset({"acc0"}), "acc1": frozenset({"acc1"})}
     for step in region.steps:
         reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
-    leaving = [*region.stored(), *(r.value for r in region.reduces.values())]
-    return bool(leaving) and all(len(reach.get(v, ())) == 2 for v in leaving)
+    leaving = dict(region.stored())
+    leaving |= {r.value: [] for r in region.reduces.values() if r.value not in leaving}
+    single = [nodes for value, nodes in leaving.items() if len(reach.get(value, ())) < 2]
+    readers = [u for nodes in single for n in nodes for u in _readers_of(n, region)]
+    forward = any(u.op == "output" or u in scope.forward for u in readers)
+    return len(single) < len(leaving) and all(single) and not forward
+
+
+def _readers_of(node: Node, region: Region) -> list[Node]:
+    return [u for u in node.users if u not in region.values and u not in region.reduces]

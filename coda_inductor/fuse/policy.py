@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, dtype_name, gemm_inputs
+from coda_inductor.fuse.sums import in_place
 from coda_inductor.graph import FLOATS, fake
 from coda_inductor.log import Failure
 from coda_inductor.options import Options
@@ -43,6 +44,11 @@ class Policy:
     options: Options
     small: str | None = None
 
+    @property
+    def fuses(self) -> bool:
+        """May anything be fused in this graph?"""
+        return self.small is None and self.options.gate != "never"
+
     @staticmethod
     def of(options: Options, graph: Graph) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
@@ -69,7 +75,7 @@ class Policy:
         if x.dtype != w.dtype or x.dtype not in FLOATS:
             return Failure(f"{x.dtype} times {w.dtype} has no epilogue program")
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
-            return Failure("N or K is symbolic")
+            return "N or K is symbolic"
         if self.options.gate == "never":
             return "options['gate'] is 'never'"
         if not self._kernels(x):
@@ -91,6 +97,8 @@ class Policy:
             why = f"device {fake(a).device.type} has no kernels"
             return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
+        summed = region.total is not None and in_place(region.anchors)
+        terms = len(region.anchors) if summed else 1
         device = fake(a).device
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major, device=device)
@@ -98,10 +106,10 @@ class Policy:
             return Verdict("unfused", Failure(reason))
         if (
             self.options.gate == "auto"
-            and (reason := gate.loses(program, hint(m), n, k)) is not None
+            and (reason := gate.loses(program, hint(m), n, k, terms)) is not None
         ):
             return Verdict("unfused", reason)
-        return Verdict("kernel", config=str(choose(program, m, n, k, device)))
+        return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
 
 
 def b_major(b: torch.Tensor) -> str:

@@ -1,8 +1,12 @@
 """Algebra on semantic ops in the aten graph, one file a rule family.
 
-norms   RMSNorm's row scale moves past the GEMMs behind it (R1, R2)
+norms           RMSNorm's row scale moves past the GEMMs behind it (R1, R2)
+norm_uses       who reads a norm
+norms_backward  its gradient moves behind the GEMMs that make it (R3, R4)
+recompute       the backward pass computes elementwise values anew
 """
 
 from coda_inductor.rewrite.norms import defer_norms
+from coda_inductor.rewrite.recompute import recompute_in_backward
 
-__all__ = ["defer_norms"]
+__all__ = ["defer_norms", "recompute_in_backward"]

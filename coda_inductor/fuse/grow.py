@@ -1,0 +1,397 @@
+"""Grow a GEMM's epilogue: which neighbours run on its accumulator tile, as which program.
+
+Before::
+
+    mm = aten.mm(y, Wt); v = view(mm, [B, T, d]); x = x0 + v; h = x * gamma; s = (x * x).sum(-1)
+
+After (a :class:`Region`; nothing is changed in the graph)::
+
+    absorbed = {v, x, h, x * x, s}; program: c0 tile, w0 row; store x, h; reduce x * x over N
+
+Why it is valid: a region is convex (no path leaves it and comes back) and lies on one side of the
+joint graph, every absorbed op is elementwise on the tile or reduces along N or M, and every value
+that others read is stored.
+
+Bails out of a node (which then stays outside, with a reason) when the op is not in the vocabulary,
+an operand broadcasts over part of M, or the limits on tile operands and stores are reached.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.errors import ProgramError
+from coda_inductor.fuse import operands
+from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
+from coda_inductor.fuse.region import GEMMS, Region, constant, dtype_name
+from coda_inductor.fuse.sums import producer
+from coda_inductor.graph import ALIASES, FLOATS, aten, fake, is_cast, same
+from coda_inductor.program import OPS, Operand, Reduce, Step
+from coda_inductor.sides import Scope, checkpoint
+
+MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
+MAX_STORES = 3
+MAX_VECTORS = 6
+
+
+def grow(anchors: tuple[Node, ...], scope: Scope, total: Node | None = None) -> Region:
+    """The largest legal region around ``anchors``; with ``total``, around the sum of them that it
+    is. The sides of all anchors must be the same.
+
+    Raises:
+        ProgramError: an anchor's own result would have to be stored and cannot be.
+    """
+    banned: dict[Node, str] = {}
+    while True:
+        region = _Grower(Region(anchors, total), scope, banned).run()
+        trouble = _violation(region)
+        if trouble is None:
+            region.refusals.update(banned)
+            return region
+        node, reason = trouble
+        if node in banned or node in anchors or node is total:
+            raise ProgramError(f"{node.name}: {reason}")
+        banned[node] = reason
+
+
+def _violation(region: Region) -> tuple[Node, str] | None:
+    """A node that must leave the region: it would have to be stored, and cannot or need not be."""
+    stored = region.stored()
+    order = list(region.values)
+    for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
+        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
+            return _owner(node, region), "its result is read outside and is not a floating tile"
+        if not _row_major(fake(node)):
+            return _owner(node, region), "its result is not laid out row by row"
+        if _only_adds_a_store(value, region, stored):
+            return _owner(
+                node, region
+            ), "it would only add a store: its readers are elementwise too"
+    if len(stored) > MAX_STORES:
+        last = max((nodes[0] for nodes in stored.values()), key=order.index)
+        return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
+    return None
+
+
+def _row_major(tensor: torch.Tensor) -> bool:
+    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * (1 if same(size, 0) else size)
+    return True
+
+
+def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
+    """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
+    elementwise and all that it is computed from is in memory anyway."""
+    step = next((s for s in region.steps if s.name == value), None)
+    names = {o.name for o in region.operands.values()} | set(stored)
+    if step is None or any(isinstance(a, str) and a not in names for a in step.args):
+        return False
+    inside = {*region.values, *region.reduces}
+    readers = [u for n, v in region.values.items() if v == value for u in n.users]
+    return all(
+        user in inside or (torch.Tag.pointwise in getattr(user.target, "tags", ()) or is_cast(user))
+        for user in readers
+    )
+
+
+def _owner(node: Node, region: Region) -> Node:
+    """The op behind an alias: banning a view alone would not help."""
+    while node.target in ALIASES and node.args[0] in region.values:
+        node = node.args[0]
+    return node
+
+
+class _Grower:
+    def __init__(self, region: Region, scope: Scope, banned: dict[Node, str]):
+        self.region, self.scope, self.banned = region, scope, banned
+        self.order = scope.order
+        self.anchor = region.anchors[0]
+        self.start = min(self.order[a] for a in region.anchors)
+        self.m, self.n, _ = region.shape
+        self.device = fake(self.anchor).device
+        self.depends: dict[Node, bool] = {}
+        self.origin = ""
+
+    def run(self) -> Region:
+        region = self.region
+        if region.total is not None:
+            self._sum(region.total)
+        else:
+            for anchor, acc in zip(region.anchors, region.accs, strict=True):
+                region.values[anchor] = acc
+                if anchor.target is aten.addmm.default and not self._bias(anchor, acc):
+                    region.refusals[anchor] = "its bias or alpha/beta is not supported"
+                    return region
+        roots = [region.total] if region.total is not None else region.anchors
+        frontier = {user for root in roots for user in root.users}
+        seen: set[Node] = set(roots)
+        while frontier:
+            node = min(frontier, key=self.order.__getitem__)
+            frontier.discard(node)
+            seen.add(node)
+            reason = self.banned.get(node) or self._absorb(node)
+            if reason is None:
+                frontier |= {user for user in node.users if user not in seen}
+            else:
+                region.refusals[node] = reason
+        self._recomputed_operands()
+        return region
+
+    def _sum(self, total: Node) -> None:
+        """The terms, and what lies between them and their sum, are inside and have no value of
+        their own: only the sum is ever read."""
+        todo = [total]
+        while todo:
+            node = todo.pop()
+            self.region.values[node] = f"{node.name} (part of a sum)"
+            if node not in self.region.anchors:  # views also have sizes among their inputs
+                todo += [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
+        self.region.values[total] = "acc"
+
+    def _bias(self, node: Node, acc: str) -> bool:
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
+            return False
+        shape = fake(node).shape
+        if self._check(node.args[0], shape) is not None:
+            return False
+        self.origin = "aten.addmm (bias)"
+        self.region.values[node] = self._emit("add", acc, self._operand(node.args[0], shape))
+        return True
+
+    def _absorb(self, node: Node) -> str | None:
+        """Take ``node`` into the region; None, or why it must stay outside."""
+        if node.op != "call_function":
+            return "it is an output of the graph" if node.op == "output" else f"it is a {node.op}"
+        if not self.scope.same_side(node, self.anchor):
+            return "it belongs to the other one of forward and backward"
+        if checkpoint(node) != checkpoint(self.anchor):
+            return "the border of an activation checkpoint lies between"
+        if node.target in REDUCTIONS:
+            return self._reduction(node)
+        return self._lower(node)
+
+    def _lower(self, node: Node, pull: bool = False) -> str | None:
+        """Compute ``node`` on the tile, absorbed or as a copy (``pull``); None, or why it cannot be
+        (then nothing has changed)."""
+        self.origin = str(node.target)
+        tensor = fake(node)
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
+            return f"{node.target} is not elementwise"
+        if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
+            return f"{node.target} changes the tile's shape"
+        renames = node.target in ALIASES or is_cast(node)
+        lowering = LOWERINGS.get(node.target)
+        if lowering is None and not renames:
+            return f"{node.target} is not in the epilogue vocabulary"
+        saved = self._state()
+        reason = self._lower_args(node, lowering, tensor.shape, pull) or self._too_many()
+        if reason is not None:
+            self._restore(saved)
+        return reason
+
+    def _state(self) -> tuple:
+        region = self.region
+        return tuple(
+            copy.copy(x) for x in (region.values, region.pulled, region.operands, region.steps)
+        )
+
+    def _restore(self, state: tuple) -> None:
+        region = self.region
+        region.values, region.pulled, region.operands, region.steps = state
+
+    def _lower_args(self, node: Node, lowering: Any, full: tuple, pull: bool) -> str | None:
+        inputs = [*node.args, *node.kwargs.values()]
+        for arg in inputs:
+            if isinstance(arg, Node) and self._value(arg) is None:
+                self._pull(arg, node)
+        self.origin = str(node.target)
+        if lowering is None:
+            value = self._value(node.args[0])
+            if value is None:
+                return f"{node.target} is not elementwise"
+            self._note(node, value, pull)
+            return None
+        reason = next((why for a in inputs if (why := self._check(a, full))), None)
+        if reason is not None:
+            return reason
+        args = [self._argument(node, i, a, full) for i, a in enumerate(node.args)]
+        kwargs = {k: self._operand(a, full) for k, a in node.kwargs.items()}
+        result = lowering(self._emit, *args, **kwargs)
+        if result is None:
+            return f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+        if result in self.region.values.values():
+            return f"{node.target} with {node.args[1:]} is a copy"  # outputs must not share memory
+        self._note(node, result, pull)
+        return None
+
+    def _pull(self, arg: Node, reader: Node) -> None:
+        """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
+        ``arg`` itself would; if it is not possible, ``arg`` stays an operand."""
+        own = all(u is reader or self._value(u) is not None for u in arg.users)
+        elsewhere = not self.scope.same_side(arg, self.anchor) or producer(arg) is not None
+        if not self.scope.recomputed(arg) and (not own or elsewhere or self._depends(arg)):
+            return
+        saved, before = self._state(), self._tiles()
+        if self._lower(arg, pull=True) is None and len(self._tiles() - before) > 1:
+            self._restore(saved)
+
+    def _tiles(self) -> set[Node]:
+        return {node for node, kind in self.region.operands if kind == "tile"}
+
+    def _note(self, node: Node, value: Value, pull: bool) -> None:
+        (self.region.pulled if pull else self.region.values)[node] = value
+
+    def _recomputed_operands(self) -> None:
+        """GEMM operands that the backward pass recomputes from tiles that are here anyway: the
+        activation in front of the weight's gradient. They cost one store each."""
+        tiles = self._tiles()
+        found: dict[Node, None] = {}
+        todo = list(tiles)
+        while todo:
+            for user in todo.pop().users:
+                known = user in found or user in self.region.values
+                if not known and self.scope.recomputed(user) and self.banned.get(user) is None:
+                    found[user] = None
+                    todo.append(user)
+        for node in sorted(found, key=self.order.__getitem__):
+            if node.target not in ALIASES and not is_cast(node):
+                self._recomputed_operand(node, tiles)
+
+    def _recomputed_operand(self, node: Node, tiles: set[Node]) -> None:
+        renamed = [node]
+        for alias in renamed:
+            renamed += [u for u in alias.users if u.target in ALIASES or is_cast(u)]
+        readers = {u for alias in renamed for u in alias.users if u not in renamed}
+        transposed = {u for r in readers if r.target is aten.permute.default for u in r.users}
+        if not any(r.target in GEMMS for r in readers | transposed) or self._is_needed_by(node):
+            return
+        saved = self._state()
+        lowered = all(self._lower(alias) is None for alias in renamed)
+        if not lowered or self._tiles() != tiles or len(self.region.stored()) > MAX_STORES:
+            self._restore(saved)
+
+    def _is_needed_by(self, node: Node) -> bool:
+        """Does the region depend on ``node``, through nodes outside of it?"""
+        needed = {n for n, _ in self.region.operands}
+        needed |= {n for a in self.region.anchors for n in a.all_input_nodes}
+        last = max(map(self.order.__getitem__, needed))
+        seen, todo = {node}, [node]
+        while todo:
+            top = todo.pop()
+            if top in needed:
+                return True
+            later = [u for u in top.users if u not in seen and self.order[u] <= last]
+            seen.update(later)
+            todo += [u for u in later if u not in self.region.values]
+        return False
+
+    def _reduction(self, node: Node) -> str | None:
+        source = node.args[0]
+        dims = node.args[1] if len(node.args) > 1 else None
+        value = self.region.values.get(source)
+        if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
+            return f"{node.target} does not reduce one row or column of the tile"
+        rank = fake(source).dim()
+        reduced = sorted(d % rank for d in dims)
+        axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
+        if axis is None or (axis == "col" and node.target is aten.mean.dim):
+            return f"{node.target} does not reduce one row or column of the tile"
+        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
+            return f"{node.target} is not a reduction of floating values"
+        name = f"part{len(self.region.reduces)}"
+        self.region.reduces[node] = Reduce(name, value, axis, REDUCTIONS[node.target])
+        return None
+
+    def _value(self, node: Node) -> Value | None:
+        value = self.region.values.get(node)
+        return self.region.pulled.get(node) if value is None else value
+
+    def _check(self, arg: Any, full: tuple) -> str | None:
+        """Can ``arg`` be read on the tile? None, or why not."""
+        if not isinstance(arg, Node):
+            number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
+            if arg is None or number or isinstance(arg, str):
+                return None
+            return f"the scalar {arg!r} is not a plain number"
+        if self._value(arg) is not None:
+            return None
+        if (literal := constant(arg)) is not None:
+            return self._check(literal, full)
+        if arg in self.region.reduces or self._depends(arg):
+            return f"{arg.name} depends on this GEMM"
+        return operands.refusal(arg, full, self.device)
+
+    def _depends(self, node: Node) -> bool:
+        """Does an outside node depend on the region? (Absorbing its user would make a cycle.)"""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if self.depends.get(top) is not None:
+                stack.pop()
+            elif top in self.region.values or top in self.region.reduces:
+                self.depends[stack.pop()] = True
+            elif self.order[top] < self.start:
+                self.depends[stack.pop()] = False
+            elif todo := [n for n in top.all_input_nodes if n not in self.depends]:
+                stack += todo
+            else:
+                self.depends[stack.pop()] = any(self.depends[n] for n in top.all_input_nodes)
+        return self.depends[node]
+
+    def _too_many(self) -> str | None:
+        """Do the operands exceed what a kernel can stage? None, or the limit."""
+        kinds = [kind for _, kind in self.region.operands]
+        if len(self.region.accs) == 2 and any(kind in ("tile", "row") for kind in kinds):
+            return "a paired tile reads only one value a row, or scalars"
+        if kinds.count("tile") > MAX_TILE_OPERANDS:
+            return f"more than {MAX_TILE_OPERANDS} tile operands"
+        if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
+            return f"more than {MAX_VECTORS} vector operands"
+        return None
+
+    def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
+        """``arg`` as the op wants it: aten converts between bools and numbers, programs do not."""
+        value = self._operand(arg, full)
+        if not isinstance(arg, Node) or not isinstance(value, str):
+            return value
+        logical = node.target in LOGICAL
+        wants_bool = logical or (node.target is aten.where.self and position == 0)
+        is_bool = fake(arg).dtype == torch.bool
+        if is_bool and not wants_bool:
+            return self._emit("where", value, 1.0, 0.0)
+        return self._emit("ne", value, 0.0) if wants_bool and not is_bool else value
+
+    def _operand(self, arg: Any, full: tuple) -> Any:
+        if not isinstance(arg, Node):
+            return float(arg) if isinstance(arg, (int, float)) else arg
+        if (value := self._value(arg)) is not None:
+            return value
+        if (literal := constant(arg)) is not None:
+            return literal
+        kind = operands.classify(fake(arg).shape, full)
+        assert kind is not None, "checked by operands.refusal"
+        node = operands.source(arg)
+        known = self.region.operands.get((node, kind))
+        if known is None:
+            letter = {"tile": "t", "row": "w", "col": "r", "scalar": "s"}[kind]
+            name = f"{letter}{len(self.region.operands)}"
+            known = Operand(name, kind, dtype_name(fake(node).dtype))
+            self.region.operands[node, kind] = known
+        return known.name
+
+    def _emit(self, op: str, *args: Value) -> Value:
+        if not any(isinstance(a, str) for a in args):
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                wide = [torch.tensor(a, dtype=torch.float64) for a in args]
+                return float(OPS[op].torch(*wide))
+        name = f"v{len(self.region.steps)}"
+        self.region.steps.append(Step(name, op, tuple(args), self.origin))
+        return name

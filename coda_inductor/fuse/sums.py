@@ -1,0 +1,142 @@
+"""A sum of GEMMs is one GEMM over concatenated K.
+
+Before::
+
+    dh = dg @ Wg + du @ Wu
+
+After::
+
+    dh = [dg | du] @ [Wg ; Wu]
+
+Valid for every sum of products of one shape; the sum is then rounded once instead of each product.
+Two terms of equal K are read where they lie (``runtime.launch``). Others would have to be copied
+together, which pays where the left operands are written by elementwise kernels anyway, so that only
+the weights are copied: the gradients of q, k and v.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
+from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, same
+from coda_inductor.sides import Scope, checkpoint
+
+#: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
+Legal = Callable[[Node], str | None]
+
+
+def terms(node: Node) -> list[Node] | None:
+    """The products that ``node`` is the sum of; None if it is anything else than a plain sum (or a
+    single product) whose parts nobody else reads. ``node`` itself may have any readers."""
+    found: list[Node] = []
+    todo = [node]
+    while todo:
+        top = todo.pop()
+        if top is not node and len(top.users) != 1:
+            return None
+        if top.target is aten.mm.default:
+            found.append(top)
+        elif top.target in ALIASES or is_cast(top):
+            todo.append(top.args[0])
+        elif _is_add(top):
+            todo += top.args
+        else:
+            return None
+    return found
+
+
+def _is_add(node: Node) -> bool:
+    plain = node.target is aten.add.Tensor and not node.kwargs
+    return plain and all(isinstance(a, Node) for a in node.args) and node.args[0] != node.args[1]
+
+
+def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
+    """(terms, total) of the largest sum that ``anchor`` is a term of and that one GEMM can make."""
+    best = None
+    node = anchor
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.op != "call_function":
+            break
+        if not (node.target in ALIASES or is_cast(node)):
+            found = terms(node) if _is_add(node) else None
+            if found is None:
+                break
+            ordered = tuple(sorted(found, key=scope.order.__getitem__))
+            if _joinable(ordered, scope) and all(legal(t) is None for t in ordered):
+                best = (ordered, node)
+    return best
+
+
+def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
+    shapes = [fake(t).shape for t in found]
+    dtypes = {fake(t).dtype for t in found}
+    places = {(t in scope.forward, checkpoint(t)) for t in found}
+    if len(dtypes) != 1 or len(places) != 1 or not all(same(s, shapes[0]) for s in shapes):
+        return False
+    return in_place(found) or all(_written_elementwise(gemm_inputs(t)[0]) for t in found)
+
+
+def in_place(found: tuple[Node, ...]) -> bool:
+    """Can one kernel read the terms where they lie?"""
+    widths = [fake(gemm_inputs(t)[0]).shape[1] for t in found]
+    return len(found) == 2 and same(widths[0], widths[1])
+
+
+def _written_elementwise(node: Node) -> bool:
+    """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``?"""
+    while node.target in ALIASES:
+        node = node.args[0]
+    return elementwise(node) and producer(node) is None
+
+
+def elementwise(node: Node) -> bool:
+    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in ALIASES or is_cast(node)
+
+
+def producer(x: Node) -> Node | None:
+    """The last GEMM whose tile ``x`` is elementwise computed from."""
+    seen: set[Node] = set()
+    todo, found = [x], []
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op != "call_function" or len(seen) > 32:
+            continue
+        seen.add(node)
+        if node.target in GEMMS:
+            found.append(node)
+        elif elementwise(node):
+            todo += node.all_input_nodes
+    return max(found, default=None)
+
+
+def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
+    """The A and B operands of a region's GEMM at the graph's insertion point. Terms that cannot be
+    read in place are concatenated; other readers of the left ones then read a slice."""
+    pairs = [gemm_inputs(anchor) for anchor in region.anchors]
+    left, right = [a for a, _ in pairs], [b for _, b in pairs]
+    if region.total is None:
+        return left[:1], right
+    if in_place(region.anchors):
+        return left, right
+    like = region.anchors[-1]
+    a = insert(graph, aten.cat.default, (left, 1), like=like)
+    b = insert(graph, aten.cat.default, (right, 0), like=like)
+    start = 0
+    for part in left:
+        end = start + fake(part).shape[1]
+        piece = insert(graph, aten.slice.Tensor, (a, 1, start, end), like=part)
+        part.replace_all_uses_with(
+            piece, delete_user_cb=lambda user: user not in (a, *region.anchors)
+        )
+        start = end
+    return [a], [b]

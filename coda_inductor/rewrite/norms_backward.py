@@ -1,0 +1,159 @@
+"""The backward pass of a deferred RMSNorm, behind the GEMMs that make its gradient (R3, R4).
+
+Before (the rows of x are M, its width is d; one z = n @ W, dz its gradient, for every GEMM)::
+
+    dn = sum of dz @ W.T over the GEMMs;  dx, dgamma = rms_norm_backward(dn, x, gamma, rstd)
+    dW = n.T @ dz
+
+After::
+
+    zs = dz * rstd                            (where dz is made)
+    dot = sum of rowsum(dz * z) over the GEMMs     (where dz is made)
+    s = sum of zs @ W.T                       one GEMM or several, its epilogue:
+    dx = s * gamma - (rstd**2 / d) * dot * x       (and the residual's gradient, by fusion)
+    dgamma = colsum(s * x)                         (partials)
+    dW = h.T @ zs                             h = x * gamma, as the forward pass stored it
+
+Why it is valid: s = rstd * dn, for a row scale commutes with the product (R1). With
+n = x rstd gamma, ``rms_norm_backward`` says dx = rstd gamma dn - x rstd**2 / d * rowsum(dn * n), and
+rowsum(dn * n) = rowsum((dz @ W.T) * n) = rowsum(dz * (n @ W)) = rowsum(dz * z) (R3).
+n.T @ dz = (D_rstd h).T @ dz = h.T @ (D_rstd dz) (R4).
+
+Where z is not at hand (a bias hides it, a weight is shared by two GEMMs) or reading it costs more
+than another pass over dx (the vocabulary's width), dot is taken as rowsum(s * gamma * x), the same
+number by the definition of s, but known only behind the GEMM: a kernel of Inductor's finishes dx.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.sums import producer
+from coda_inductor.graph import ALIASES, Put, aten, fake
+from coda_inductor.rewrite.norm_uses import Uses
+
+#: Reading z where dz is written costs sum(N) elements a row; finishing dx behind the GEMM costs
+#: this many times d.
+_PASSES = 4
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What took the place of a norm: the un-normalized operand ``h`` (M, d) of its GEMMs, and its
+    row scale as ``rstd`` (..., 1) and as ``flat`` (M, 1)."""
+
+    h: Node
+    rstd: Node
+    flat: Node
+
+
+def differentiate(
+    graph: Graph,
+    found: Uses,
+    scales: Scales,
+    products: list[tuple[Node, Node]] | None,
+) -> None:
+    """Rewrite the backward pass of a norm whose forward pass has been rewritten already.
+
+    ``products`` are pairs (z, dz), each (M, N), of the GEMMs behind it, if they are known. New
+    nodes may stand before what they read: the caller sorts the graph.
+    """
+    anchor = found.backward or next(iter(found.wgrads), None)
+    if anchor is None:
+        return
+    pattern = ("rms_norm_backward", anchor.name)
+    scaled = _Scaled(graph, scales.flat, pattern)
+    for wgrad, n_is_left in found.wgrads.items():
+        put = Put(graph, like=wgrad, pattern=pattern)
+        with graph.inserting_before(wgrad):
+            if n_is_left:
+                turned = put(aten.permute.default, scales.h, [1, 0])
+                wgrad.args = (turned, scaled(wgrad.args[1], wgrad))
+            else:
+                dz = scaled(wgrad.args[0].args[0], wgrad)
+                wgrad.args = (put(aten.permute.default, dz, [1, 0]), scales.h)
+    for dgrad in found.dgrads:
+        dz, weight = dgrad.args
+        dgrad.args = (scaled(dz, dgrad), weight)
+    if found.backward is not None:
+        known = products if products and _cheap(products, fake(scales.h).shape[-1]) else None
+        with graph.inserting_before(found.backward):
+            _apply(
+                found.backward,
+                scales,
+                known,
+                Put(graph, like=found.backward, pattern=pattern),
+            )
+        graph.erase_node(found.backward)
+
+
+class _Scaled:
+    """dz -> dz * rstd, put in once for each dz."""
+
+    def __init__(self, graph: Graph, flat: Node, pattern: tuple[str, str]):
+        self.graph, self.flat, self.pattern = graph, flat, pattern
+        self.made: dict[Node, Node] = {}
+
+    def __call__(self, dz: Node, reader: Node) -> Node:
+        base = dz
+        while base.target in ALIASES:
+            base = base.args[0]
+        if base not in self.made:
+            put = Put(self.graph, like=reader, pattern=self.pattern)
+            with self.graph.inserting_before(reader):
+                wide = put.cast(dz, fake(self.flat).dtype)
+                self.made[base] = put.cast(put(aten.mul.Tensor, wide, self.flat), fake(dz).dtype)
+        return self.made[base]
+
+
+def _cheap(products: list[tuple[Node, Node]], d: int) -> bool:
+    """Is dot cheaper where the dz are made than behind the GEMM? In an epilogue it is free."""
+    read = [fake(z).shape[-1] for z, dz in products if producer(dz) is None]
+    return sum(read) <= _PASSES * d
+
+
+def _apply(
+    backward: Node, scales: Scales, products: list[tuple[Node, Node]] | None, put: Put
+) -> None:
+    """Put the new gradients in the place of ``backward``'s results."""
+    s, x, weight, _, need_dx, need_dweight = backward.args
+    wide, d = fake(scales.rstd).dtype, fake(x).shape[-1]
+    sw, xw = put.cast(s, wide), put.cast(x, wide)
+    results: dict[Any, Node] = {}
+    if need_dx:
+        p = sw if weight is None else put(aten.mul.Tensor, sw, put.cast(weight, wide))
+        if products is None:
+            dot = put(aten.sum.dim_IntList, put(aten.mul.Tensor, p, xw), [-1], True)
+        else:
+            dot = put(aten.reshape.default, _dot(products, wide, put), put.sizes(scales.rstd))
+        square = put(aten.mul.Tensor, scales.rstd, scales.rstd)
+        c = put(aten.mul.Tensor, put(aten.mul.Tensor, square, dot), -1.0 / d)
+        dx = put(aten.add.Tensor, p, put(aten.mul.Tensor, xw, c))
+        results[0] = put.cast(dx, fake(x).dtype)
+    if need_dweight:
+        rows = list(range(fake(x).dim() - 1))
+        total = put(aten.sum.dim_IntList, put(aten.mul.Tensor, sw, xw), rows)
+        results[1] = put.cast(total, fake(weight).dtype)
+    for user in list(backward.users):
+        assert user.target is operator.getitem, "the op returns a tuple"
+        user.replace_all_uses_with(results[user.args[1]])
+        put.graph.erase_node(user)
+
+
+def _dot(products: list[tuple[Node, Node]], wide: torch.dtype, put: Put) -> Node:
+    """Sum of rowsum(dz * z), (M, 1). Products of one width are added first: one reduction each."""
+    widths: dict[Any, Node] = {}
+    for z, dz in products:
+        product = put(aten.mul.Tensor, put.cast(dz, wide), put.cast(z, wide))
+        n = fake(z).shape[-1]
+        widths[n] = put(aten.add.Tensor, widths[n], product) if n in widths else product
+    sums = [put(aten.sum.dim_IntList, product, [-1], True) for product in widths.values()]
+    total = sums[0]
+    for other in sums[1:]:
+        total = put(aten.add.Tensor, total, other)
+    return total

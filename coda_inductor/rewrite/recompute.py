@@ -1,0 +1,139 @@
+"""What the backward pass reads of the forward's elementwise work, it computes anew.
+
+Before::
+
+    s = silu(g); a = s * u                  forward; g and u are made by GEMMs
+    du = da * s;  dWd = dx.T @ a            backward
+
+After::
+
+    s2 = silu(g); a2 = s2 * u               in the backward pass
+    du = da * s2; dWd = dx.T @ a2
+
+Why it is valid: the same function of the same values. Why it pays: g and u must be kept for the
+derivative anyway, so that the forward pass keeps nothing else, and the epilogue that loads them for
+the derivative computes s2 and a2 for free. Where nothing fuses, torch's partitioner merges the
+copies with the originals again (it eliminates common subexpressions first), and decides as ever.
+
+Refuses values that cannot be computed from at most two tensors that the backward pass reads
+anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs behind a norm), and what is
+compared for equality: the gradient of a maximum looks for its place by ``x == x.amax(-1)``, which
+a copy that was rounded otherwise never fulfils.
+"""
+
+from __future__ import annotations
+
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.elementwise import LOWERINGS
+from coda_inductor.fuse.operands import source
+from coda_inductor.graph import ALIASES, aten, fake, is_cast
+from coda_inductor.rewrite.norms import KEEP
+from coda_inductor.sides import Scope, is_tangent
+
+_MOST_TENSORS = 2
+_EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
+
+
+def recompute_in_backward(graph: Graph) -> None:
+    """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are."""
+    scope = Scope.of(graph)
+    first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
+    if first is None:
+        return
+    read = [n for n in scope.order if n in scope.forward and _backward_readers(n, scope)]
+    bases = _Bases({source(n) for n in read})
+    copies: dict[Node, Node] = {}
+    for node in read:
+        if _elementwise(node) and not _is_vector(node) and bases.derivable(node):
+            readers = [u for u in _backward_readers(node, scope) if not _compares(u, scope)]
+            for user in readers:
+                copy = _copy(graph, node, bases, copies, first, scope)
+                user.replace_input_with(node, copy)
+    stable_topological_sort(graph)  # readers that need no tangent may stand in front of the copies
+
+
+def _backward_readers(node: Node, scope: Scope) -> list[Node]:
+    return [u for u in node.users if u.op == "call_function" and u not in scope.forward]
+
+
+def _compares(node: Node, scope: Scope) -> bool:
+    """Does ``node``, or what the backward pass computes of it and forward values, test equality?"""
+    seen: set[Node] = set()
+    todo = [node]
+    while todo:
+        top = todo.pop()
+        if top.target in _EQUALITY:
+            return True
+        if scope.recomputed(top) and top not in seen:
+            seen.add(top)
+            todo += top.users
+    return False
+
+
+def _elementwise(node: Node) -> bool:
+    return node.target in LOWERINGS or node.target in ALIASES or is_cast(node)
+
+
+class _Bases:
+    """Which tensors a forward value is computed from, of those that the backward pass reads."""
+
+    def __init__(self, read: set[Node]):
+        self.read = read
+        self.known: dict[Node, frozenset[Node] | None] = {}
+
+    def derivable(self, node: Node) -> bool:
+        """Can ``node`` be computed from others that the backward pass has?"""
+        return self._inputs(node) is not None
+
+    def of(self, node: Node) -> frozenset[Node] | None:
+        """The tensors that ``node`` would be computed from; None: from more than the backward pass
+        has or should read."""
+        if node not in self.known:
+            self.known[node] = self._find(node)
+        return self.known[node]
+
+    def _find(self, node: Node) -> frozenset[Node] | None:
+        if _is_vector(node):
+            return frozenset()
+        if _elementwise(node) and not node.meta.get(KEEP):
+            inputs = self._inputs(node)
+            if inputs is not None:
+                return inputs
+        return frozenset({node}) if source(node) in self.read or node.op == "placeholder" else None
+
+    def _inputs(self, node: Node) -> frozenset[Node] | None:
+        if node.meta.get(KEEP):
+            return None
+        found = [self.of(n) for n in node.all_input_nodes]
+        if not found or any(f is None for f in found):
+            return None
+        union = frozenset().union(*(f for f in found if f is not None))
+        return union if len(union) <= _MOST_TENSORS else None
+
+
+def _is_vector(node: Node) -> bool:
+    """One value a row, or a column: too small to matter."""
+    value = fake(node)
+    return hasattr(value, "shape") and (len(value.shape) < 2 or value.shape[-1] == 1)
+
+
+def _copy(
+    graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node, scope: Scope
+) -> Node:
+    """``node`` computed again in front of ``before``, from its bases."""
+    if node not in copies:
+        inputs = {
+            n: _copy(graph, n, bases, copies, before, scope)
+            for n in node.all_input_nodes
+            if _elementwise(n) and not _is_vector(n) and bases.derivable(n)
+        }
+        with graph.inserting_before(before):
+            new = graph.node_copy(node, lambda n: inputs.get(n, n))
+        tags = ("recompute", "ac_graph_id", "partitioner_tag")
+        new.meta = {key: value for key, value in node.meta.items() if key not in tags}
+        if "partitioner_tag" in before.meta:
+            new.meta["partitioner_tag"] = before.meta["partitioner_tag"]
+        copies[node] = new
+    return copies[node]

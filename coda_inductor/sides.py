@@ -1,0 +1,80 @@
+"""Which nodes of a joint graph belong to the forward pass and which to the backward.
+
+A joint graph computes the outputs and the gradients in one; torch splits it after us. A fused
+site must lie on one side, or the forward pass would wait for a gradient. What decides is what a
+node is *for*, not where it stands: ``silu'(g)`` depends on forward values only and yet belongs to
+the backward pass, for no output needs it. Inference graphs are all forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a pass over one graph needs to know; void as soon as the graph changes.
+
+    Attributes:
+        order: every node's position.
+        forward: the nodes that some output of the forward pass needs.
+        graded: the nodes that depend on a tangent, a gradient of an output.
+    """
+
+    order: dict[Node, int]
+    forward: frozenset[Node]
+    graded: frozenset[Node]
+
+    @staticmethod
+    def of(graph: Graph) -> Scope:
+        nodes = list(graph.nodes)
+        graded: set[Node] = set()
+        for node in nodes:
+            if is_tangent(node) or any(n in graded for n in node.all_input_nodes):
+                graded.add(node)
+        outputs = [n for node in nodes if node.op == "output" for n in node.all_input_nodes]
+        forward = _ancestors(n for n in outputs if n not in graded)
+        for node in nodes:  # a fused forward site also returns what only the backward pass reads
+            if node.target is operator.getitem and node.args[0] in forward:
+                forward.add(node)
+        order = {node: i for i, node in enumerate(nodes)}
+        return Scope(order, frozenset(forward), frozenset(graded))
+
+    def same_side(self, left: Node, right: Node) -> bool:
+        return (left in self.forward) == (right in self.forward)
+
+    def recomputed(self, node: Node) -> bool:
+        """Is ``node`` computed in the backward pass from forward values alone?"""
+        outside = node in self.forward or node in self.graded
+        return node.op == "call_function" and not outside
+
+
+def is_tangent(node: Node) -> bool:
+    """Is ``node`` the gradient of an output, an input of a joint or backward graph?"""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def training(graph: Graph) -> bool:
+    """Does ``graph`` compute gradients?"""
+    return any(map(is_tangent, graph.nodes))
+
+
+def checkpoint(node: Node) -> tuple:
+    """The activation checkpoint that ``node`` lies in, and whether it is recomputed there. A fused
+    site lies in one, so that recomputation redoes what the user's policy says and nothing else."""
+    return node.meta.get("ac_graph_id"), node.meta.get("recompute")
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    found: set[Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
