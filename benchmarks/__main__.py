@@ -8,21 +8,27 @@ that the processes printed).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import environment, layer, llama, report, runner
+from . import environment, kernels, layer, llama, report, runner
+from .blocks import BLOCKS
 from .environment import REPOSITORY
 from .runner import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SUITES = ("layer", "llama")
+VARIANTS = (
+    *("eager", "gemms", "gemms_fused", "compile", "max_autotune", "coda", "ceiling", "liger"),
+    *("compile_checkpoint", "coda_checkpoint"),
+)
+SUITES = ("layer", "llama", "layer_train", "llama_train", "kernels")
 SUITE_SECONDS = 470.0
 
 
@@ -53,16 +59,16 @@ def _parser() -> argparse.ArgumentParser:
         "--suite",
         type=_names(SUITES),
         default=list(SUITES),
-        help="suites to run (default: layer,llama)",
+        help=f"suites to run, of {','.join(SUITES)} (default: all)",
     )
     sizes = tuple(layer.SIZES)
     add(
         "--sizes",
         type=_names(sizes),
         default=["1B", "8B", "70B"],
-        help=f"layer sizes, of {','.join(sizes)}",
+        help=f"sizes of layers and kernels, of {','.join(sizes)} (default 1B,8B,70B)",
     )
-    add("--rows", type=int, default=8192, help="rows M of the layer (default 8192)")
+    add("--rows", type=int, default=8192, help="rows M of layers and kernels (default 8192)")
     add("--norm", choices=tuple(layer.NORMS), default="hf", help="how the layer writes its RMSNorm")
     add(
         "--ceiling",
@@ -76,6 +82,19 @@ def _parser() -> argparse.ArgumentParser:
         default=[512, 2048, 8192],
         help="prompt lengths (default 512,2048,8192)",
     )
+    add(
+        "--train-tokens",
+        type=_lengths,
+        default=[2048, 8192],
+        help="sequence lengths of training (default 2048,8192)",
+    )
+    add("--optimizer", action="store_true", help="end each step of llama_train with fused AdamW")
+    add(
+        "--skip",
+        type=_names(VARIANTS),
+        default=[],
+        help="variants to leave out, e.g. max_autotune, which takes longest to prepare",
+    )
     add("--rounds", type=int, default=25, help="samples per variant (at most 12 for 70B)")
     add("--backend", default="coda", help="torch.compile backend measured as ours (default coda)")
     add("--timeout", type=float, default=240.0, help="seconds for one part (default 240)")
@@ -83,24 +102,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _layer(options: argparse.Namespace, log: Path, deadline: float) -> Iterator[tuple[str, dict]]:
+def _job(options: argparse.Namespace, suite: str, size: str, length: int, **fields: Any) -> Job:
+    """A job with what every suite takes from the command line, and `fields`."""
+    left_out = [name + ending for name in options.skip for ending in ("", kernels.STEP)]
+    return Job(
+        suite,
+        size,
+        length,
+        backend=options.backend,
+        rounds=min(options.rounds, 12) if size == "70B" else options.rounds,
+        norm=options.norm,
+        skip=dict.fromkeys(left_out, "left out by --skip"),
+        **fields,
+    )
+
+
+def _layers(suite: str, options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    path = str(options.ceiling.resolve()) if options.ceiling else None
     for size in options.sizes:
-        job = Job(
-            suite="layer",
-            size=size,
-            length=options.rows,
-            backend=options.backend,
-            rounds=min(options.rounds, 12) if size == "70B" else options.rounds,
-            norm=options.norm,
-            ceiling=str(options.ceiling.resolve()) if options.ceiling else None,
-        )
-        yield size, runner.run(job, log, _left(options, deadline))
+        yield size, _job(options, suite, size, options.rows, ceiling=path)
 
 
-def _llama(options: argparse.Namespace, log: Path, deadline: float) -> Iterator[tuple[str, dict]]:
+def _llama(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     for tokens in options.tokens:
-        job = Job("llama", options.llama, tokens, backend=options.backend, rounds=options.rounds)
-        yield str(tokens), runner.run(job, log, _left(options, deadline))
+        yield str(tokens), _job(options, "llama", options.llama, tokens)
+
+
+def _llama_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    for tokens in options.train_tokens:
+        job = _job(options, "llama_train", options.llama, tokens, optimizer=options.optimizer)
+        yield str(tokens), job
+
+
+def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    for block in BLOCKS:
+        for size in options.sizes:
+            yield f"{block} {size}", _job(options, "kernels", size, options.rows, block=block)
+
+
+JOBS = {
+    "layer": functools.partial(_layers, "layer"),
+    "llama": _llama,
+    "layer_train": functools.partial(_layers, "layer_train"),
+    "llama_train": _llama_train,
+    "kernels": _kernels,
+}
+
+
+def _suite(
+    suite: str, options: argparse.Namespace, log: Path, deadline: float
+) -> Iterator[tuple[str, dict]]:
+    for name, job in JOBS[suite](options):
+        yield name, runner.run(job, log, _left(options, deadline))
 
 
 def _compile(options: argparse.Namespace, log: Path, deadline: float) -> Iterator[tuple[str, dict]]:
@@ -133,18 +186,20 @@ def measure(arguments: list[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "log.txt"
     results: dict = {"environment": environment.describe(arguments, options.commit)}
-    # Compile times belong to suite llama, but come last: they must not use up its time.
-    steps = [("layer", "layer", _layer), ("llama", "llama", _llama), ("llama", "compile", _compile)]
-    deadlines: dict[str, float] = {}
-    for suite, part, jobs in steps:
-        if suite not in options.suite:
-            continue
-        deadline = deadlines.setdefault(suite, time.monotonic() + SUITE_SECONDS)
-        results[part] = {}
-        for name, result in jobs(options, log, deadline):
-            results[part][name] = result
-            _save(results, options.out)
-            print(f"{part} {name}: {result.get('error', 'done')}, log in {log.name}", flush=True)
+    for suite in (name for name in SUITES if name in options.suite):
+        deadline = time.monotonic() + SUITE_SECONDS
+        parts = {suite: _suite(suite, options, log, deadline)}
+        if suite == "llama":
+            # Compile times belong to it, but come last: they must not use up its time.
+            parts["compile"] = _compile(options, log, deadline)
+        for part, measured in parts.items():
+            results[part] = {}
+            for name, result in measured:
+                results[part][name] = result
+                _save(results, options.out)
+                took = f"done in {result['seconds']:.0f} s" if "seconds" in result else "done"
+                outcome = result.get("error", took)
+                print(f"{part} {name}: {outcome}, log in {log.name}", flush=True)
     print("\n" + report.short(results))
 
 

@@ -1,9 +1,10 @@
-"""A hand-composed layer as one more baseline: its forward, run on our weights in our process.
+"""A hand-composed layer as one more baseline, run on our weights in our process.
 
-The file given by ``--ceiling`` must offer ``Hand(d, f, q, M)`` with ``fwd(x0, y)``, and
-``warm``/``CFG`` to compile its kernels ahead of time in parallel. It differs from ours in its
-favour (gate/up interleaved in one weight, q/k/v in one weight: two GEMMs instead of five) and
-against it (it stores the pre-activations that training needs).
+The file given by ``--ceiling`` must offer ``Hand(d, f, q, M)`` with ``fwd(x0, y)`` and ``bwd(dx2,
+dqkv, saved)``, and ``warm``/``CFG`` to compile its kernels ahead of time in parallel. It differs
+from ours in its favour (gate/up interleaved in one weight, q/k/v in one weight and their gradients
+in one tensor: two GEMMs instead of five) and, without gradients, against it (it always stores the
+pre-activations that training needs).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from .measure import Call
 
-FORWARD_KINDS = ("rms_partial", "gateup", "rstd")
+# kind of kernel, whether its weight is transposed
+FORWARD_KINDS = (("rms_partial", 0), ("gateup", 0), ("rstd", 0))
+BACKWARD_KINDS = (("rms_bwd", 1), ("dswiglu", 1))
 
 
 def _load(path: Path) -> ModuleType:
@@ -40,15 +43,37 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _warm(module: ModuleType) -> None:
-    """Compile the forward kernels in every config into the on-disk cache, in parallel."""
-    jobs = [(kind, 0, config) for kind in FORWARD_KINDS for config in module.CFG]
+def _warm(module: ModuleType, kinds: tuple[tuple[str, int], ...]) -> None:
+    """Compile the kernels of `kinds` in every config into the on-disk cache, in parallel."""
+    jobs = [(*kind, config) for kind in kinds for config in module.CFG]
     with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
         for job, outcome in pool.map(module.warm, jobs, chunksize=1):
             if outcome != "ok":
                 print("ceiling: could not compile", job, outcome)
 
 
+def _hand(path: Path, block: Any, rows: int, kinds: tuple[tuple[str, int], ...]) -> Any:
+    """The file's ``Hand`` for `rows` rows with copies of `block`'s weights, kernels compiled."""
+    module = _load(path)
+    _warm(module, kinds)
+    heads = _heads(block)
+    width, hidden = block.down_proj.weight.shape
+    hand = module.Hand(width, hidden, sum(head.out_features for head in heads), rows)
+    hand.Wo.copy_(block.o_proj.weight)
+    hand.Wgu[0::2].copy_(block.gate_proj.weight)
+    hand.Wgu[1::2].copy_(block.up_proj.weight)
+    hand.Wd.copy_(block.down_proj.weight)
+    hand.Wq.copy_(torch.cat([head.weight for head in heads]))
+    hand.g1.copy_(block.norm1.weight)
+    hand.g2.copy_(block.norm2.weight)
+    return hand
+
+
+def _heads(block: Any) -> list[Any]:
+    return [block.q_proj, block.k_proj, block.v_proj]
+
+
+@torch.no_grad()
 def make(path: Path, block: Any, x0: torch.Tensor, y: torch.Tensor) -> Call:
     """The ceiling's forward on copies of `block`'s weights.
 
@@ -61,23 +86,57 @@ def make(path: Path, block: Any, x0: torch.Tensor, y: torch.Tensor) -> Call:
     Returns:
         a call that gives ``(x2, q, k, v)`` as 2-D tensors of M rows.
     """
-    module = _load(path)
-    _warm(module)
-    rows, width = x0.shape[-2:]
-    heads = [block.q_proj, block.k_proj, block.v_proj]
-    splits = [head.out_features for head in heads]
-    hand = module.Hand(width, block.gate_proj.out_features, sum(splits), rows)
-    hand.Wo.copy_(block.o_proj.weight)
-    hand.Wgu[0::2].copy_(block.gate_proj.weight)
-    hand.Wgu[1::2].copy_(block.up_proj.weight)
-    hand.Wd.copy_(block.down_proj.weight)
-    hand.Wq.copy_(torch.cat([head.weight for head in heads]))
-    hand.g1.copy_(block.norm1.weight)
-    hand.g2.copy_(block.norm2.weight)
-    x0, y = x0.view(rows, width), y.view(rows, width)
+    splits = [head.out_features for head in _heads(block)]
+    hand = _hand(path, block, x0.shape[1], FORWARD_KINDS)
+    x0, y = x0[0], y[0]
 
     def forward() -> tuple[torch.Tensor, ...]:
         x2, qkv, _ = hand.fwd(x0, y)
         return x2, *qkv.split(splits, dim=-1)
 
     return forward
+
+
+@torch.no_grad()
+def make_step(
+    path: Path, block: Any, x0: torch.Tensor, y: torch.Tensor, tangents: list[torch.Tensor]
+) -> Call:
+    """The ceiling's forward and backward on copies of `block`'s weights.
+
+    Args:
+        path: the file.
+        block: a :class:`benchmarks.layer.Block` on CUDA, bf16.
+        x0: residual, (1, M, d).
+        y: attention output, (1, M, d).
+        tangents: gradients of x2, q, k, v, each (1, M, its width).
+
+    Returns:
+        a call that gives the gradients of x0, y and `block`'s parameters, in their order there,
+        as 2-D tensors (norm weights: 1-D).
+    """
+    splits = [head.out_features for head in _heads(block)]
+    hand = _hand(path, block, x0.shape[1], FORWARD_KINDS + BACKWARD_KINDS)
+    x0, y = x0[0].detach(), y[0].detach()
+    dx2, dqkv = tangents[0][0], torch.cat(tangents[1:], dim=-1)[0]
+    order = [name for name, _ in block.named_parameters()]
+    dtype = block.norm1.weight.dtype
+
+    @torch.no_grad()
+    def forward_backward() -> tuple[torch.Tensor, ...]:
+        _, _, saved = hand.fwd(x0, y)
+        dx0, dy, dwo, dwgu, dwd, dwqkv, dnorm1, dnorm2 = hand.bwd(dx2, dqkv, saved)
+        dwq, dwk, dwv = dwqkv.split(splits)
+        found = {
+            "o_proj.weight": dwo,
+            "norm1.weight": dnorm1.to(dtype),
+            "gate_proj.weight": dwgu[0::2],
+            "up_proj.weight": dwgu[1::2],
+            "down_proj.weight": dwd,
+            "norm2.weight": dnorm2.to(dtype),
+            "q_proj.weight": dwq,
+            "k_proj.weight": dwk,
+            "v_proj.weight": dwv,
+        }
+        return dx0, dy, *(found[name] for name in order)
+
+    return forward_backward

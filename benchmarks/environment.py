@@ -23,6 +23,7 @@ PACKAGES = (
     "quack-kernels",
     "nvidia-cutlass-dsl",
     "transformers",
+    "liger-kernel",
     "coda-inductor",
 )
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import ceiling
+from .gradients import REFERENCE_ROWS, products
 from .measure import Call, Variants, device, register, relative_error
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ SIZES = {
 }
 OUTPUTS = ("x2", "q", "k", "v")
 EPS = 1e-5
-REFERENCE_ROWS = 2048
 
 
 class HFRMSNorm(nn.Module):
@@ -82,6 +82,7 @@ class Block(nn.Module):
         return x2, self.q_proj(n2), self.k_proj(n2), self.v_proj(n2)
 
 
+@torch.no_grad()
 def build(size: str, rows: int, norm: str) -> tuple[Block, torch.Tensor, torch.Tensor]:
     """A bf16 block of unit-gain random weights and its inputs x0, y of shape (1, rows, d), on the
     device.
@@ -98,25 +99,22 @@ def build(size: str, rows: int, norm: str) -> tuple[Block, torch.Tensor, torch.T
     return block.bfloat16(), x0, y
 
 
-def gemms(block: Block, x0: torch.Tensor, y: torch.Tensor, fused: bool) -> Call:
+def gemms(
+    block: Block, x0: torch.Tensor, y: torch.Tensor, fused: bool, backward: bool = False
+) -> Call:
     """The GEMMs of the block alone through ``torch.mm``, on inputs of the right shape.
 
     `fused` joins gate/up and q/k/v into one weight each (4 GEMMs, copies of the weights); else 7
-    GEMMs.
+    GEMMs. `backward` adds the gradients of operand and weight: three times as many.
     """
-    y2, h = y[0], x0[0]
+    y2, h = y[0].detach(), x0[0].detach()
     hidden = torch.randn(len(h), block.down_proj.in_features, device=h.device).bfloat16()
     groups = [(block.gate_proj, block.up_proj), (block.q_proj, block.k_proj, block.v_proj)]
     pairs = [(y2, block.o_proj.weight), (hidden, block.down_proj.weight)]
     for group in groups:
         weights = [linear.weight for linear in group]
         pairs += [(h, weight) for weight in ([torch.cat(weights)] if fused else weights)]
-
-    def call() -> None:
-        for operand, weight in pairs:
-            torch.mm(operand, weight.t())
-
-    return call
+    return products([(operand, weight.detach()) for operand, weight in pairs], backward)
 
 
 def reference(block: Block, x0: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:

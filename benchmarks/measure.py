@@ -7,11 +7,13 @@ of a GPU under load drifts by more than the differences measured here. On a CPU,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 Result = TypeVar("Result")
 MIB = 2**20
+ALARM_INTERVAL_S = 5.0
+CYCLES_PER_MS = 2_000_000  # of a GPU at about its highest clock
 
 
 def device() -> str:
@@ -43,22 +47,39 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Call],
+    rounds: int,
+    warmup: int = 3,
+    before: dict[str, Call] | None = None,
+    queue_ms: float = 0.0,
+) -> dict[str, list[float]]:
     """Milliseconds of every call of every variant: `rounds` samples each, after `warmup` calls
     each.
 
     On CUDA nothing waits between calls, so that the host runs ahead and a sample is device time
     (see :func:`host_us` for the other side).
+
+    Args:
+        calls: name -> variant.
+        rounds: samples per variant.
+        warmup: untimed calls of each variant.
+        before: name -> what runs untimed ahead of each call of that variant.
+        queue_ms: milliseconds that the device is kept busy at the start of each round, for
+            variants that it finishes faster than the host can launch them; no effect on a CPU.
     """
     names = list(calls)
-    for call in calls.values():
+    prepare = dict.fromkeys(names, _nothing) | (before or {})
+    for name, call in calls.items():
         for _ in range(warmup):
+            prepare[name]()
             call()
     synchronize()
     if device() == "cpu":
         clock: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds):
             for name in _rotated(names, turn):
+                prepare[name]()
                 start = time.perf_counter()
                 calls[name]()
                 clock[name].append((time.perf_counter() - start) * 1e3)
@@ -67,7 +88,10 @@ def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[st
         name: [] for name in names
     }
     for turn in range(rounds):
+        if queue_ms:
+            torch.cuda._sleep(int(queue_ms * CYCLES_PER_MS))
         for name in _rotated(names, turn):
+            prepare[name]()
             start_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start_end[0].record()
             calls[name]()
@@ -77,6 +101,10 @@ def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[st
     return {
         name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()
     }
+
+
+def _nothing() -> None:
+    pass
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
@@ -177,7 +205,7 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return (difference.norm() / reference.float().norm()).item()
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """One line for a results file: kind and message, without Dynamo's advice on how to debug."""
     text = f"{type(error).__name__}: {error}".split("\n\nSet TORCHDYNAMO_VERBOSE")[0]
     return scrub(" ".join(text.split()))[:600]
@@ -189,6 +217,39 @@ def register(backend: str) -> None:
         from coda_inductor.backend import coda
 
         torch._dynamo.register_backend(coda, name=backend)
+
+
+class OutOfTimeError(BaseException):
+    """A variant was not ready in time.
+
+    No Exception: torch.compile takes those that come while it tries a kernel for that kernel's
+    fault and goes on.
+    """
+
+
+@contextlib.contextmanager
+def time_limit(deadline: float | None) -> Iterator[None]:
+    """Raise OutOfTimeError in the main thread, where this must run, once ``time.monotonic()`` is
+    past `deadline`; None is no limit.
+    """
+    if deadline is None:
+        yield
+        return
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise OutOfTimeError("no time was left to prepare it")
+
+    def stop(*_: Any) -> None:
+        raise OutOfTimeError(f"not ready after {seconds:.0f} s, when the time was up")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Again every few seconds, for whatever swallows the first.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, ALARM_INTERVAL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 class Variants:
@@ -203,19 +264,30 @@ class Variants:
         errors: name -> why there is none.
         held_mib: name -> MiB that stay allocated once it is prepared (weights, workspaces, graph
             pools).
+        before: name -> what a call of it needs done first, untimed.
+        deadline: ``time.monotonic()`` at which the preparation of a variant is given up; None for
+            never.
     """
 
-    def __init__(self, progress: Path, skip: dict[str, str] | None = None):
+    def __init__(
+        self, progress: Path, skip: dict[str, str] | None = None, deadline: float | None = None
+    ):
         self.progress = progress
+        self.deadline = deadline
         self.calls: dict[str, Call] = {}
-        self.errors: dict[str, str] = dict(skip or {})
+        self.skip = skip or {}
+        self.errors: dict[str, str] = {}
         self.held_mib: dict[str, float] = {}
+        self.before: dict[str, Call] = {}
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """`work()`, or None with the reason in `errors`; None also for a name that has an error.
+        """`work()`, or None with the reason in `errors`; None also for a name that is to be skipped
+        or has an error.
 
         Raises what the device raises if the failure also broke the CUDA context.
         """
+        if name in self.skip:
+            self.errors[name] = self.skip[name]
         if name in self.errors:
             return None
         self.progress.write_text(name)
@@ -223,7 +295,7 @@ class Variants:
         try:
             result = work()
             synchronize()
-        except Exception as error:  # noqa: BLE001  whatever a variant raises is its result
+        except (Exception, OutOfTimeError) as error:  # noqa: BLE001  what it raises is its result
             traceback.print_exc()
             self.errors[name] = _reason(error)
             synchronize()
@@ -234,8 +306,10 @@ class Variants:
         """Prepare the variant `make()`, call it once and keep it under `name`."""
 
         def prepare() -> Call:
-            call = make()
-            call()
+            with time_limit(self.deadline):
+                call = make()
+                call()
+                synchronize()
             return call
 
         before = allocated()
@@ -250,14 +324,16 @@ class Variants:
             if device() == "cuda" and name in self.calls:
                 self.add(f"{name}_graph", functools.partial(captured, self.calls[name]))
 
-    def measure(self, rounds: int) -> dict:
-        """Time all variants together.
+    def measure(self, rounds: int, queue_ms: float = 0.0) -> dict:
+        """Time all variants together; see :func:`interleaved` for `rounds` and `queue_ms`.
 
         Returns:
             ``{"rounds", "variants": {name: measurements}, "errors": {name: text}}``; `errors` is
             the live attribute: what fails later shows up in it.
         """
-        samples = interleaved(self.calls, rounds) if self.calls else {}
+        before = {name: self.before[name] for name in self.calls if name in self.before}
+        timed = functools.partial(interleaved, self.calls, rounds, before=before, queue_ms=queue_ms)
+        samples = timed() if self.calls else {}
         variants = {
             name: summary(samples[name])
             | {
@@ -269,13 +345,15 @@ class Variants:
         }
         return {"rounds": rounds, "variants": variants, "errors": self.errors}
 
-    def profile(self, names: tuple[str, ...]) -> dict:
-        """:func:`kernel_times` of each working variant of `names`: ``{name: profile}``."""
+    def profile(self, names: tuple[str, ...], top: int = 15) -> dict:
+        """:func:`kernel_times` of each working variant of `names`, the `top` largest kernels of
+        each: ``{name: profile}``.
+        """
         found = {}
         for name in names:
             if name in self.calls:
                 call = self.calls[name]
                 found[name] = self.attempt(
-                    f"profile of {name}", functools.partial(kernel_times, call)
+                    f"profile of {name}", functools.partial(kernel_times, call, top=top)
                 )
         return {name: times for name, times in found.items() if times is not None}

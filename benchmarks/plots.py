@@ -2,39 +2,101 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from .report import LAYER_COLUMNS, LLAMA_COLUMNS, complete, label, markdown, median, merged, speedup
+from .kernels import STEP
+from .report import markdown, merged
+from .tables import LAYER_COLUMNS, LLAMA_COLUMNS, complete, label, median, speedup
+from .train_tables import KERNEL_COLUMNS, STEP_COLUMNS, block_label, step_gib
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _bars(results: dict, suite: str, names: tuple[str, ...], title: str, path: Path) -> bool:
-    """Grouped bars, one group per part, of each variant's speed relative to plain torch.compile."""
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Grouped bars of one suite: one group per part, one bar per variant.
+
+    Attributes:
+        title: heading.
+        names: the variants.
+        ending: what the names of these variants end in.
+        memory: peak GiB of a training step instead of the speed relative to plain torch.compile.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    ending: str = ""
+    memory: bool = False
+
+    def height(self, result: dict, name: str) -> float:
+        """Height of one bar; 0 for what was not measured."""
+        if self.memory:
+            return step_gib(result, name, with_model=True) or 0.0
+        return speedup(result, name + self.ending, ("compile" + self.ending,)) or 0.0
+
+
+FIGURES = {
+    "layer": [Panel("Non-attention part of a Llama layer, forward", LAYER_COLUMNS)],
+    "layer_train": [
+        Panel("Non-attention part of a Llama layer, forward and backward", LAYER_COLUMNS)
+    ],
+    "kernels": [
+        Panel("Forward, by block and width d", KERNEL_COLUMNS),
+        Panel("Forward and backward", KERNEL_COLUMNS, ending=STEP),
+    ],
+    "llama": [Panel("Llama prefill by prompt length in tokens", LLAMA_COLUMNS)],
+    "llama_train": [
+        Panel("Llama training step by sequence length in tokens", STEP_COLUMNS),
+        Panel("Peak memory of the step", STEP_COLUMNS, memory=True),
+    ],
+}
+
+
+def _draw(axes: Any, panel: Panel, parts: list[tuple[str, dict]], shown: list[str], suite: str):
+    """Fill `axes` with `panel`; `parts` are (label, result) pairs."""
+    width = 0.8 / len(shown)
+    for index, name in enumerate(shown):
+        heights = [panel.height(result, name) for _, result in parts]
+        places = [group + (index - (len(shown) - 1) / 2) * width for group in range(len(parts))]
+        bars = axes.bar(places, heights, width, label=label(name, suite))
+        axes.bar_label(bars, fmt="%.1f" if panel.memory else "%.2f", fontsize=7)
+    axes.set_xticks(range(len(parts)), [part for part, _ in parts], fontsize=8)
+    axes.set_title(panel.title, fontsize=10)
+    if panel.memory:
+        axes.set_ylabel("GiB")
+    else:
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_ylabel("speed, torch.compile = 1")
+
+
+def _figure(results: dict, suite: str, path: Path) -> bool:
+    """Draw the panels of `suite` into `path`; False where there is nothing to draw."""
     parts = [
-        (part, result) for part, result in complete(results, suite) if median(result, "compile")
+        (block_label(part, result, "\nd = ") if suite == "kernels" else part, result)
+        for part, result in complete(results, suite)
+        if median(result, "compile")
     ]
     if not parts:
         return False
-    shown = [name for name in names if any(median(result, name) for _, result in parts)]
-    figure = Figure(figsize=(2 + 2.2 * len(parts), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(shown)
-    for index, name in enumerate(shown):
-        heights = [speedup(result, name, ("compile",)) or 0.0 for _, result in parts]
-        places = [group + (index - (len(shown) - 1) / 2) * width for group in range(len(parts))]
-        bars = axes.bar(places, heights, width, label=label(name))
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(parts)), [part for part, _ in parts])
-    axes.set_ylabel("speed, torch.compile = 1")
-    axes.set_title(title, fontsize=10)
-    figure.legend(fontsize=7, ncols=3, loc="outside lower center")
+    panels = [
+        (panel, shown)
+        for panel in FIGURES[suite]
+        if (shown := [n for n in panel.names if any(panel.height(r, n) for _, r in parts)])
+    ]
+    bars = len(parts) * max(len(shown) for _, shown in panels)
+    size = (max(2 + 0.32 * bars, 5), 0.5 + 3.5 * len(panels))
+    figure = Figure(figsize=size, layout="constrained")
+    rows = figure.subplots(len(panels), squeeze=False)
+    for (panel, shown), (axes,) in zip(panels, rows, strict=True):
+        _draw(axes, panel, parts, shown, suite)
+    handles, names = rows[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=7, ncols=3, loc="outside lower center")
     figure.savefig(path, metadata={"Date": None})
     return True
 
@@ -48,15 +110,8 @@ def write(sources: list[Path], docs: Path) -> list[Path]:
     docs.mkdir(parents=True, exist_ok=True)
     # Reproducible ids: rendering the same results twice must not change a committed file.
     rcParams["svg.hashsalt"] = "benchmarks"
-    wanted = [
-        ("layer", LAYER_COLUMNS, "Non-attention part of a Llama layer, forward"),
-        ("llama", LLAMA_COLUMNS, "Llama prefill by prompt length in tokens"),
-    ]
-    images = []
-    for suite, names, title in wanted:
-        path = docs / f"benchmarks_{suite}.svg"
-        if _bars(results, suite, names, title, path):
-            images.append(path)
+    paths = {suite: docs / f"benchmarks_{suite}.svg" for suite in FIGURES}
+    images = [path for suite, path in paths.items() if _figure(results, suite, path)]
     page = docs / "benchmarks.md"
     page.write_text(
         markdown(results, [source.name for source in sources], [image.name for image in images])

@@ -32,13 +32,16 @@ class Job:
     """One process's work.
 
     Attributes:
-        suite: "layer", "llama" or "compile".
+        suite: "layer", "llama", "layer_train", "llama_train", "kernels" or "compile".
         size: name of the shape, a key of the suite's table.
-        length: rows M (layer) or tokens (llama, compile).
+        length: rows M (layers, kernels) or tokens (llama, llama_train, compile).
         backend: torch.compile backend measured as ours; in suite "compile" the backend measured.
         rounds: samples per variant.
         norm: "hf" or "torch", how the layer writes its RMSNorm.
         ceiling: path of the hand-composed layer, or None.
+        block: which block suite "kernels" measures.
+        seconds: time the process has.
+        optimizer: whether a step of "llama_train" ends with the optimizer's.
         skip: variants left out, with the reason.
     """
 
@@ -49,6 +52,9 @@ class Job:
     rounds: int = 25
     norm: str = "hf"
     ceiling: str | None = None
+    block: str | None = None
+    seconds: float = 240.0
+    optimizer: bool = False
     skip: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -111,10 +117,10 @@ def run(job: Job, log: Path, timeout_s: float, caches: Path | None = None) -> di
     while True:
         with tempfile.TemporaryDirectory() as folder, log.open("ab") as output:
             files, start = Files(Path(folder)), output.tell()
-            files.order.write_text(json.dumps(dataclasses.asdict(job)))
-            happened = _wait(
-                _start(folder, output, environment), max(deadline - time.monotonic(), 1)
-            )
+            left = max(deadline - time.monotonic(), 1)
+            order = dataclasses.replace(job, seconds=left)
+            files.order.write_text(json.dumps(dataclasses.asdict(order)))
+            happened = _wait(_start(folder, output, environment), left)
             if happened is None:
                 return json.loads(files.result.read_text())
             culprit = files.progress.read_text() if files.progress.exists() else ""

@@ -7,34 +7,22 @@ a process that dies or hangs are tested with scripts in place of a benchmark.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
 import torch
+from benchmark_runs import ROOT, benchmarks
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks import ceiling, environment, layer, measure, report, runner, tables
+from benchmarks.runner import Job
 
-from benchmarks import ceiling, environment, layer, measure, report, runner  # noqa: E402
-from benchmarks.runner import Job  # noqa: E402
-
-TINY = "--sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 3"
-
-
-def benchmarks(*arguments: str) -> subprocess.CompletedProcess:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+TINY = "--suite layer,llama --sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 3"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run of both suites: the folder of its files and what it printed."""
+    """One run of the suites without gradients: the folder of its files and what it printed."""
     out = tmp_path_factory.mktemp("benchmarks") / "out"
     done = benchmarks("--out", str(out), *TINY.split())
     assert done.returncode == 0, done.stderr
@@ -125,6 +113,41 @@ def test_a_variant_that_raises_leaves_its_error_and_the_others(tmp_path):
     result = variants.measure(rounds=2)
     assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape"}
     assert list(result["variants"]) == ["good"]
+
+
+def test_a_variant_to_be_skipped_is_not_prepared_and_says_why(tmp_path):
+    variants = measure.Variants(tmp_path / "progress", {"slow": "left out", "other": "left out"})
+    variants.add("slow", lambda: pytest.fail("prepared"))
+    assert variants.errors == {"slow": "left out"}
+
+
+@pytest.mark.parametrize("seconds", [0.2, -1.0])
+def test_a_variant_that_is_not_ready_in_time_leaves_the_others_theirs(tmp_path, seconds):
+    def slow():
+        for _ in range(100):
+            try:
+                time.sleep(0.05)
+            except Exception:  # noqa: BLE001, S110  as a compiler does that tries kernels
+                pass
+        pytest.fail("went on")
+
+    variants = measure.Variants(tmp_path / "progress")
+    variants.add("good", lambda: lambda: torch.ones(4).sum())
+    variants.deadline = time.monotonic() + seconds
+    variants.add("slow", slow)
+    result = variants.measure(rounds=2)
+    assert list(result["variants"]) == ["good"]
+    assert result["errors"].keys() == {"slow"}
+    assert result["errors"]["slow"].startswith("OutOfTimeError: no")
+
+
+def test_what_a_variant_needs_first_is_done_before_each_call():
+    log = []
+    calls = {"a": lambda: log.append("a"), "b": lambda: log.append("b")}
+    before = {"b": lambda: log.append("before b")}
+    samples = measure.interleaved(calls, rounds=2, warmup=1, before=before, queue_ms=1.0)
+    assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
+    assert log == ["a", "before b", "b", "a", "before b", "b", "before b", "b", "a"]
 
 
 HAND_LAYER = """
@@ -243,9 +266,21 @@ def test_runs_of_one_machine_merge_and_of_two_do_not():
         report.merged([first, second])
 
 
+def test_runs_of_other_versions_do_not_merge_but_may_lack_a_package():
+    machine = {"gpu": None, "driver": None, "commit": "c", "date": "d", "command": "x"}
+    versions = {"torch": "2.11", "liger-kernel": None, "coda-inductor": "0.1"}
+    first = {"environment": {**machine, "versions": versions}}
+    second = {"environment": {**machine, "versions": {"torch": "2.11", "liger-kernel": "0.8"}}}
+    found = report.merged([first, second])["environment"]["versions"]
+    assert found == {"torch": "2.11", "liger-kernel": "0.8", "coda-inductor": "0.1"}
+    second["environment"]["versions"]["torch"] = "2.13"
+    with pytest.raises(ValueError, match=r"versions of torch \(2.11 and 2.13\)"):
+        report.merged([first, second])
+
+
 def test_speedup_is_over_the_faster_baseline_and_needs_one():
     times = {"compile": 3.0, "max_autotune": 2.0, "coda": 1.0}
     result = {"variants": {name: {"median_ms": time} for name, time in times.items()}}
-    assert report.speedup(result, "coda", ("compile", "max_autotune")) == 2.0
-    assert report.speedup(result, "coda", ("absent",)) is None
-    assert report.speedup(result, "absent", ("compile",)) is None
+    assert tables.speedup(result, "coda", ("compile", "max_autotune")) == 2.0
+    assert tables.speedup(result, "coda", ("absent",)) is None
+    assert tables.speedup(result, "absent", ("compile",)) is None

@@ -1,0 +1,144 @@
+"""Suite `llama_train`: training steps of a whole, unmodified ``transformers.LlamaForCausalLM``.
+
+Batch 1, random bf16 weights, labels = tokens, HF's own loss; a step is forward and backward, with
+the fused AdamW behind it where the job asks for one. Gradients are freed at the end of a step, so
+that a step's peak holds them and the variants between two steps do not.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from . import llama
+from .measure import MIB, Call, Variants, register, relative_error
+
+if TYPE_CHECKING:
+    from .runner import Job
+
+LEARNING_RATE = 1e-5
+
+
+class Trained:
+    """A model in training mode with its compiled form, its batch and maybe its optimizer.
+
+    Args:
+        model: what holds the parameters.
+        tokens: (1, T) int64, inputs and labels.
+        backend: torch.compile backend, or None for eager.
+        checkpoint: recompute each layer's activations in the backward (HF's own switch).
+        optimizer: end each step with a fused AdamW step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        backend: str | None = None,
+        checkpoint: bool = False,
+        optimizer: bool = False,
+    ):
+        self.model = model.train()
+        if checkpoint:
+            options = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        self.function = model
+        if backend is not None:
+            register(backend)
+            self.function = torch.compile(model, backend=backend)
+        self.tokens = tokens
+        self.optimizer = None
+        if optimizer:
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def loss(self) -> torch.Tensor:
+        """Mean next-token loss, a scalar."""
+        return self.function(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+
+    def step(self) -> None:
+        """One training step; leaves no gradients."""
+        self.loss().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
+        """The loss, and the gradients of all parameters by name; the model keeps none of them."""
+        loss = self.loss()
+        loss.backward()
+        found = {name: weight.grad for name, weight in self.model.named_parameters()}
+        self.model.zero_grad(set_to_none=True)
+        return loss.item(), found
+
+    def held_mib(self) -> float:
+        """MiB of the parameters and of the optimizer's state."""
+        tensors = list(self.model.parameters())
+        if self.optimizer is not None:
+            states = self.optimizer.state.values()
+            tensors += [t for state in states for t in state.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / MIB
+
+
+def _accuracy(model: Any, trained: dict[str, Trained], result: dict) -> dict:
+    """Relative errors of all gradients of each variant as one vector and of its worst parameter.
+
+    That parameter's name goes into ``result["worst_parameter"]``, the losses into
+    ``result["loss"]``. The reference is eager fp32 with the same weights; it recomputes
+    activations, which changes no value and lets it fit beside the models measured.
+    """
+    tokens = next(iter(trained.values())).tokens
+    exact_loss, exact = Trained(copy.deepcopy(model).float(), tokens, checkpoint=True).gradients()
+    norm = sum(truth.square().sum() for truth in exact.values()).sqrt()
+    accuracy = {}
+    result["loss"], result["worst_parameter"] = {"exact": exact_loss}, {}
+    for name, own in trained.items():
+        loss, found = own.gradients()
+        off = sum((found[p].float() - truth).square().sum() for p, truth in exact.items()).sqrt()
+        each = {p: relative_error(found.pop(p), truth) for p, truth in exact.items()}
+        worst = max(each, key=lambda p: each[p])
+        result["loss"][name], result["worst_parameter"][name] = loss, worst
+        accuracy[name] = {"all gradients": (off / norm).item(), "worst parameter": each[worst]}
+    return accuracy
+
+
+def run(job: Job, variants: Variants) -> dict:
+    """Measure one sequence length (`job.length` tokens); see :mod:`benchmarks.runner` for the
+    fields of `job`.
+
+    Returns:
+        what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"graph_breaks"`` and,
+        without an optimizer (which moves the weights), ``"accuracy": {variant: {"all gradients",
+        "worst parameter"}}``, ``"worst_parameter": {variant: name}`` and ``"loss": {variant or
+        "exact": loss}``. Each variant also has ``"model_mib"``, its parameters and optimizer state:
+        with ``"peak_mib"`` what a process that held this variant alone would peak at.
+    """
+    model, draw = llama.build(job.size, job.length)
+    tokens = draw()
+    trained: dict[str, Trained] = {}
+
+    def make(name: str, backend: str | None = None, checkpoint: bool = False) -> Call:
+        own = copy.deepcopy(model)
+        trained[name] = Trained(own, tokens, backend, checkpoint, job.optimizer)
+        return trained[name].step
+
+    variants.add("eager", lambda: make("eager"))
+    variants.add("compile", lambda: make("compile", "inductor"))
+    variants.add("coda", lambda: make("coda", job.backend))
+    variants.add("compile_checkpoint", lambda: make("compile_checkpoint", "inductor", True))
+    variants.add("coda_checkpoint", lambda: make("coda_checkpoint", job.backend, True))
+    result = variants.measure(job.rounds)
+    working = {name: own for name, own in trained.items() if name in variants.calls}
+    for name, own in working.items():
+        result["variants"][name]["model_mib"] = own.held_mib()
+    optimizer = "fused AdamW" if job.optimizer else None
+    result["shape"] = {"tokens": job.length, "optimizer": optimizer, **llama.SHAPES[job.size]}
+    result["profile"] = variants.profile(("coda", "compile"))
+    result["graph_breaks"] = sum(counters["graph_break"].values())
+    result["accuracy"] = {}
+    if not job.optimizer and working:
+        accuracy = variants.attempt("accuracy", lambda: _accuracy(model, working, result))
+        result["accuracy"] = accuracy or {}
+    return result

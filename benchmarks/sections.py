@@ -1,0 +1,148 @@
+"""What is shown of each suite, in order: a title, what a reader must know, and its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from . import tables, train_tables
+from .kernels import STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYER_NOTES = """\
+The non-attention part of one Llama layer, forward under `torch.no_grad()`, bf16, {M} rows:
+separate q/k/v and gate/up `nn.Linear` and a norm module ({norm}). *speedup* is the time of the
+better of the two torch.compile columns over coda's. The GEMM columns are cuBLAS products of the
+same shapes and nothing else. *hand-composed* is written directly in QuACK epilogues; it reads gate
+and up interleaved from one weight and q, k, v from one weight, which a module with separate
+parameters does not offer, and it also stores the pre-activations that training needs."""
+
+LAYER_TRAIN_NOTES = """\
+The same layer, forward and backward: gradients of both inputs and of all parameters, for given
+gradients of x2, q, k and v. *speedup* is the time of the better of the two torch.compile columns
+over coda's. *hand-composed* also gets the gradients of q, k and v in one tensor. Errors are those
+of the gradients."""
+
+LLAMA_NOTES = """\
+`transformers.LlamaForCausalLM`, unmodified, {num_hidden_layers} layers of width {hidden_size}, MLP
+{intermediate_size}, {num_attention_heads} heads, {num_key_value_heads} key-value heads, vocabulary
+{vocab_size}, random bf16 weights: prefill of one prompt without a cache, logits of the last
+position. Attention is the same code in both compiled columns. Peak memory is what one call needs
+beyond weights and inputs."""
+
+LLAMA_TRAIN_NOTES = """\
+`transformers.LlamaForCausalLM`, unmodified, {num_hidden_layers} layers of width {hidden_size},
+vocabulary {vocab_size}, bf16: forward with HF's loss and backward of one sequence, optimizer in the
+step: {optimizer}. *checkpointing* is HF's own, not re-entrant. Peak memory counts the gradients;
+*the model* is parameters and optimizer state. Errors are those of all gradients as one vector, and
+of the parameter where a variant is worst."""
+
+KERNELS_NOTES = """\
+One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
+x = residual + o_proj(y) (d to d) and norm(x), both returned, or with another d to d product of
+norm(x) in its place; *RMSNorm, 2 GEMMs, SwiGLU* is silu(gate(norm(x))) * up(norm(x)) (d to f);
+*SwiGLU, GEMM* is down(silu(gate) * up) (f to d).
+Everything requires gradients. Device time: the queue is filled before each round. *speedup* is over
+torch.compile; Liger's columns are its kernels between eager GEMMs."""
+
+COMPILE_NOTES = "Seconds to the first result in a new process; cold: with empty compile caches."
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One suite's part of the page.
+
+    Attributes:
+        suite: key of the results.
+        title: heading.
+        notes: text, formatted with the shape of the suite's first part.
+        tables: caption ("" for none) and function of (results, form), in order.
+    """
+
+    suite: str
+    title: str
+    notes: str
+    tables: tuple[tuple[str, Callable[..., str]], ...]
+
+    def text(self, results: dict) -> str:
+        """The notes for what was measured."""
+        shapes = (result["shape"] for _, result in tables.complete(results, self.suite))
+        shape = dict(next(shapes, {}))
+        if "norm" in shape:
+            shape["norm"] = "HF's spelling of RMSNorm" if shape["norm"] == "hf" else "`nn.RMSNorm`"
+        if "optimizer" in shape:
+            shape["optimizer"] = shape["optimizer"] or "none"
+        return self.notes.format(**shape)
+
+    def shown(self, results: dict) -> bool:
+        """Whether there is anything to show."""
+        if self.suite == "compile":
+            return bool(results.get("compile"))
+        return any(True for _ in tables.complete(results, self.suite))
+
+
+def _of(suite: str, function: Callable[..., str]) -> Callable[..., str]:
+    """A table that serves several suites, of one."""
+    return lambda results, form: function(results, suite, form)
+
+
+def _ending(ending: str) -> Callable[..., str]:
+    return lambda results, form: train_tables.kernel_times(results, ending, form)
+
+
+GRAPHS = "Replayed as CUDA graphs, and what an ordinary call costs the host:"
+SECTIONS = (
+    Section(
+        "layer",
+        "Layer",
+        LAYER_NOTES,
+        (
+            ("", _of("layer", tables.layer_times)),
+            (GRAPHS, _of("layer", tables.layer_graphs)),
+            ("Errors:", _of("layer", tables.errors)),
+        ),
+    ),
+    Section(
+        "layer_train",
+        "Layer, training",
+        LAYER_TRAIN_NOTES,
+        (
+            ("", _of("layer_train", tables.layer_times)),
+            (GRAPHS, _of("layer_train", tables.layer_graphs)),
+            ("What a step needs beyond weights and inputs:", train_tables.layer_memory),
+            ("Errors of the gradients:", _of("layer_train", tables.errors)),
+        ),
+    ),
+    Section(
+        "kernels",
+        "Kernels",
+        KERNELS_NOTES,
+        (
+            ("Forward:", _ending("")),
+            ("Forward and backward:", _ending(STEP)),
+            ("Worst error among outputs and gradients:", train_tables.kernel_errors),
+        ),
+    ),
+    Section(
+        "llama",
+        "Llama",
+        LLAMA_NOTES,
+        (
+            ("", tables.llama_times),
+            ("Errors of the last position's logits:", _of("llama", tables.errors)),
+        ),
+    ),
+    Section(
+        "llama_train",
+        "Llama, training",
+        LLAMA_TRAIN_NOTES,
+        (
+            ("", train_tables.step_times),
+            ("Peak memory of a step:", train_tables.step_memory),
+            ("Errors of the gradients:", _of("llama_train", tables.errors)),
+        ),
+    ),
+    Section("compile", "Compile time", COMPILE_NOTES, (("", tables.compile_seconds),)),
+)

@@ -1,0 +1,326 @@
+"""The training suites measure and render, at a size for CPUs.
+
+Each suite runs once through the real command line; what needs a GPU or Liger there is tested with
+stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from benchmark_runs import benchmarks
+
+from benchmarks import (
+    blocks,
+    ceiling,
+    gradients,
+    kernels,
+    layer,
+    layer_train,
+    measure,
+    plots,
+    report,
+    train_tables,
+)
+from benchmarks.runner import Job
+
+TINY = "--sizes tiny --rows 32 --llama tiny --train-tokens 16 --rounds 2"
+LAYERS = "o_proj norm1 gate_proj up_proj down_proj norm2 q_proj k_proj v_proj"
+# Embedding (tied), then 2 layers of attention, MLP and two norms, and the last norm.
+TINY_WEIGHTS = 256 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+LIGER = "pip install liger-kernel"
+
+
+def run(tmp_path_factory, suite: str, *options: str) -> dict:
+    """The results of one suite."""
+    out = tmp_path_factory.mktemp(suite) / "out"
+    done = benchmarks("--out", str(out), "--suite", suite, *TINY.split(), *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((out / "results.json").read_text())
+    assert list(results) == ["environment", suite]
+    assert done.stdout.endswith(report.short(results) + "\n")
+    return results
+
+
+@pytest.fixture(scope="module")
+def layer_results(tmp_path_factory):
+    return run(tmp_path_factory, "layer_train", "--skip", "max_autotune")
+
+
+@pytest.fixture(scope="module")
+def llama_results(tmp_path_factory):
+    return run(tmp_path_factory, "llama_train", "--optimizer", "--skip", "compile_checkpoint")
+
+
+@pytest.fixture(scope="module")
+def kernel_results(tmp_path_factory):
+    return run(tmp_path_factory, "kernels")
+
+
+def measured(result: dict, *names: str) -> None:
+    """All of `names`, and nothing else, has medians."""
+    assert list(result["variants"]) == list(names)
+    for variant in result["variants"].values():
+        assert len(variant["samples_ms"]) == 2
+        assert 0 < variant["p20_ms"] <= variant["median_ms"] <= variant["p80_ms"]
+
+
+def test_layer_train_times_steps_and_names_what_was_skipped(layer_results):
+    result = layer_results["layer_train"]["tiny"]
+    measured(result, "eager", "gemms", "gemms_fused", "compile", "coda")
+    assert result["errors"] == {"max_autotune": "left out by --skip"}
+    assert result["shape"] == {"M": 32, "d": 64, "f": 128, "kv": 32, "norm": "hf"}
+    assert list(result["profile"]) == ["coda", "compile"]
+    products = [k for k in result["profile"]["compile"]["kernels"] if k["name"] == "aten::mm"]
+    assert sum(kernel["calls"] for kernel in products) > 14  # of 21; the first may be addmm
+
+
+def test_layer_train_has_the_error_of_every_gradient(layer_results):
+    accuracy = layer_results["layer_train"]["tiny"]["accuracy"]
+    assert list(accuracy) == ["eager", "compile", "coda"]
+    for found in accuracy.values():
+        assert list(found) == ["x0", "y", *LAYERS.split()]
+        assert all(0 < error < 0.05 for error in found.values())
+
+
+def test_llama_train_steps_with_an_optimizer_that_moves_the_weights(llama_results):
+    result = llama_results["llama_train"]["16"]
+    measured(result, "eager", "compile", "coda", "coda_checkpoint")
+    assert result["errors"] == {"compile_checkpoint": "left out by --skip"}
+    assert result["shape"]["optimizer"] == "fused AdamW"
+    assert result["accuracy"] == {}
+    for variant in result["variants"].values():
+        # Beside each weight two moments, and beside each tensor a counter of steps.
+        assert 3 < variant["model_mib"] * 2**20 / (TINY_WEIGHTS * 2) < 3.01
+
+
+def test_kernels_time_each_block_forward_and_as_a_step(kernel_results):
+    assert list(kernel_results["kernels"]) == [f"{block} tiny" for block in blocks.BLOCKS]
+    for result in kernel_results["kernels"].values():
+        names = ("eager", "gemms", "compile", "coda")
+        assert set(result["variants"]) == {*names, *(name + kernels.STEP for name in names)}
+        assert set(result["errors"]) == {"liger", "liger" + kernels.STEP}
+        assert all(LIGER in why for why in result["errors"].values())
+        for variant in result["variants"].values():
+            assert variant["median_ms"] > 0
+
+
+def test_kernels_have_the_errors_of_outputs_and_gradients(kernel_results):
+    result = kernel_results["kernels"]["residual_norm tiny"]
+    tensors = ["x", "normed", "gradient of residual", "gradient of y"]
+    tensors += ["gradient of o_proj", "gradient of norm"]
+    assert list(result["accuracy"]) == ["eager", "compile", "coda"]
+    for found in result["accuracy"].values():
+        assert list(found) == tensors
+        assert all(0 < error < 0.05 for error in found.values())
+
+
+def test_llama_gradients_are_compared_with_fp32(tmp_path):
+    from benchmarks import llama_train
+
+    left_out = ("compile", "coda", "compile_checkpoint", "coda_checkpoint")
+    variants = measure.Variants(tmp_path / "progress", dict.fromkeys(left_out, "not needed"))
+    result = llama_train.run(Job("llama_train", "tiny", 16, rounds=1), variants)
+    found = result["accuracy"]["eager"]
+    assert 0 < found["all gradients"] <= found["worst parameter"] < 0.1
+    assert result["worst_parameter"]["eager"].startswith("model.")
+    assert result["loss"]["eager"] == pytest.approx(result["loss"]["exact"], rel=0.01)
+    assert result["variants"]["eager"]["model_mib"] == TINY_WEIGHTS * 2 / 2**20
+
+
+def test_the_reference_in_chunks_of_rows_is_that_of_all_rows(monkeypatch):
+    block, x0, y = layer.build("tiny", 32, "hf")
+    block, inputs = block.float(), [x0.float().requires_grad_(), y.float().requires_grad_()]
+    given = layer_train.tangents(block, inputs[0])
+    outputs, found = gradients.reference(block, inputs, given)
+    monkeypatch.setattr(gradients, "REFERENCE_ROWS", 12)
+    chunked_outputs, chunked = gradients.reference(block, inputs, given)
+    step = gradients.step(block, inputs, block.parameters(), given)()
+    for pair in zip((*chunked_outputs, *chunked), (*outputs, *found), strict=True):
+        torch.testing.assert_close(*pair)
+    for pair in zip(found, step, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_products_are_as_many_as_the_weights_and_three_times_with_gradients(monkeypatch):
+    shapes = []
+    product = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b: shapes.append((*a.shape, *b.shape)) or product(a, b)
+    )
+    block, x0, y = layer.build("tiny", 32, "hf")
+    layer.gemms(block, x0, y, fused=False)()
+    assert len(shapes) == 7
+    shapes.clear()
+    layer.gemms(block, x0, y, fused=True, backward=True)()
+    # q, k, v in one weight: 64 + 32 + 32 columns; forward, gradient of operand and of weight.
+    assert len(shapes) == 12
+    assert {(32, 64, 64, 128), (32, 128, 128, 64), (128, 32, 32, 64)} <= set(shapes)
+
+
+HAND_LAYER = """
+import torch
+from torch.nn.functional import rms_norm, silu
+
+CFG = {"only": ()}
+
+
+def warm(job):
+    return job, "ok"
+
+
+class Hand:
+    def __init__(self, d, f, q, M):
+        self.d = d
+        self.Wo, self.Wgu, self.Wd = torch.zeros(d, d), torch.zeros(2 * f, d), torch.zeros(d, f)
+        self.Wq, self.g1, self.g2 = torch.zeros(q, d), torch.zeros(d), torch.zeros(d)
+
+    def fwd(self, x0, y):
+        assert not torch.is_grad_enabled()
+        return None, None, (x0, y)
+
+    def bwd(self, dx2, dqkv, saved):
+        weights = (self.Wo, self.Wgu, self.Wd, self.Wq, self.g1, self.g2)
+        leaves = [t.detach().requires_grad_() for t in (*saved, *weights)]
+        with torch.enable_grad():
+            x0, y, wo, wgu, wd, wq, g1, g2 = leaves
+            x1 = x0 + y @ wo.t()
+            pairs = rms_norm(x1, (self.d,), g1, 1e-5) @ wgu.t()
+            x2 = x1 + (silu(pairs[:, 0::2]) * pairs[:, 1::2]) @ wd.t()
+            qkv = rms_norm(x2, (self.d,), g2, 1e-5) @ wq.t()
+            found = torch.autograd.grad((x2, qkv), leaves, (dx2, dqkv))
+        dx0, dy, dwo, dwgu, dwd, dwq, dg1, dg2 = found
+        return dx0, dy, dwo, dwgu, dwd, dwq, dg1, dg2
+"""
+
+
+def test_the_ceilings_step_gives_the_gradients_of_our_layer(tmp_path):
+    path = tmp_path / "hand_layer_train.py"
+    path.write_text(HAND_LAYER)
+    block, x0, y = layer.build("tiny", 32, "hf")
+    block, x0, y = block.cpu().float(), x0.cpu().float(), y.cpu().float()
+    given = layer_train.tangents(block, x0)
+    values = ceiling.make_step(path, block, x0, y, given)()
+    _, truths = gradients.reference(block, [x0, y], given)
+    found = gradients.errors(gradients.names(block, layer_train.INPUTS), values, truths)
+    assert list(found) == ["x0", "y", *LAYERS.split()]
+    assert all(error < 1e-5 for error in found.values()), found
+
+
+def fake_liger() -> ModuleType:
+    """Liger's operators with its signatures in plain torch; SwiGLU overwrites what it saved."""
+    ops = ModuleType("liger_kernel.ops")
+
+    def rms_norm(x, weight, eps, offset, casts, in_place):
+        assert (offset, casts, type(in_place)) == (0.0, "llama", bool)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def add_rms_norm(x, residual, weight, eps, offset, casts, in_place):
+        assert not in_place
+        total = x + residual
+        return rms_norm(total, weight, eps, offset, casts, in_place), total
+
+    class SiLUMul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.saved = gate, up
+            return torch.nn.functional.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gate, up = ctx.saved
+            sigmoid = gate.float().sigmoid()
+            d_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+            d_up = gradient * gate * sigmoid
+            return gate.data.copy_(d_gate), up.data.copy_(d_up)
+
+    for name, apply in (("RMSNorm", rms_norm), ("FusedAddRMSNorm", add_rms_norm)):
+        setattr(ops, f"Liger{name}Function", type(name, (), {"apply": staticmethod(apply)}))
+    ops.LigerSiLUMulFunction = SiLUMul
+    return ops
+
+
+@pytest.mark.parametrize("block", list(blocks.BLOCKS))
+def test_ligers_blocks_are_ours_even_where_they_overwrite_their_inputs(
+    monkeypatch, tmp_path, block
+):
+    package = ModuleType("liger_kernel")
+    package.ops = fake_liger()
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    left_out = {name + end: "not needed" for name in ("compile", "coda") for end in ("", "_train")}
+    variants = measure.Variants(tmp_path / "progress", left_out)
+    result = kernels.run(Job("kernels", "tiny", 32, rounds=2, block=block), variants)
+    assert set(result["errors"]) == set(left_out)
+    assert result["accuracy"]["liger"].keys() == result["accuracy"]["eager"].keys()
+    assert all(0 < error < 0.02 for error in result["accuracy"]["liger"].values())
+
+
+def test_report_renders_all_training_suites(layer_results, llama_results, kernel_results, tmp_path):
+    sources = []
+    for index, results in enumerate((layer_results, llama_results, kernel_results)):
+        sources.append(tmp_path / f"{index}.json")
+        sources[-1].write_text(json.dumps(results))
+    paths = [plots.write(sources, tmp_path / name) for name in ("one", "two")]
+    names = ["layer_train", "kernels", "llama_train"]
+    images = [f"benchmarks_{name}.svg" for name in names]
+    assert [path.name for path in paths[0]] == ["benchmarks.md", *images]
+    assert [p.read_text() for p in paths[0]] == [p.read_text() for p in paths[1]]
+    page = paths[0][0].read_text()
+    for results, suite in zip((layer_results, kernel_results, llama_results), names, strict=True):
+        for result in results[suite].values():
+            assert f"{result['variants']['coda']['median_ms']:.3f}" in page
+        assert f"({f'benchmarks_{suite}.svg'})" in page
+
+
+def canned(times: dict[str, float], **fields) -> dict:
+    """A result with these medians."""
+    variants = {
+        name: {"median_ms": time, "host_us": 9.0, "peak_mib": 1024 * time, "model_mib": 512.0}
+        for name, time in times.items()
+    }
+    return {"variants": variants, "errors": {}, "profile": {}, "accuracy": {}, **fields}
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a table's rows, without heading and rule."""
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_a_layers_speedup_is_over_the_better_mode_of_torch_compile():
+    times = {"eager": 4.0, "compile": 3.0, "max_autotune": 2.5, "coda": 2.0, "gemms": 1.9}
+    shape = {"M": 8, "d": 4, "f": 8, "kv": 2, "norm": "hf"}
+    results = {"layer_train": {"1B": canned(times, shape=shape)}}
+    text = report.short(results)
+    assert "21 GEMMs (cuBLAS)" in text
+    assert text.splitlines()[3].split()[-1] == "1.250"
+    assert cells(train_tables.layer_memory(results)) == [
+        ["1B", "4096", "3072", "2560", "2048", "-"]
+    ]
+
+
+def test_a_models_memory_is_told_with_and_without_its_weights():
+    times = {"compile": 3.0, "coda": 2.0, "compile_checkpoint": 4.5, "coda_checkpoint": 3.0}
+    results = {"llama_train": {"2048": canned(times, shape={"num_hidden_layers": 10})}}
+    assert cells(train_tables.step_memory(results)) == [
+        ["2048", "in all", "-", "3.50", "2.50", "5.00", "3.50"],
+        ["2048", "beyond the model", "-", "3.00", "2.00", "4.50", "3.00"],
+    ]
+    assert cells(train_tables.step_times(results))[0][-3:] == ["1.500", "1.500", "100"]
+
+
+def test_a_blocks_table_is_of_its_forward_or_of_its_step():
+    times = {"compile": 3.0, "coda": 2.0, "compile_train": 9.0, "coda_train": 6.0}
+    times |= {"liger_train": 7.5}
+    accuracy = {"compile": {"x": 1e-3, "gradient of y": 4e-3}, "coda": {"x": 2e-3}}
+    part = canned(times, shape={"d": 2048}, accuracy=accuracy)
+    results = {"kernels": {"norm_swiglu 1B": part}}
+    place = ["RMSNorm, 2 GEMMs, SwiGLU", "2048"]
+    forward, step = (cells(train_tables.kernel_times(results, end)) for end in ("", kernels.STEP))
+    assert forward == [[*place, "-", "-", "3.000", "2.000", "-", "1.500", "-"]]
+    assert step == [[*place, "-", "7.500", "9.000", "6.000", "-", "1.500", "1.250"]]
+    worst = cells(train_tables.kernel_errors(results))
+    assert worst == [[*place, "4.00e-03", "2.00e-03", "2.000"]]
