@@ -2,11 +2,14 @@
 
 ``Harness`` is a torch.compile backend: it raises, traces with AOTAutograd, runs the joint pass and
 executes the resulting aten graph eagerly. ``harness.graph`` is that graph, ``harness.report`` what
-happened, ``harness.counts`` the counters of this compile.
+happened, ``harness.counts`` the counters of this compile. When it trains, ``harness.graph`` is the
+joint graph, ``harness.parts`` are the forward and backward graphs that it was partitioned into and
+``harness.saved`` what the one leaves for the other. ``Stock`` does the same without us.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from coda_inductor.backend import raise_pass
@@ -30,21 +34,54 @@ class Harness:
         self.options = parse(None, {"strict": True, **options})
         self.recorder = Recorder("test", None)
         self.graph: torch.fx.Graph | None = None
+        self.parts: list[torch.fx.Graph] = []
+        self.saved: list[torch.fx.Node] = []
+        self.graphs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        raise_pass(gm, inputs, self.options, self.recorder)
+        self._raise(gm, inputs)
         self.raised = gm.graph
+        self.graphs += 1
         return aot_autograd(
-            fw_compiler=self._compile,
+            fw_compiler=self._keep,
+            bw_compiler=self._keep,
             inference_compiler=self._compile,
+            partition_fn=self._partition,
             decompositions=select_decomp_table(),
         )(gm, inputs)
 
+    def _raise(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
+        raise_pass(gm, self.options, self.recorder)
+
+    def _rewrite(self, graph: torch.fx.Graph) -> None:
+        JointPass(self.options, self.recorder)(graph)
+
+    def _partition(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        """As Inductor does: our pass on the joint graph, then the min-cut partitioner."""
+        self._rewrite(gm.graph)
+        gm.recompile()
+        self.graph = copy.deepcopy(gm.graph)
+        parts = min_cut_rematerialization_partition(gm, inputs, **kwargs)
+        self.saved = parts[0].graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
+        return parts
+
+    def _keep(self, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        self.parts.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
     def _compile(self, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        JointPass(self.options, self.recorder)(gm.graph)
+        self._rewrite(gm.graph)
         gm.recompile()
         self.graph = gm.graph
         return make_boxed_func(gm.forward)
+
+    def train(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
+        """Compile ``function`` with this backend and call it once, ready for a backward pass."""
+        torch._dynamo.reset()
+        counters.clear()
+        result = torch.compile(function, backend=self, dynamic=dynamic)(*args, **kwargs)
+        self.counts = Counter(counters["coda"])
+        return result
 
     def run(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
         """Compile ``function`` with this backend under no_grad and call it once."""
@@ -64,6 +101,22 @@ class Harness:
         """Reports of the GEMMs that were fused, in order."""
         return [site for site in self.report.sites if site.fused]
 
-    def ops(self) -> Counter:
-        """How often each target occurs in the final graph."""
-        return Counter(str(n.target) for n in self.graph.nodes if n.op == "call_function")
+    def ops(self, graph: torch.fx.Graph | None = None) -> Counter:
+        """How often each target occurs in ``graph``, by default the final one."""
+        graph = self.graph if graph is None else graph
+        return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+
+    def saved_bytes(self) -> int:
+        """Size of what the forward pass leaves for the backward, parameters and inputs aside."""
+        tensors = [n.meta["val"] for n in self.saved if n.op != "placeholder"]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+class Stock(Harness):
+    """What torch.compile would have had without us."""
+
+    def _raise(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
+        pass
+
+    def _rewrite(self, graph: torch.fx.Graph) -> None:
+        pass

@@ -43,6 +43,35 @@ def check(
     return harness
 
 
+def check_gradients(
+    function: Any,
+    *args: Any,
+    dynamic: bool | None = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Harness:
+    """Run ``function`` forward and backward in eager and through the passes: same outputs, and same
+    gradients of its parameters and of those ``args`` that require one."""
+    harness = Harness(**options)
+    ours, theirs = copy.deepcopy((function, args)), copy.deepcopy((function, args))
+    have = harness.train(ours[0], *ours[1], dynamic=dynamic)
+    want = theirs[0](*theirs[1])
+    assert_same((have, differentiate(have, ours)), (want, differentiate(want, theirs)), tolerance)
+    return harness
+
+
+def differentiate(outputs: Any, of: tuple[Any, Any]) -> list[torch.Tensor | None]:
+    """Backpropagate fixed random numbers from every output that has a gradient; returns those of
+    the leaves in ``of`` = (function, args)."""
+    differentiable = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
+    generator = torch.Generator().manual_seed(7)
+    given = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in differentiable]
+    torch.autograd.backward(differentiable, given)
+    function, args = of
+    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+    return [t.grad for t in (*parameters, *tree_leaves(args)) if isinstance(t, torch.Tensor)]
+
+
 def assert_same(have: Any, want: Any, tolerance: float | None = None) -> None:
     """Equal trees of tensors, up to a tolerance relative to the largest element."""
     have, want = tree_leaves(have), tree_leaves(want)

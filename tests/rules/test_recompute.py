@@ -1,0 +1,211 @@
+"""What the backward pass computes anew, what it must not, and what is saved because of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, leave_custom_ops, randn
+from harness import Harness, Stock
+from test_norms import Block, model
+from torch import nn
+
+D, HIDDEN, EPS = 16, 24, 1e-2
+
+
+def saved_widths(harness) -> list[int]:
+    """Row widths of the matrices that the forward pass computes and keeps for the backward."""
+    tensors = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
+    return sorted(t.shape[-1] for t in tensors if t.dim() > 1 and t.shape[-1] > 1)
+
+
+def mlp(activation):
+    """Of a bias: h is what the first GEMM stores, the activation is not stored for training."""
+
+    def function(x, up, bias, down):
+        return F.linear(activation(F.linear(x, up, bias)), down)
+
+    return Weights(function, randn(HIDDEN, D), randn(HIDDEN), randn(D, HIDDEN))
+
+
+ACTIVATIONS = {
+    "GELU": F.gelu,
+    "GELU, tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "SiLU": F.silu,
+    "ReLU squared": lambda z: F.relu(z).square(),
+    "sigmoid": torch.sigmoid,
+    "scaled": lambda z: (z * 0.5).tanh() * z,
+}
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_is_computed_again_and_not_saved(name, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    harness = check_gradients(mlp(ACTIVATIONS[name]), randn(2, 5, D).requires_grad_())
+    if not custom:
+        return
+    assert saved_widths(harness).count(HIDDEN) == 1
+    # Its gradient, bias gradient and the copy that the weight's gradient reads leave one epilogue.
+    (site,) = [s for s in harness.fused if s.shape[1] == HIDDEN and len(s.program.stores) == 2
+               and any(r.axis == "col" for r in s.program.reduces)]  # fmt: skip
+    assert [o.kind for o in site.program.operands] == ["tile"]
+
+
+def test_bias_gradients_leave_as_column_partials(monkeypatch):
+    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    harness = check_gradients(mlp(F.gelu), randn(30, 5, D).requires_grad_())
+    partials = [n.meta["val"].shape for n in harness.graph.nodes if "getitem" in n.name]
+    assert (3, HIDDEN) in partials  # 150 rows are three tiles of 64
+
+
+class Saved(nn.Module):
+    """A block whose normalized tensors and activation are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(D, D, bias=False), Block()
+
+    def forward(self, x):
+        return self.block(self.first(x))
+
+
+def held(tensors, value) -> bool:
+    """Does one of ``tensors`` hold ``value``, in any shape?"""
+    flat = value.detach().flatten()
+    return any(t.numel() == flat.numel() and torch.allclose(t.flatten(), flat) for t in tensors)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_nothing_normalized_is_saved(custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    block, x = Saved().double(), randn(2, 5, D)
+    seen = {}
+    hooks = [
+        block.block.norm1.register_forward_hook(lambda m, i, o: seen.update(norm1=o)),
+        block.block.norm2.register_forward_hook(lambda m, i, o: seen.update(norm2=o)),
+        block.block.down.register_forward_pre_hook(lambda m, i: seen.update(activation=i[0])),
+    ]
+    block(x)
+    for hook in hooks:
+        hook.remove()
+    ours, stock = (kind().train(block, x).grad_fn.saved_tensors for kind in (Harness, Stock))
+    for value in seen.values():
+        assert held(stock, value)  # what torch.compile keeps, else the next line proves nothing
+        assert not held(ours, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_no_more_is_saved_than_by_torch_compile(layers, dtype, monkeypatch):
+    leave_custom_ops(monkeypatch)
+    blocks, x = model(layers).to(dtype), randn(2, 5, D, dtype=dtype)
+    ours, stock = Harness(), Stock()
+    ours.train(blocks, x)
+    stock.train(blocks, x)
+    assert saved_widths(ours).count(HIDDEN) == 2 * layers  # gate and up
+    assert saved_widths(stock).count(HIDDEN) == 3 * layers
+    assert ours.saved_bytes() < stock.saved_bytes()
+
+
+def test_statistics_are_saved_in_float32(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    layers = 2
+    ours = Harness()
+    ours.train(model(layers).bfloat16(), randn(2, 5, D, dtype=torch.bfloat16))
+    wide = [n.meta["val"] for n in ours.saved if n.meta["val"].dtype != torch.bfloat16]
+    assert {t.dtype for t in wide} == {torch.float32}
+    assert {t.numel() for t in wide} == {10}  # a value for each row, and nothing larger
+    assert len([n for n in ours.saved if "rsqrt" in n.name or "reshape" in n.name]) >= 2 * layers
+
+
+# A maximum's gradient is found by x == amax(x): a copy of x that is rounded otherwise is not equal
+# anywhere, and the gradient is 0 / 0.
+def gate_maximum(x, w):
+    z = F.linear(x, w)
+    a = F.silu(z) * z
+    return a * 0.5, a.amax(-1), (a - x).amax(-1)
+
+
+def norm_maximum(x, w):
+    n = F.rms_norm(F.linear(x, w), (D,), None, EPS)
+    return n.amax(-1), n.amin(0)
+
+
+def largest_of_two(x, w):
+    z = F.linear(x, w)
+    return torch.maximum(z.tanh(), torch.minimum(F.silu(z), x)), F.silu(z).max()
+
+
+def view_of_an_activation(x, w):
+    a = F.gelu(F.linear(x, w))
+    return a.view(2, -1).amax(-1), a.sum(0)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize(
+    "function", [gate_maximum, norm_maximum, largest_of_two, view_of_an_activation],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_of_a_maximum(function, custom, seed, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    torch.manual_seed(seed)
+    check_gradients(Weights(function, randn(D, D)), randn(2, 9, D).requires_grad_())
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_gradient_of_a_maximum_in_bfloat16(custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    x, w = (randn(*s, dtype=torch.bfloat16) for s in ((8, D), (D, D)))
+    function, harness = Weights(gate_maximum, w), Harness()
+    harness.train(function, x)[1].sum().backward()
+    assert function.weights[0].grad.isfinite().all()
+
+
+def test_value_of_three_tensors_is_saved(monkeypatch):
+    """Loading three tiles costs more than loading the result."""
+    leave_custom_ops(monkeypatch)
+
+    def function(x, u, v, w, down):
+        a = F.linear(x, u) * F.linear(x, v) * F.linear(x, w)
+        return F.linear(a.cumsum(0), down)
+
+    weights = [*(randn(HIDDEN, D) for _ in range(3)), randn(D, HIDDEN)]
+    check_gradients(Weights(function, *weights), randn(2, 5, D).requires_grad_())
+
+
+def test_value_that_is_returned_is_not_computed_twice(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, up, down):
+        a = F.gelu(F.linear(x, up))
+        return F.linear(a, down), a
+
+    weights = Weights(function, randn(HIDDEN, D), randn(D, HIDDEN))
+    harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
+    assert harness.fused
+
+
+def test_inference_graph_stays_as_it_is():
+    def function(x, up, bias, down):
+        return F.linear(F.gelu(F.linear(x, up, bias)), down)
+
+    args = (randn(2, 5, D), randn(HIDDEN, D), randn(HIDDEN), randn(D, HIDDEN))
+    ours = check(function, *args, gate="never")
+    stock = Stock()
+    stock.run(function, *args)
+    assert ours.ops() == stock.ops()
+
+
+def test_training_graph_stays_as_it_is_where_nothing_may_fuse():
+    function, x = mlp(F.gelu), randn(2, 5, D)
+    ours, stock = Harness(gate="never"), Stock()
+    ours.train(function, x)
+    stock.train(function, x)
+    assert ours.ops() == stock.ops()
+    assert ours.saved_bytes() == stock.saved_bytes()

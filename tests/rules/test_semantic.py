@@ -1,0 +1,92 @@
+"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, randn
+
+from coda_inductor import semantic
+from coda_inductor.semantic import rms_norm, rms_norm_backward, swiglu, swiglu_backward
+
+D, EPS = 6, 1e-2
+MASKS = list(itertools.product([True, False], repeat=2))
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+@pytest.mark.parametrize("shape", [(D,), (3, D), (2, 3, D)], ids=str)
+def test_gradients_of_rms_norm(shape, mask):
+    x, weight = (
+        t.requires_grad_(need) for t, need in zip((randn(*shape), randn(D)), mask, strict=True)
+    )
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], (x, weight))
+
+
+def test_gradient_of_rms_norm_without_a_weight():
+    x = randn(2, 3, D).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, EPS, x.dtype)[0], (x,))
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+def test_gradients_of_swiglu(mask):
+    gate, up = (randn(2, 3, D).requires_grad_(need) for need in mask)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+
+
+def test_rms_norm_is_torchs():
+    x, weight = randn(2, 3, D), randn(D)
+    y, rstd = rms_norm(x, weight, EPS, x.dtype)
+    assert_same(y, F.rms_norm(x, (D,), weight, EPS))
+    assert_same(rstd, torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
+
+
+def test_dtypes_of_mixed_inputs():
+    """Half inputs, a wide weight: statistics and weight's gradient are wide, the rest is not."""
+    x = randn(3, D, dtype=torch.bfloat16).requires_grad_()
+    weight = randn(D, dtype=torch.float32).requires_grad_()
+    y, rstd = rms_norm(x, weight, EPS, torch.bfloat16)
+    assert (y.dtype, rstd.dtype) == (torch.bfloat16, torch.float32)
+    y.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_gradient_of_rstd_is_not_offered():
+    x = randn(3, D).requires_grad_()
+    _, rstd = rms_norm(x, None, EPS, x.dtype)
+    assert not rstd.requires_grad
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_backward_ops_skip_what_is_not_needed(mask):
+    x, weight, dy = randn(3, D), randn(D), randn(3, D)
+    _, rstd = rms_norm(x, weight, EPS, x.dtype)
+    full = rms_norm_backward(dy, x, weight, rstd, True, True)
+    some = rms_norm_backward(dy, x, weight, rstd, *mask)
+    for need, have, want in zip(mask, some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
+    gate, up = randn(3, D), randn(3, D)
+    full = swiglu_backward(dy, gate, up, True, True)
+    some = swiglu_backward(dy, gate, up, *mask)
+    for need, have, want in zip(mask, some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
+
+
+def examples(dtype):
+    x, weight, up = (randn(*s, dtype=dtype) for s in ((2, 3, D), (D,), (2, 3, D)))
+    _, rstd = rms_norm(x, weight, EPS, dtype)
+    return {
+        rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
+        swiglu: (x, up.requires_grad_()),
+        rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),
+        swiglu_backward: (up.detach(), x.detach(), up.detach(), True, False),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", [*semantic.DEFINITIONS], ids=lambda op: op.__name__)
+def test_op_is_what_torch_asks_of_one(op, dtype):
+    checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    torch.library.opcheck(op, examples(dtype)[op], test_utils=checks)

@@ -1,0 +1,205 @@
+"""A sum of GEMMs is one GEMM: which sums join, how, and which do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, leave_custom_ops, randn
+
+D, HIDDEN = 16, 24
+
+
+def calls(harness):
+    """(terms, K of each, stores) of every fused call, in graph order."""
+    found = [n for n in harness.graph.nodes if "gemm_epilogue" in str(n.target)]
+    return [[a.meta["val"].shape[1] for a in n.args[0]] for n in found]
+
+
+def products(*widths):
+    """Two-dimensional factors x_i (6, K_i) and w_i (D, K_i), in this order."""
+    return [randn(6, k) for k in widths] + [randn(D, k) for k in widths]
+
+
+def two(x, y, v, w):
+    return torch.relu(x @ v.t() + y @ w.t())
+
+
+def three(x, y, z, u, v, w):
+    return torch.relu(x.sin() @ u.t() + y.sin() @ v.t() + z.sin() @ w.t())
+
+
+def test_two_terms_of_one_width_are_read_where_they_lie(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    harness = check(two, *products(8, 8))
+    assert calls(harness) == [[8, 8]]
+    assert harness.ops()["aten.cat.default"] == 0
+    assert harness.report.sites[0].shape[2] == 8  # of the term that names the site
+
+
+def test_terms_written_by_elementwise_kernels_are_concatenated(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    harness = check(three, *products(8, 4, 4))
+    assert calls(harness) == [[16]]
+    assert harness.ops()["aten.cat.default"] == 2  # the left factors, and the weights
+
+
+def test_terms_in_memory_are_not_copied_together(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, y, z, u, v, w):
+        return torch.relu(x @ u.t() + y @ v.t() + z @ w.t())
+
+    harness = check(function, *products(8, 4, 4))
+    assert harness.ops()["aten.cat.default"] == 0
+    assert [8, 4, 4] not in calls(harness)
+
+
+def test_terms_that_a_gemm_writes_are_not_copied_together(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, y, u, v, w):
+        left = F.linear(x, w).relu()
+        return torch.relu(left @ u.t() + y.sin() @ v.t())
+
+    x, y = randn(6, D), randn(6, 4)
+    harness = check(function, x, y, randn(D, HIDDEN), randn(D, 4), randn(HIDDEN, D))
+    assert harness.ops()["aten.cat.default"] == 0
+
+
+def other_reader(x, y, v, w):
+    product = x @ v.t()
+    return torch.relu(product + y @ w.t()), product
+
+
+def own_double(x, y, v, w):
+    product = x @ v.t()
+    return torch.relu(product + product) + y @ w.t()
+
+
+def difference(x, y, v, w):
+    return torch.relu(x @ v.t() - y @ w.t())
+
+
+def weighted(x, y, v, w):
+    return torch.relu(torch.add(x @ v.t(), y @ w.t(), alpha=2))
+
+
+def broadcast(x, y, v, w):
+    return torch.relu(x @ v.t() + y[:1] @ w.t())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [other_reader, own_double, difference, weighted, broadcast],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("custom", [False, True])
+def test_what_is_no_plain_sum_does_not_join(function, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    harness = check(function, *products(8, 8))
+    assert all(len(terms) == 1 for terms in calls(harness))
+
+
+def test_sum_is_joined_and_read_again(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, y, v, w):
+        total = x @ v.t() + y @ w.t()
+        return total.relu(), total, total.sum(-1)
+
+    assert calls(check(function, *products(8, 8))) == [[8, 8]]
+
+
+def test_sum_of_four_of_one_width(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(a, b, c, d, s, t, u, v):
+        return torch.relu((a @ s.t() + b @ t.t()) + (c @ u.t() + d @ v.t()))
+
+    harness = check(function, *products(8, 8, 8, 8))
+    assert all(len(terms) <= 2 for terms in calls(harness))
+
+
+def test_other_readers_of_a_concatenated_factor_read_its_slice(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, y, z, u, v, w):
+        first = x.sin()
+        total = torch.relu(first @ u.t() + y.sin() @ v.t() + z.sin() @ w.t())
+        return total, first, first.t() @ total
+
+    harness = check(function, *products(8, 4, 4))
+    assert harness.ops()["aten.slice.Tensor"] >= 1
+
+
+def test_dtypes_may_differ_between_the_terms_and_their_sum():
+    def function(x, y, v, w):
+        return (x @ v.t()).float() + (y @ w.t()).float() + 1
+
+    args = [t.bfloat16() for t in products(8, 8)]
+    check(function, *args, tolerance=3e-2)
+
+
+def test_terms_of_two_dtypes_do_not_join(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    def function(x, y, v, w):
+        return torch.relu((x @ v.t()).double() + y @ w.t())
+
+    x, y, v, w = products(8, 8)
+    harness = check(function, x.float(), y, v.float(), w, tolerance=1e-5)
+    assert all(len(terms) == 1 for terms in calls(harness))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("custom", [False, True])
+def test_gradient_of_a_tensor_behind_two_linears(custom, dynamic, monkeypatch):
+    """Gate and up: two gradients of one width; q, k and v: three, of two widths."""
+    if custom:
+        leave_custom_ops(monkeypatch)
+
+    def gate_up(x, gate, up):
+        h = x.sin()
+        return F.linear(h, gate).sigmoid() * F.linear(h, up)
+
+    def qkv(x, q, k, v):
+        h = torch.tanh(x)
+        q, k, v = F.linear(h, q), F.linear(h, k), F.linear(h, v)
+        return q.softmax(-1), (k * v).cumsum(0)
+
+    x = randn(2, 3, D).requires_grad_()
+    harness = check_gradients(
+        Weights(gate_up, randn(HIDDEN, D), randn(HIDDEN, D)), x, dynamic=dynamic
+    )
+    if custom:
+        assert [HIDDEN, HIDDEN] in calls(harness)
+    weights = [randn(n, D) for n in (D, 8, 8)]
+    harness = check_gradients(Weights(qkv, *weights), x, dynamic=dynamic)
+    if custom:
+        assert [D + 8 + 8] in calls(harness)
+
+
+def test_product_of_forward_values_in_the_backward_pass(monkeypatch):
+    leave_custom_ops(monkeypatch)
+
+    class Add(torch.autograd.Function):
+        """x; its gradient has a product of forward values added."""
+
+        @staticmethod
+        def forward(ctx, x, v):
+            ctx.save_for_backward(x, v)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, v = ctx.saved_tensors
+            return gradient @ v + x @ v, None
+
+    def function(x, v):
+        return Add.apply(x @ v, v)
+
+    harness = check_gradients(function, randn(4, D).requires_grad_(), randn(D, D))
+    assert [D] in calls(harness)
+    assert all(len(terms) <= 2 for terms in calls(harness))
