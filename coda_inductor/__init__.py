@@ -12,6 +12,7 @@ Layer map (imports only point down)::
     runtime    the custom op, kernel configs, gate, caches
     kernels, render   program -> CuTeDSL source -> kernel
     matching, patterns, semantic   what passes match on
+    sides      forward or backward: the two sides of a joint graph
     reference, program   what a program is and means
     options, errors, log   leaves
 """

@@ -80,6 +80,29 @@ def insert(
     return node
 
 
+def settle(nodes: Sequence[Node]) -> None:
+    """Move what reads ``nodes`` behind them, and what reads that, where it stands in front: cheaper
+    than sorting a whole graph for each rewrite."""
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user < node:
+                node.append(user)
+                todo.append(user)
+
+
+def prune(nodes: Sequence[Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads, and then what only they read."""
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node._erased or node.users or node.op != "call_function" or node.is_impure():
+            continue
+        todo += node.all_input_nodes
+        node.graph.erase_node(node)
+
+
 class Put:
     """Inserts nodes that belong to one pattern, with the meta of one traced node."""
 

@@ -26,7 +26,7 @@ from coda_inductor.graph import fake, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
-from coda_inductor.rewrite import defer_norms, recompute_in_backward
+from coda_inductor.rewrite import defer_norms, recompute_in_backward, save_borders
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
@@ -77,6 +77,8 @@ class JointPass(CustomGraphPass):
             _observed(graph, "coda_recompute", recompute_in_backward)
         self.recorder.graph("3_rewritten", _owner(graph))
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
+        if training(graph):
+            _observed(graph, "coda_borders", save_borders)
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()
         record(report)

@@ -10,39 +10,39 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 
-@dataclass(frozen=True)
 class Scope:
-    """What a pass over one graph needs to know; void as soon as the graph changes.
+    """The sides of one graph's nodes.
 
     Attributes:
-        order: every node's position.
         forward: the nodes that some output of the forward pass needs.
         graded: the nodes that depend on a tangent, a gradient of an output.
     """
 
-    order: dict[Node, int]
-    forward: frozenset[Node]
-    graded: frozenset[Node]
+    def __init__(self, graph: Graph):
+        self.forward: set[Node] = set()
+        self.graded: set[Node] = set()
+        self._known: set[Node] = set()
+        for node in graph.nodes:
+            self._grade(node)
+        outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
+        self.forward = _ancestors(n for n in outputs if n not in self.graded)
+        for node in graph.nodes:  # a fused forward site also returns what only the backward reads
+            if node.target is operator.getitem and node.args[0] in self.forward:
+                self.forward.add(node)
 
-    @staticmethod
-    def of(graph: Graph) -> Scope:
-        nodes = list(graph.nodes)
-        graded: set[Node] = set()
-        for node in nodes:
-            if is_tangent(node) or any(n in graded for n in node.all_input_nodes):
-                graded.add(node)
-        outputs = [n for node in nodes if node.op == "output" for n in node.all_input_nodes]
-        forward = _ancestors(n for n in outputs if n not in graded)
-        for node in nodes:  # a fused forward site also returns what only the backward pass reads
-            if node.target is operator.getitem and node.args[0] in forward:
-                forward.add(node)
-        order = {node: i for i, node in enumerate(nodes)}
-        return Scope(order, frozenset(forward), frozenset(graded))
+    def refresh(self, graph: Graph) -> None:
+        """Take in the nodes that a pass has added. What it makes of forward values alone it makes
+        for the forward pass, unless one of them is recomputed already."""
+        for node in graph.nodes:
+            if node in self._known:
+                continue
+            self._grade(node)
+            if node not in self.graded and not any(map(self.recomputed, node.all_input_nodes)):
+                self.forward.add(node)
 
     def same_side(self, left: Node, right: Node) -> bool:
         return (left in self.forward) == (right in self.forward)
@@ -51,6 +51,11 @@ class Scope:
         """Is ``node`` computed in the backward pass from forward values alone?"""
         outside = node in self.forward or node in self.graded
         return node.op == "call_function" and not outside
+
+    def _grade(self, node: Node) -> None:
+        self._known.add(node)
+        if is_tangent(node) or any(n in self.graded for n in node.all_input_nodes):
+            self.graded.add(node)
 
 
 def is_tangent(node: Node) -> bool:

@@ -19,7 +19,8 @@ What it enables (coda_inductor.rewrite.norms): rule R1, (D_r X) W = D_r (X W): t
 moves past the GEMM that follows; rule R2: its statistics leave the GEMM in front as partials.
 
 Refuses: statistics not over the whole last dimension; eps that is not a number (a tensor, or read
-from one); a weight that is not one value a column; a result whose shape is not x's; a non-floating or integer input.
+from one); a weight that is not one value a column; a result whose shape is not x's; an input
+that is not floating.
 """
 
 import sympy

@@ -11,13 +11,14 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
+from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
-from coda_inductor.fuse.sums import sum_with
-from coda_inductor.graph import fake, is_cast, module_path, same
+from coda_inductor.fuse.sums import elementwise, producer, sum_with
+from coda_inductor.graph import ALIASES, fake, is_cast, module_path, same
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool, requests
@@ -37,16 +38,17 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
-    scope = Scope.of(graph)
-    while (anchor := next((n for n in graph.nodes if _todo(n, done)), None)) is not None:
-        done.add(anchor)
+    scope = Scope(graph)
+    for anchor in [n for n in graph.nodes if n.target in GEMMS]:
+        if anchor in done:
+            continue
         region, site, verdict = _guarded_plan(anchor, scope, policy)
         if verdict is not None and verdict.how != "unfused":
             done |= set(region.anchors)
             fired |= _patterns(region)
             assert site.program is not None, "a fused site has a program"
             calls[emit(graph, region, site.program, verdict.config)] = len(sites)
-            scope = Scope.of(graph)
+            scope.refresh(graph)
         sites.append(site)
         logger.debug(
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
@@ -56,10 +58,6 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
     _lower(graph, calls, sites, policy)
     graph.eliminate_dead_code()
     return sites, Counter(name for name, _ in fired)
-
-
-def _todo(node: Node, done: set[Node]) -> bool:
-    return node.target in GEMMS and node not in done
 
 
 def _guarded_plan(
@@ -104,6 +102,8 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
     site = _site(anchor)
     region = Region((anchor,))
     if (reason := policy.legal(anchor)) is not None:
+        if isinstance(reason, Failure) and not _neighbours(anchor):
+            reason = f"nothing to absorb, and {reason}"  # nothing is lost: no warning
         return region, replace(site, reason=reason), None
     reason = ""
     for region in _candidates(anchor, scope, policy):
@@ -111,7 +111,7 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             return region, replace(site, reason=_idle(region)), None
         program = region.program()
         check_views(region)
-        verdict = policy.judge(region, program)
+        verdict = policy.judge(region, program, _followed(region, scope))
         if verdict.how == "unfused":
             reason = reason or verdict.reason
             continue
@@ -128,6 +128,34 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
         )
         return region, site, verdict
     return region, replace(site, reason=reason), None
+
+
+def _followed(region: Region, scope: Scope) -> bool:
+    """Does an elementwise kernel of the same pass, which no later GEMM will absorb, read what the
+    region stores?"""
+    stored = [n for nodes in region.stored().values() for n in nodes]
+    for node in stored:
+        for user in node.users:
+            if user in region.values or user in region.reduces:
+                continue
+            if user.target in ALIASES:
+                stored.append(user)
+            elif (
+                elementwise(user)
+                and scope.same_side(user, region.anchors[0])
+                and producer(user) in region.anchors
+            ):
+                return True
+    return False
+
+
+def _neighbours(anchor: Node) -> list[Node]:
+    """What an epilogue could absorb right behind ``anchor``."""
+    renamed = [anchor]
+    for node in renamed:
+        renamed += [u for u in node.users if u.target in ALIASES]
+    readers = [u for node in renamed for u in node.users]
+    return [u for u in readers if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
 
 def _candidates(anchor: Node, scope: Scope, policy: Policy) -> Iterator[Region]:

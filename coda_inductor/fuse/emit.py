@@ -16,14 +16,13 @@ import operator
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from coda_inductor import reference
 from coda_inductor.errors import ProgramError
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import factors
-from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, splice
+from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, settle, splice
 from coda_inductor.program import EpilogueProgram
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -32,13 +31,14 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) -> Node:
     """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
 
-    The graph is topologically sorted afterwards and the region's nodes are gone.
+    The graph is in order afterwards and the region's nodes are gone.
     """
     anchor = region.anchors[-1]
-    order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
-    with graph.inserting_before(max(inputs, key=order.__getitem__).next):
+    first = max(inputs)
+    behind = first.next
+    with graph.inserting_before(behind):
         as_, bs = factors(graph, region)
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
         args = (as_, bs, operands, program.to_json(), config)
@@ -51,9 +51,13 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
             _rewire_store(graph, region, output, nodes)
         for output, node in zip(outputs[len(program.stores) :], region.reduces, strict=True):
             node.replace_all_uses_with(_finalize(graph, region, output, node))
-    for node in sorted((*region.values, *region.reduces), key=order.__getitem__, reverse=True):
+    new, node = [], first.next
+    while node is not behind:
+        new.append(node)
+        node = node.next
+    for node in sorted((*region.values, *region.reduces), reverse=True):
         graph.erase_node(node)
-    stable_topological_sort(graph)
+    settle(new)
     return call
 
 

@@ -112,9 +112,8 @@ def _owner(node: Node, region: Region) -> Node:
 class _Grower:
     def __init__(self, region: Region, scope: Scope, banned: dict[Node, str]):
         self.region, self.scope, self.banned = region, scope, banned
-        self.order = scope.order
         self.anchor = region.anchors[0]
-        self.start = min(self.order[a] for a in region.anchors)
+        self.start = min(region.anchors)
         self.m, self.n, _ = region.shape
         self.device = fake(self.anchor).device
         self.depends: dict[Node, bool] = {}
@@ -134,7 +133,7 @@ class _Grower:
         frontier = {user for root in roots for user in root.users}
         seen: set[Node] = set(roots)
         while frontier:
-            node = min(frontier, key=self.order.__getitem__)
+            node = min(frontier)
             frontier.discard(node)
             seen.add(node)
             reason = self.banned.get(node) or self._absorb(node)
@@ -257,11 +256,11 @@ class _Grower:
         todo = list(tiles)
         while todo:
             for user in todo.pop().users:
-                known = user in found or user in self.region.values
-                if not known and self.scope.recomputed(user) and self.banned.get(user) is None:
+                known = user in found or user in self.region.values or user in self.banned
+                if not known and (self.scope.recomputed(user) or user.target in ALIASES):
                     found[user] = None
                     todo.append(user)
-        for node in sorted(found, key=self.order.__getitem__):
+        for node in sorted(found):
             if node.target not in ALIASES and not is_cast(node):
                 self._recomputed_operand(node, tiles)
 
@@ -282,13 +281,13 @@ class _Grower:
         """Does the region depend on ``node``, through nodes outside of it?"""
         needed = {n for n, _ in self.region.operands}
         needed |= {n for a in self.region.anchors for n in a.all_input_nodes}
-        last = max(map(self.order.__getitem__, needed))
+        last = max(needed)
         seen, todo = {node}, [node]
         while todo:
             top = todo.pop()
             if top in needed:
                 return True
-            later = [u for u in top.users if u not in seen and self.order[u] <= last]
+            later = [u for u in top.users if u not in seen and u <= last]
             seen.update(later)
             todo += [u for u in later if u not in self.region.values]
         return False
@@ -338,7 +337,7 @@ class _Grower:
                 stack.pop()
             elif top in self.region.values or top in self.region.reduces:
                 self.depends[stack.pop()] = True
-            elif self.order[top] < self.start:
+            elif top < self.start:
                 self.depends[stack.pop()] = False
             elif todo := [n for n in top.all_input_nodes if n not in self.depends]:
                 stack += todo

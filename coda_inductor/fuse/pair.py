@@ -28,12 +28,11 @@ def pair_with(anchor: Node, scope: Scope) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
     if anchor.target is not aten.mm.default:
         return None
-    order = scope.order
     a, b = gemm_inputs(anchor)
-    for other in sorted(_readers(a), key=order.__getitem__):
+    for other in sorted(_readers(a)):
         if other is anchor or other.target is not aten.mm.default:
             continue
-        if order[other] < order[anchor] or not scope.same_side(anchor, other):
+        if other < anchor or not scope.same_side(anchor, other):
             continue
         if not _alike(b, gemm_inputs(other)[1]):
             continue

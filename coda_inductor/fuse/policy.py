@@ -90,8 +90,8 @@ class Policy:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
         return a.device.type == "cuda" and not self.options.reference
 
-    def judge(self, region: Region, program: EpilogueProgram) -> Verdict:
-        """How a region runs."""
+    def judge(self, region: Region, program: EpilogueProgram, followed: bool) -> Verdict:
+        """How a region runs. ``followed``: an elementwise kernel comes behind it all the same."""
         a, _ = gemm_inputs(region.anchors[0])
         if not self._kernels(fake(a)):
             why = f"device {fake(a).device.type} has no kernels"
@@ -106,7 +106,7 @@ class Policy:
             return Verdict("unfused", Failure(reason))
         if (
             self.options.gate == "auto"
-            and (reason := gate.loses(program, hint(m), n, k, terms)) is not None
+            and (reason := gate.loses(program, hint(m), n, k, terms, followed)) is not None
         ):
             return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))

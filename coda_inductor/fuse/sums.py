@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
 from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, same
+from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.sides import Scope, checkpoint
 
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
@@ -67,7 +68,7 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
             found = terms(node) if _is_add(node) else None
             if found is None:
                 break
-            ordered = tuple(sorted(found, key=scope.order.__getitem__))
+            ordered = tuple(sorted(found))
             if _joinable(ordered, scope) and all(legal(t) is None for t in ordered):
                 best = (ordered, node)
     return best
@@ -83,9 +84,12 @@ def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
 
 
 def in_place(found: tuple[Node, ...]) -> bool:
-    """Can one kernel read the terms where they lie?"""
-    widths = [fake(gemm_inputs(t)[0]).shape[1] for t in found]
-    return len(found) == 2 and same(widths[0], widths[1])
+    """Can one kernel read the terms where they lie? Off the GPU, two of one K stand for that."""
+    pairs = [gemm_inputs(t) for t in found]
+    left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
+    if left[0].is_cuda:
+        return unjoinable(left, right) is None
+    return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
 
 
 def _written_elementwise(node: Node) -> bool:

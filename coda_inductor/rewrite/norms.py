@@ -23,13 +23,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.region import gemm_inputs
 from coda_inductor.fuse.sums import Legal, producer
-from coda_inductor.graph import Put, aten, fake, module_path, same
+from coda_inductor.graph import Put, aten, fake, module_path, prune, same
 from coda_inductor.log import Failure, logger
 from coda_inductor.rewrite.norm_uses import Uses, uses
 from coda_inductor.rewrite.norms_backward import Scales, differentiate
@@ -47,9 +46,9 @@ def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, 
     ``legal`` says whether a GEMM's epilogue may be fused at all.
     """
     refused: dict[str, str] = {}
+    scope = Scope(graph)
     for norm in [n for n in graph.nodes if n.target is rms_norm]:
         try:
-            scope = Scope.of(graph)
             found = uses(norm, scope)
             if isinstance(found, Uses):
                 found = _refusal(norm, found, scope, legal, fp16) or found
@@ -61,6 +60,7 @@ def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, 
             refused[module_path(norm) or norm.name] = found
             continue
         _defer(graph, norm, found)
+        scope.refresh(graph)
         logger.debug("rewrite: rms_norm at %s deferred past %d GEMMs", norm.name, len(found.gemms))
     return refused
 
@@ -103,8 +103,7 @@ def _defer(graph: Graph, norm: Node, found: Uses) -> None:
     products = {gemm: _scale(graph, gemm, h, flat, wide, norm) for gemm in found.gemms}
     known = None if gradients is None else [(products[g], dz) for g, dz in gradients.items()]
     differentiate(graph, found, Scales(h, rstd, flat), known)
-    stable_topological_sort(graph)
-    graph.eliminate_dead_code()
+    prune(list(norm.users))
 
 
 def _scale(graph: Graph, gemm: Node, h: Node, rstd: Node, wide: torch.dtype, norm: Node) -> Node:
@@ -125,5 +124,7 @@ def _scale(graph: Graph, gemm: Node, h: Node, rstd: Node, wide: torch.dtype, nor
             z = put(aten.add.Tensor, z, bias)
         z = put.cast(z, dtype)
     gemm.replace_all_uses_with(z)
+    inputs = gemm.all_input_nodes
     graph.erase_node(gemm)
+    prune(inputs)
     return z

@@ -15,8 +15,8 @@ After::
     dW = h.T @ zs                             h = x * gamma, as the forward pass stored it
 
 Why it is valid: s = rstd * dn, for a row scale commutes with the product (R1). With
-n = x rstd gamma, ``rms_norm_backward`` says dx = rstd gamma dn - x rstd**2 / d * rowsum(dn * n), and
-rowsum(dn * n) = rowsum((dz @ W.T) * n) = rowsum(dz * (n @ W)) = rowsum(dz * z) (R3).
+n = x rstd gamma, ``rms_norm_backward`` says dx = rstd gamma dn - x rstd**2 / d * rowsum(dn * n),
+and rowsum(dn * n) = rowsum((dz @ W.T) * n) = rowsum(dz * (n @ W)) = rowsum(dz * z) (R3).
 n.T @ dz = (D_rstd h).T @ dz = h.T @ (D_rstd dz) (R4).
 
 Where z is not at hand (a bias hides it, a weight is shared by two GEMMs) or reading it costs more
@@ -34,7 +34,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.sums import producer
-from coda_inductor.graph import ALIASES, Put, aten, fake
+from coda_inductor.graph import ALIASES, Put, aten, fake, prune, settle
 from coda_inductor.rewrite.norm_uses import Uses
 
 #: Reading z where dz is written costs sum(N) elements a row; finishing dx behind the GEMM costs
@@ -60,14 +60,14 @@ def differentiate(
 ) -> None:
     """Rewrite the backward pass of a norm whose forward pass has been rewritten already.
 
-    ``products`` are pairs (z, dz), each (M, N), of the GEMMs behind it, if they are known. New
-    nodes may stand before what they read: the caller sorts the graph.
+    ``products`` are pairs (z, dz), each (M, N), of the GEMMs behind it, if they are known.
     """
     anchor = found.backward or next(iter(found.wgrads), None)
     if anchor is None:
         return
     pattern = ("rms_norm_backward", anchor.name)
     scaled = _Scaled(graph, scales.flat, pattern)
+    old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
         put = Put(graph, like=wgrad, pattern=pattern)
         with graph.inserting_before(wgrad):
@@ -89,7 +89,10 @@ def differentiate(
                 known,
                 Put(graph, like=found.backward, pattern=pattern),
             )
+        old += found.backward.all_input_nodes
         graph.erase_node(found.backward)
+    settle(list(scaled.made.values()))  # a wgrad may stand in front of the dgrad, or behind it
+    prune(old)
 
 
 class _Scaled:

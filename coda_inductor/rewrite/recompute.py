@@ -38,11 +38,11 @@ _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
 
 def recompute_in_backward(graph: Graph) -> None:
     """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are."""
-    scope = Scope.of(graph)
+    scope = Scope(graph)
     first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
     if first is None:
         return
-    read = [n for n in scope.order if n in scope.forward and _backward_readers(n, scope)]
+    read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:

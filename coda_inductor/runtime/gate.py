@@ -37,16 +37,23 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
     )
 
 
-def loses(program: EpilogueProgram, m: int, n: int, k: int, terms: int = 1) -> str | None:
+def loses(
+    program: EpilogueProgram, m: int, n: int, k: int, terms: int = 1, followed: bool = False
+) -> str | None:
     """Why ``program`` on (m, k) x (k, n) is expected to be slower fused, or None. Times in us.
 
     ``terms``: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
+    ``followed``: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
+    Fusing then only saves it from reading the products.
     """
     fused = estimate_us(program, m, n, k, terms=terms)
     products = terms * len(program.accs)
     everything = {*program.accs, *(o.name for o in program.operands)}
-    moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in program.stores)
-    launches = 1
+    if followed:
+        moved, launches = _read(program, set(program.accs), terms), 0
+    else:
+        moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in program.stores)
+        launches = 1
     for reduce in program.reduces:
         if reduce.axis == "col":
             moved += _read(program, _sources(program, reduce.value), terms)

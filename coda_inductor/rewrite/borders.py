@@ -1,0 +1,62 @@
+"""Between two checkpointed blocks, what the one hands to the other is saved.
+
+Before::
+
+    call = gemm_epilogue(...)         block 0, to be recomputed
+    x = view(getitem(call, 0))        block 0, to be recomputed
+    mul(x, x)                         block 1, to be recomputed
+
+After::
+
+    call = gemm_epilogue(...)         computed once; x is saved
+
+Why: torch saves the last node of a checkpointed block, but it cannot save a view or one output of
+several, and those are what a fused block ends in. It would then compute every block again, one
+behind the other, before the first gradient: all activations at once in memory. A call that is not
+to be recomputed is what torch never computes twice, so that its outputs are saved instead.
+
+Leaves alone what nothing of a later checkpoint reads, and what the user's policy says to save.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_inductor.graph import ALIASES
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def save_borders(graph: Graph) -> None:
+    """Apply this to a joint graph that is rewritten and fused; nothing but tags changes."""
+    for node in graph.nodes:
+        if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
+            base = node
+            while _renames(base):
+                base.meta["recompute"] = None
+                base = base.args[0]
+            if _recomputed(base):
+                base.meta["recompute"] = _computed_once(base)
+
+
+def _computed_once(node: Node) -> CheckpointPolicy | None:
+    """The tag for ``node``; torch refuses to save a tuple, which is what several outputs are."""
+    several = any(user.target is operator.getitem for user in node.users)
+    return None if several else CheckpointPolicy.MUST_SAVE
+
+
+def _renames(node: Node) -> bool:
+    return node.target in ALIASES or node.target is operator.getitem
+
+
+def _recomputed(node: Node) -> bool:
+    return node.meta.get("recompute") in _AGAIN
+
+
+def _is_later(user: Node, node: Node) -> bool:
+    """Does ``user`` lie in a checkpoint behind that of ``node``?"""
+    theirs, ours = user.meta.get("ac_graph_id"), node.meta.get("ac_graph_id")
+    return _recomputed(user) and theirs is not None and ours is not None and theirs > ours
