@@ -1,5 +1,7 @@
 """Model families that nobody wrote a template for: each is fused and agrees with eager."""
 
+import functools
+
 import pytest
 import torch
 import transformers as hf
@@ -51,6 +53,30 @@ def test_family_fires_and_agrees(family):
     assert (ours - eager).norm() / eager.norm() < 1e-5
     fired = {name: harness.counts[name] for name in least}
     assert all(fired[name] >= least[name] for name in least), harness.counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains(family):
+    make, config, least = FAMILIES[family]
+    model = make(config).eval()  # no dropout, so that eager draws the same numbers: none
+    tokens = torch.randint(0, 128, (2, 16))
+    extra = {} if family == "BERT" else {"use_cache": False}
+    weights = torch.randn(128)
+
+    def loss(ids):
+        return (model(ids, **extra).logits * weights).square().mean()
+
+    harness, found = Harness(), []
+    for call in (functools.partial(harness.train, loss), loss):
+        model.zero_grad()
+        call(tokens).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1])
+    for ours, eager in zip(*found, strict=True):
+        assert (ours - eager).norm() <= 1e-4 * eager.norm() + 1e-7
+    assert all(harness.counts[name] >= times for name, times in least.items()), harness.counts
+    for name in {"rms_norm", "swiglu"} & least.keys():
+        assert harness.counts[f"{name}_backward"] >= least[name]
 
 
 def test_vit_and_t5_agree():

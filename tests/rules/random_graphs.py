@@ -1,7 +1,7 @@
 """Random functions of GEMMs, norms and elementwise work, as Python text.
 
-Two kinds. ``soup`` strings ops together blindly: cycles through ops that cannot fuse, values read in
-many places, statistics of statistics. ``blocks`` stacks what Transformers are made of, with the
+Two kinds. ``soup`` strings ops together blindly: cycles through ops that cannot fuse, values read
+in many places, statistics of statistics. ``blocks`` stacks what Transformers are made of, with the
 variations that models have: biases, shared weights, parallel branches, gates, checkpoints.
 """
 

@@ -191,12 +191,26 @@ def gradients(function, args):
     return [a.grad for a in args]
 
 
-def test_nothing_is_raised_when_gradients_are_needed():
+def test_idioms_are_raised_when_gradients_are_needed():
     args = [randn(3, D), randn(D), randn(3, D)]
     harness = Harness()
     compiled = torch.compile(norm_swiglu, backend=harness)
     assert_same(gradients(compiled, args), gradients(norm_swiglu, args))
-    assert raised(harness, rms_norm) == raised(harness, swiglu) == 0
+    assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
+
+
+def test_gradients_through_mutations_around_an_idiom():
+    def function(x, w):
+        x = x + 0
+        x.mul_(2)
+        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+        y.add_(1)
+        return y
+
+    args, harness = [randn(3, D), randn(D)], Harness()
+    compiled = torch.compile(function, backend=harness)
+    assert_same(gradients(compiled, args), gradients(function, args))
+    assert raised(harness, rms_norm) == 1
 
 
 def test_variance_under_no_grad_while_training():

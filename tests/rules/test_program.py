@@ -320,7 +320,9 @@ def test_simplify_recognises_the_logistic_function(name):
     short = verify(simplify(program))
     assert [step.op for step in short.steps] == ops
     a, b = randn(M, K), randn(K, N)
-    torch.testing.assert_close(reference.run(short, [a], [b], []), reference.run(program, [a], [b], []))
+    torch.testing.assert_close(
+        reference.run(short, [a], [b], []), reference.run(program, [a], [b], [])
+    )
 
 
 NOT_LOGISTIC = {

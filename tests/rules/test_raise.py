@@ -200,11 +200,37 @@ def test_weight_of_another_shape_is_no_weight(shape):
     assert op.args[1] is None
 
 
-def test_symbolic_eps_is_refused():
+def test_symbolic_eps_is_a_constant_that_is_guarded():
     # A float that changed between calls: Dynamo makes it an input.
     harness = check(bare_with_eps, randn(3, D), 1e-3, dynamic=True)
-    assert raised(harness, rms_norm) == 0
-    assert "eps is not a constant" in reasons(harness)
+    assert raised(harness, rms_norm) == 1
+    compiled = torch.compile(bare_with_eps, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for eps in (1e-3, 0.5, 0.25, 0.5):
+            for rows in (3, 4):
+                x = randn(rows, D)
+                assert_same(compiled(x, eps), bare_with_eps(x, eps))
+    assert harness.graphs == 1 + 3  # one for each eps, serving every number of rows
+
+
+def test_changing_the_eps_of_a_trained_norm():
+    class Norm(torch.nn.Module):
+        eps = 1e-3
+
+        def forward(self, x):
+            return bare_with_eps(x, self.eps)
+
+    norm, harness = Norm(), Harness()
+    compiled = torch.compile(norm, backend=harness, dynamic=True)
+    graphs = []
+    for norm.eps in (1e-3, 0.5):
+        for rows in (3, 4):
+            x = randn(rows, D).requires_grad_()
+            gradients = [torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (compiled, norm)]
+            assert_same(*gradients)
+            graphs.append(harness.graphs)
+        assert raised(harness, rms_norm) == 1
+    assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
 
 
 def test_eps_that_changes_between_calls_is_never_stale():

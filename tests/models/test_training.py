@@ -1,0 +1,94 @@
+"""Training through ``backend="coda"`` and Inductor's code generation: several steps follow eager's.
+
+Each test compiles a decoder of one layer, which takes seconds; what needs no generated code is in
+``test_training_contexts``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from training import Decoder, assert_close, gradients, loss_of, not_reentrant, tokens, twins
+
+from coda_inductor.backend import coda
+
+STEPS = 4
+
+
+def follow(model, optimizer_of, *, autocast=False, tolerance=1e-3, clip=None):
+    """Train ``model`` compiled and a copy of it in eager; losses and parameters stay together."""
+    ours, eager = twins(model)
+    pairs = [
+        (torch.compile(ours, backend=coda, options={"strict": True}), ours, optimizer_of(ours)),
+        (eager, eager, optimizer_of(eager)),
+    ]
+    for _ in range(STEPS):
+        ids, losses = tokens(4, 8), []
+        for call, module, optimizer in pairs:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = loss_of(call(ids), ids)
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) <= tolerance * abs(losses[1])
+    assert_close(ours.state_dict(), eager.state_dict(), tolerance)
+    assert counters["coda"]["rms_norm_backward"] == counters["coda"]["rms_norm"] == 2
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_adamw(kind):
+    # eps beside the gradients, or the first steps divide rounding noise by itself
+    follow(
+        Decoder(1), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, **{kind: True})
+    )
+
+
+def test_clipped_gradients_of_tied_checkpointed_blocks():
+    model = Decoder(1, tied=True, each=not_reentrant)
+    follow(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9), clip=0.1)
+
+
+def test_autocast():
+    follow(
+        Decoder(1), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), autocast=True, tolerance=3e-2
+    )
+
+
+def test_dropout_draws_eagers_numbers():
+    model, ids = Decoder(1, dropout=0.3), tokens(4, 8)
+    found = []
+    with torch._inductor.config.patch(fallback_random=True):
+        for call in (torch.compile(model, backend=coda, options={"strict": True}), model):
+            model.zero_grad()
+            torch.manual_seed(3)
+            loss_of(call(ids), ids).backward()
+            found.append(gradients(model))
+    assert_close(*found, 1e-4)
+    # Masks lie between the GEMMs and the residuals, which they keep apart.
+    assert counters["coda"]["swiglu_backward"] == 1
+
+
+def test_training_and_evaluation_of_one_compiled_model():
+    model, ids = Decoder(1), tokens(4, 8)
+    compiled = torch.compile(model, backend=coda, options={"strict": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(compiled(ids), ids).backward()
+        optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
+    assert counters["coda"]["rms_norm"] == 2 * 2  # the graph that trains and the other
+    assert counters["coda"]["rms_norm_backward"] == 2
+
+
+def test_double_backward_is_a_clear_error():
+    model, ids = Decoder(1), tokens()
+    loss = loss_of(torch.compile(model, backend=coda)(ids), ids)
+    found = torch.autograd.grad(loss, [model.norm.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        found[0].sum().backward()

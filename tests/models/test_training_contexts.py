@@ -1,0 +1,316 @@
+"""The contexts people train in, without code generation: what fires, what is saved, gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, leave_custom_ops
+from harness import Harness, Stock
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from training import (
+    HIDDEN,
+    Block,
+    D,
+    Decoder,
+    assert_close,
+    counts,
+    fired,
+    gradients,
+    loss_of,
+    not_reentrant,
+    reentrant,
+    tokens,
+    twins,
+)
+
+LAYERS = 2
+aten = torch.ops.aten
+
+
+def step(model, ids, call=None):
+    """Gradients of one step, from zero; ``call`` stands for the model."""
+    model.zero_grad()
+    call = model if call is None else call
+    loss_of(call(ids), ids).backward()
+    return gradients(model)
+
+
+def train(model, ids, **options):
+    """Harness and gradients of the compiled model."""
+    harness = Harness(**options)
+    return harness, step(model, ids, functools.partial(harness.train, model))
+
+
+def gemms(harness, part) -> tuple[int, int]:
+    """Fused and plain GEMMs of the forward (0) or backward (1) graph."""
+    ops = harness.ops(harness.parts[part])
+    return ops["coda_inductor.gemm_epilogue.default"], ops["aten.mm.default"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_float32(dynamic, tied):
+    model, ids = Decoder(LAYERS, tied=tied), tokens()
+    harness = Harness()
+    ours = step(model, ids, functools.partial(harness.train, model, dynamic=dynamic))
+    assert_close(ours, step(model, ids), 1e-5)
+    assert fired(harness) == counts(LAYERS)
+
+
+def test_bfloat16_and_autocast_fuse_alike():
+    ids = tokens()
+    half, _ = train(Decoder(LAYERS).bfloat16(), ids)
+    model = Decoder(LAYERS)
+    eager = step(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = step(model, ids)
+        auto, ours = train(model, ids)
+    # The first norm stays, for an embedding is in front of it; the gradient of its operand then is
+    # cast to float32, by the GEMM that makes it.
+    assert auto.counts - half.counts == {"epilogue": 1}
+    assert half.counts - auto.counts == {}
+    assert fired(auto) == counts(LAYERS)
+    programs = [site.program for site in auto.fused]
+    assert {program.in_dtype for program in programs} == {"bfloat16"}
+    for name, exact in eager.items():
+        assert ours[name].dtype == torch.float32
+        bound = 1.5 * (rounded[name] - exact).norm() + 1e-3 * exact.norm()
+        assert (ours[name] - exact).norm() <= bound, name
+
+
+def selective(policy):
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def save_gemms(_ctx, op, *_args, **_kwargs):
+    save = op in (aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def prefer_to_recompute(_ctx, _op, *_args, **_kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# How a block is checkpointed -> are its GEMMs computed again?
+CHECKPOINTS = {
+    "none": (lambda block, x: block(x), False),
+    "not reentrant": (not_reentrant, True),
+    "reentrant": (reentrant, True),
+    "GEMMs saved": (selective(save_gemms), False),
+    "GEMMs saved, as a list": (selective([aten.mm.default]), False),
+    "nothing saved": (selective(prefer_to_recompute), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpointed_blocks(name, custom, monkeypatch):
+    """Whatever torch recomputes and saves, we recompute and save, no more."""
+    if custom:
+        leave_custom_ops(monkeypatch)
+    each, again = CHECKPOINTS[name]
+    layers = 3
+    model, ids = Decoder(layers, each=each), tokens()
+    harness, ours = train(model, ids)
+    stock = Stock()
+    loss_of(stock.train(model, ids), ids).backward()
+    assert_close(ours, step(model, ids), 1e-5)
+    assert matrices(harness) <= matrices(stock)
+    if custom:
+        # Backward GEMMs are two for each of seven weights a block, and two for the head; a fused
+        # gradient may make up for two or three of them. What is more is recomputation.
+        fused_forward, _ = gemms(harness, 0)
+        recomputed = [n for n in harness.parts[1].nodes if n.name in names_of(harness.parts[0])]
+        assert fused_forward > 0 or name.startswith("GEMMs saved")
+        assert bool(recomputed) == again
+        if again:  # all of a block but what makes its output, which is saved but for the last
+            assert len(recomputed) == fused_forward - 1 - (layers - 1)
+
+
+def names_of(graph):
+    return {n.name for n in graph.nodes if "gemm_epilogue" in str(n.target)}
+
+
+def matrices(harness) -> int:
+    """Elements of computed matrices that the forward pass saves; what it returns costs nothing."""
+    graph = harness.parts[0]
+    returned = graph.output_node().args[0][0]
+    values = [
+        n.meta["val"]
+        for n in harness.saved
+        if n.op != "placeholder" and not same_memory(n, returned)
+    ]
+    return sum(v.numel() for v in values if v.dim() > 1)
+
+
+def same_memory(left, right) -> bool:
+    return base(left) is base(right)
+
+
+def base(node):
+    while any(word in str(node.target) for word in ("view", "reshape")):
+        node = node.args[0]
+    return node
+
+
+def test_gradients_accumulate():
+    model, ours = Decoder(LAYERS), {}
+    batches = [tokens() for _ in range(3)]
+    compiled = torch.compile(model, backend=Harness())
+    for call in (compiled, model):
+        model.zero_grad()
+        for ids in batches:
+            (loss_of(call(ids), ids) / 3).backward()
+        ours[call is model] = gradients(model)
+    assert_close(ours[False], ours[True], 1e-5)
+
+
+def test_evaluation_between_steps_sees_the_new_parameters():
+    model, eager = twins(Decoder(LAYERS))
+    harness, ids = Harness(), tokens()
+    compiled = torch.compile(model, backend=harness)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, eager)]
+    for _ in range(3):
+        for call, optimizer in zip((compiled, eager), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(call(ids), ids).backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert_same(compiled(ids), eager(ids), 1e-4)
+    assert harness.graphs == 2  # one that trains, one that does not
+
+
+def test_backward_twice_and_retained():
+    model, ids = Decoder(LAYERS), tokens()
+    harness = Harness()
+    loss = loss_of(harness.train(model, ids), ids)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    assert_close(gradients(model), {name: 2 * g for name, g in once.items()}, 1e-6)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_double_backward_is_a_clear_error():
+    block = Block()
+    x = torch.randn(2, 5, D, requires_grad=True)
+    out = Harness().train(block, x).sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gradient.sum().backward()
+
+
+def test_saved_tensors_that_are_changed_in_place_are_noticed():
+    block = Block()
+    x = torch.randn(2, 5, D, requires_grad=True)
+    out = Harness().train(block, x)
+    with torch.no_grad():
+        block.down.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+class Returns(nn.Module):
+    """Returns what its own gradient reads: the activation, the stream, gate and up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D, eps=1e-5)
+        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, D, bias=False)
+
+    def forward(self, x):
+        x = x + self.first(x)
+        n = self.norm(x)
+        gate, up = self.gate(n), self.up(n)
+        a = F.silu(gate) * up
+        return x + self.down(a), a, x, gate, up
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 1), (0, 2), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
+def test_what_the_backward_pass_reads_is_also_returned(used, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch)
+    model, x = Returns().double(), torch.randn(2, 5, D, dtype=torch.float64)
+    harness, found = Harness(), []
+    for call in (functools.partial(harness.train, model), model):
+        model.zero_grad()
+        outputs = call(x)
+        sum(outputs[i].sin().sum() for i in used).backward()
+        # Of what is not used, eager has no gradient and a compiled graph one of zeros.
+        found.append((outputs, [0 * p if p.grad is None else p.grad for p in model.parameters()]))
+    assert_same(*found, 1e-10)
+    assert harness.counts["rms_norm_backward"] == 1
+
+
+def test_returned_tensors_may_be_changed_by_the_user():
+    """They share no memory with each other."""
+    model, x = Returns().double(), torch.randn(2, 5, D, dtype=torch.float64)
+    outputs = Harness().train(model, x)
+    pointers = [t.untyped_storage().data_ptr() for t in outputs]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_hooks_see_and_change_gradients():
+    model, ids = Decoder(LAYERS), tokens()
+    seen = []
+    weight = model.blocks[0].down.weight
+    weight.register_hook(lambda g: 3 * g)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+    harness, ours = train(model, ids)
+    assert len(seen) == len(list(model.parameters()))
+    assert_close(ours, step(model, ids), 1e-5)
+    assert fired(harness) == counts(LAYERS)
+
+
+def test_hook_on_an_output():
+    block, x = Block().double(), torch.randn(2, 5, D, dtype=torch.float64)
+    found = []
+    for call in (functools.partial(Harness().train, block), block):
+        block.zero_grad()
+        out = call(x)
+        out.register_hook(lambda g: g * 2)
+        out.sin().sum().backward()
+        found.append(list(gradients(block).values()))
+    assert_same(*found, 1e-10)
+
+
+def test_nested_compile_region_trains():
+    model, ids = Decoder(LAYERS), tokens()
+    region = torch.compiler.nested_compile_region(lambda block, x: block(x))
+    model.each = region
+    compiled = torch.compile(model, backend=Harness(), fullgraph=True)
+    assert_close(step(model, ids, compiled), step(model, ids), 1e-5)
+
+
+def test_one_dynamic_graph_trains_at_every_length():
+    model, harness = Decoder(LAYERS), Harness()
+    compiled = torch.compile(model, backend=harness, dynamic=True)
+    graphs = set()
+    for shape in ((2, 6), (3, 4), (2, 9)):
+        ids = tokens(*shape)
+        assert_close(step(model, ids, compiled), step(model, ids), 1e-5)
+        graphs.add(harness.graphs)
+    assert len(graphs) == 1  # all of them made in the first step
+
+
+def test_frozen_embedding_and_norms():
+    model, ids = Decoder(LAYERS), tokens()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name and "embedding" not in name)
+    harness, ours = train(model, ids)
+    assert_close(ours, step(model, ids), 1e-5)
+    assert harness.counts["rms_norm"] == 2 * LAYERS
