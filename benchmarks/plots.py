@@ -67,6 +67,7 @@ def _draw(axes: Any, panel: Panel, parts: list[tuple[str, dict]], shown: list[st
         bars = axes.bar(places, heights, width, label=label(name, suite))
         axes.bar_label(bars, fmt="%.1f" if panel.memory else "%.2f", fontsize=7)
     axes.set_xticks(range(len(parts)), [part for part, _ in parts], fontsize=8)
+    axes.margins(x=0.02)
     axes.set_title(panel.title, fontsize=10)
     if panel.memory:
         axes.set_ylabel("GiB")
@@ -75,10 +76,15 @@ def _draw(axes: Any, panel: Panel, parts: list[tuple[str, dict]], shown: list[st
         axes.set_ylabel("speed, torch.compile = 1")
 
 
+def _tick(part: str, result: dict) -> str:
+    """Below a group of suite `kernels`: its block, a line for each piece, and its width."""
+    return block_label(part, result, ", d = ").replace(", ", "\n")
+
+
 def _figure(results: dict, suite: str, path: Path) -> bool:
     """Draw the panels of `suite` into `path`; False where there is nothing to draw."""
     parts = [
-        (block_label(part, result, "\nd = ") if suite == "kernels" else part, result)
+        (_tick(part, result) if suite == "kernels" else part, result)
         for part, result in complete(results, suite)
         if median(result, "compile")
     ]
