@@ -34,7 +34,7 @@ from coda_inductor.sides import training
 
 
 class JointPass(CustomGraphPass):
-    """``defer_norms``, ``decompose`` and ``fuse_gemms``, in this order, on one graph.
+    """Rewrite, decompose, recompute (in training) and fuse, in this order, on one graph.
 
     ``before`` is what the user had set as ``joint_custom_pre_pass``: a pass or several; they run
     first.

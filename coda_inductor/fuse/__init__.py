@@ -2,7 +2,9 @@
 
 elementwise  which aten ops become which steps
 operands     how an outside tensor covers the tile
-region       grow a GEMM's epilogue
+region       what an epilogue absorbs, and the program it makes
+grow         grow a GEMM's epilogue
+sums         a sum of GEMMs is one GEMM
 pair         gate and up meet in one tile
 policy       may it, should it, and how does it run
 emit         program -> graph

@@ -287,7 +287,7 @@ class _Grower:
             top = todo.pop()
             if top in needed:
                 return True
-            later = [u for u in top.users if u not in seen and u <= last]
+            later = [u for u in top.users if u not in seen and not last < u]
             seen.update(later)
             todo += [u for u in later if u not in self.region.values]
         return False
