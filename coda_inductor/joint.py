@@ -74,7 +74,8 @@ class JointPass(CustomGraphPass):
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph)
         if training(graph) and policy.fuses:
-            _observed(graph, "coda_recompute", recompute_in_backward)
+            keep = self.options.keep_activations
+            _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, keep=keep))
         self.recorder.graph("3_rewritten", _owner(graph))
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
         if training(graph):

@@ -32,6 +32,9 @@ class Options:
         reference: run every fused site through the reference executor even where kernels exist.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
+        keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by
+            default: an activation is then computed again in the epilogue of the gradient behind it,
+            which takes less memory and, at small widths, a little more time.
         inductor: options of Inductor's own, passed on.
     """
 
@@ -43,6 +46,7 @@ class Options:
     gate: str = "auto"
     reference: bool = False
     fp16_norms: bool = False
+    keep_activations: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @property

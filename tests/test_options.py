@@ -64,7 +64,7 @@ def test_unknown_option_lists_the_known_ones():
     message = str(caught.value)
     assert "'verbose'" in message
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
-                 "fp16_norms"):  # fmt: skip
+                 "fp16_norms", "keep_activations"):  # fmt: skip
         assert name in message
 
 

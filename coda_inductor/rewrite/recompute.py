@@ -28,7 +28,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import LOWERINGS
 from coda_inductor.fuse.operands import source
+from coda_inductor.fuse.region import GEMMS
 from coda_inductor.graph import ALIASES, aten, fake, is_cast
+from coda_inductor.rewrite.norm_uses import is_transpose
 from coda_inductor.rewrite.norms import KEEP
 from coda_inductor.sides import Scope, is_tangent
 
@@ -36,13 +38,20 @@ _MOST_TENSORS = 2
 _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
 
 
-def recompute_in_backward(graph: Graph) -> None:
-    """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are."""
+def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
+    """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are.
+
+    With ``keep``, what GEMMs read is not computed again.
+    """
     scope = Scope(graph)
     first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
     if first is None:
         return
     read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
+    if keep:
+        for node in read:
+            if _feeds_gemm(node):
+                source(node).meta[KEEP] = node.meta[KEEP] = True
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
@@ -56,6 +65,13 @@ def recompute_in_backward(graph: Graph) -> None:
 
 def _backward_readers(node: Node, scope: Scope) -> list[Node]:
     return [u for u in node.users if u.op == "call_function" and u not in scope.forward]
+
+
+def _feeds_gemm(node: Node) -> bool:
+    renamed = [node]
+    for alias in renamed:
+        renamed += [u for u in alias.users if u.target in ALIASES or is_transpose(u)]
+    return any(user.target in GEMMS for alias in renamed for user in alias.users)
 
 
 def _compares(node: Node, scope: Scope) -> bool:
