@@ -61,6 +61,32 @@ def is_cast(node: Any) -> bool:
     return differs and source.dtype in FLOATS and result.dtype in FLOATS
 
 
+def is_transpose(node: Any) -> bool:
+    """Does ``node`` swap the two dimensions of a matrix?"""
+    return (
+        isinstance(node, Node)
+        and node.target is aten.permute.default
+        and list(node.args[1]) == [1, 0]
+    )
+
+
+def elementwise(node: Node) -> bool:
+    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in ALIASES or is_cast(node)
+
+
+def readers(node: Node, *, through: Callable[[Node], bool]) -> tuple[list[Node], list[Node]]:
+    """(names, readers): ``node`` and what only renames it, as ``through`` says, in turn; and every
+    other node that reads one of these."""
+    names = [node]
+    for name in names:
+        names += [u for u in name.users if through(u) and u not in names]
+    return names, [u for name in names for u in name.users if u not in names]
+
+
 def insert(
     graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node
 ) -> Node:
@@ -104,14 +130,16 @@ def prune(nodes: Sequence[Node]) -> None:
 
 
 class Put:
-    """Inserts nodes that belong to one pattern, with the meta of one traced node."""
+    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
+    what counts as fired when an epilogue absorbs one of them."""
 
-    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str]):
+    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
         self.graph, self.like, self.pattern = graph, like, pattern
 
     def __call__(self, target: Any, *args: Any) -> Node:
         node = insert(self.graph, target, args, like=self.like)
-        node.meta["coda_pattern"] = self.pattern
+        if self.pattern is not None:
+            node.meta["coda_pattern"] = self.pattern
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:

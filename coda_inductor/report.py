@@ -17,7 +17,8 @@ class SiteReport:
     Attributes:
         site: the path of the GEMM's module, e.g. ``model.layers.0.mlp.down_proj``; its node name in
             the graph where no module is known. Pairs name both.
-        shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs.
+        shape: (M, N, K); M is an int or a symbolic expression. N is one GEMM's N, also for pairs; K
+            is that of all terms together where several GEMMs are summed in one.
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
         bytes_saved: bytes of memory traffic that no longer happen (0 when not fused).

@@ -17,8 +17,8 @@ from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
-from coda_inductor.fuse.sums import elementwise, producer, sum_with
-from coda_inductor.graph import ALIASES, fake, is_cast, module_path, same
+from coda_inductor.fuse.sums import producer, sum_with
+from coda_inductor.graph import ALIASES, elementwise, fake, is_cast, module_path, readers, same
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool, requests
@@ -118,6 +118,7 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
         site = replace(
             site,
             site=_name(region.anchors),
+            shape=region.shape,
             patterns=tuple(sorted({name for name, _ in _patterns(region)})),
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
             bytes_saved=_bytes_saved(region),
@@ -133,29 +134,22 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
 def _followed(region: Region, scope: Scope) -> bool:
     """Does an elementwise kernel of the same pass, which no later GEMM will absorb, read what the
     region stores?"""
-    stored = [n for nodes in region.stored().values() for n in nodes]
-    for node in stored:
-        for user in node.users:
-            if user in region.values or user in region.reduces:
-                continue
-            if user.target in ALIASES:
-                stored.append(user)
-            elif (
-                elementwise(user)
-                and scope.same_side(user, region.anchors[0])
-                and producer(user) in region.anchors
-            ):
-                return True
-    return False
+    inside = {*region.values, *region.reduces}
+    return any(
+        elementwise(user)
+        and scope.same_side(user, region.anchors[0])
+        and producer(user) in region.anchors
+        for nodes in region.stored().values()
+        for node in nodes
+        for user in readers(node, through=lambda u: u.target in ALIASES)[1]
+        if user not in inside
+    )
 
 
 def _neighbours(anchor: Node) -> list[Node]:
     """What an epilogue could absorb right behind ``anchor``."""
-    renamed = [anchor]
-    for node in renamed:
-        renamed += [u for u in node.users if u.target in ALIASES]
-    readers = [u for node in renamed for u in node.users]
-    return [u for u in readers if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
+    _, users = readers(anchor, through=lambda u: u.target in ALIASES)
+    return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
 
 def _candidates(anchor: Node, scope: Scope, policy: Policy) -> Iterator[Region]:

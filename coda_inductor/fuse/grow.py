@@ -29,7 +29,17 @@ from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import GEMMS, Region, constant, dtype_name
 from coda_inductor.fuse.sums import producer
-from coda_inductor.graph import ALIASES, FLOATS, aten, fake, is_cast, same
+from coda_inductor.graph import (
+    ALIASES,
+    FLOATS,
+    aten,
+    elementwise,
+    fake,
+    is_cast,
+    is_transpose,
+    readers,
+    same,
+)
 from coda_inductor.program import OPS, Operand, Reduce, Step
 from coda_inductor.sides import Scope, checkpoint
 
@@ -95,11 +105,8 @@ def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[No
     if step is None or any(isinstance(a, str) and a not in names for a in step.args):
         return False
     inside = {*region.values, *region.reduces}
-    readers = [u for n, v in region.values.items() if v == value for u in n.users]
-    return all(
-        user in inside or (torch.Tag.pointwise in getattr(user.target, "tags", ()) or is_cast(user))
-        for user in readers
-    )
+    users = [u for n, v in region.values.items() if v == value for u in n.users]
+    return all(u in inside or (elementwise(u) and u.target not in ALIASES) for u in users)
 
 
 def _owner(node: Node, region: Region) -> Node:
@@ -265,15 +272,12 @@ class _Grower:
                 self._recomputed_operand(node, tiles)
 
     def _recomputed_operand(self, node: Node, tiles: set[Node]) -> None:
-        renamed = [node]
-        for alias in renamed:
-            renamed += [u for u in alias.users if u.target in ALIASES or is_cast(u)]
-        readers = {u for alias in renamed for u in alias.users if u not in renamed}
-        transposed = {u for r in readers if r.target is aten.permute.default for u in r.users}
-        if not any(r.target in GEMMS for r in readers | transposed) or self._is_needed_by(node):
+        names, users = readers(node, through=lambda u: u.target in ALIASES or is_cast(u))
+        transposed = [u for reader in users if is_transpose(reader) for u in reader.users]
+        if not any(u.target in GEMMS for u in (*users, *transposed)) or self._is_needed_by(node):
             return
         saved = self._state()
-        lowered = all(self._lower(alias) is None for alias in renamed)
+        lowered = all(self._lower(name) is None for name in names)
         if not lowered or self._tiles() != tiles or len(self.region.stored()) > MAX_STORES:
             self._restore(saved)
 

@@ -97,18 +97,18 @@ class Policy:
             why = f"device {fake(a).device.type} has no kernels"
             return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
-        summed = region.total is not None and in_place(region.anchors)
-        terms = len(region.anchors) if summed else 1
+        joined = region.total is not None and in_place(region.anchors)
+        terms = len(region.anchors) if joined else 1
+        copied = n * k if region.total is not None and not joined else 0  # the weights
         device = fake(a).device
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major, device=device)
         if reason is not None:
             return Verdict("unfused", Failure(reason))
-        if (
-            self.options.gate == "auto"
-            and (reason := gate.loses(program, hint(m), n, k, terms, followed)) is not None
-        ):
-            return Verdict("unfused", reason)
+        if self.options.gate == "auto":
+            reason = gate.loses(program, hint(m), n, k, terms, followed=followed, copied=copied)
+            if reason is not None:
+                return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
 
 

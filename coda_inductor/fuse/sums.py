@@ -16,14 +16,12 @@ the weights are copied: the gradients of q, k and v.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
-import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
-from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, same
+from coda_inductor.graph import ALIASES, aten, elementwise, fake, insert, is_cast, same
 from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.sides import Scope, checkpoint
 
@@ -97,14 +95,6 @@ def _written_elementwise(node: Node) -> bool:
     while node.target in ALIASES:
         node = node.args[0]
     return elementwise(node) and producer(node) is None
-
-
-def elementwise(node: Node) -> bool:
-    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
-    if node.target is operator.getitem:
-        node = node.args[0]
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in ALIASES or is_cast(node)
 
 
 def producer(x: Node) -> Node | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.region import GEMMS, gemm_inputs
 from coda_inductor.fuse.sums import terms
-from coda_inductor.graph import ALIASES, aten, fake, is_cast, same
+from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, same
 from coda_inductor.semantic import rms_norm_backward
 from coda_inductor.sides import Scope
 
@@ -107,11 +107,6 @@ def _matrix(node: Node) -> tuple[Node, bool]:
     return node, turned
 
 
-def is_transpose(node: Node) -> bool:
-    """Does ``node`` swap the two dimensions of a matrix?"""
-    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]
-
-
 def _is_wgrad(user: Node, node: Node) -> bool:
     """``mm(n.T, dz)`` for node = n.T, or ``mm(dz.T, n)`` for node = n."""
     if user.target is not aten.mm.default:
@@ -129,7 +124,7 @@ def _gradient(rstd: Node, found: Uses) -> str | None:
     if others or found.backward.target is not rms_norm_backward:
         return "its rstd is read"
     found.dgrads = terms(found.backward.args[0]) or []
-    if not found.dgrads or found.backward.args[0].target is aten.mm.default:
+    if not found.dgrads:
         return "its gradient is not a sum of GEMMs"
     if len(found.backward.args[0].users) != 1:
         return "its gradient is read elsewhere"

@@ -62,14 +62,10 @@ def differentiate(
 
     ``products`` are pairs (z, dz), each (M, N), of the GEMMs behind it, if they are known.
     """
-    anchor = found.backward or next(iter(found.wgrads), None)
-    if anchor is None:
-        return
-    pattern = ("rms_norm_backward", anchor.name)
-    scaled = _Scaled(graph, scales.flat, pattern)
+    scaled = _Scaled(graph, scales.flat)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
-        put = Put(graph, like=wgrad, pattern=pattern)
+        put = Put(graph, like=wgrad)
         with graph.inserting_before(wgrad):
             if n_is_left:
                 turned = put(aten.permute.default, scales.h, [1, 0])
@@ -83,12 +79,7 @@ def differentiate(
     if found.backward is not None:
         known = products if products and _cheap(products, fake(scales.h).shape[-1]) else None
         with graph.inserting_before(found.backward):
-            _apply(
-                found.backward,
-                scales,
-                known,
-                Put(graph, like=found.backward, pattern=pattern),
-            )
+            _apply(graph, found.backward, scales, known)
         old += found.backward.all_input_nodes
         graph.erase_node(found.backward)
     settle(list(scaled.made.values()))  # a wgrad may stand in front of the dgrad, or behind it
@@ -98,8 +89,8 @@ def differentiate(
 class _Scaled:
     """dz -> dz * rstd, put in once for each dz."""
 
-    def __init__(self, graph: Graph, flat: Node, pattern: tuple[str, str]):
-        self.graph, self.flat, self.pattern = graph, flat, pattern
+    def __init__(self, graph: Graph, flat: Node):
+        self.graph, self.flat = graph, flat
         self.made: dict[Node, Node] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
@@ -107,7 +98,7 @@ class _Scaled:
         while base.target in ALIASES:
             base = base.args[0]
         if base not in self.made:
-            put = Put(self.graph, like=reader, pattern=self.pattern)
+            put = Put(self.graph, like=reader)
             with self.graph.inserting_before(reader):
                 wide = put.cast(dz, fake(self.flat).dtype)
                 self.made[base] = put.cast(put(aten.mul.Tensor, wide, self.flat), fake(dz).dtype)
@@ -121,9 +112,11 @@ def _cheap(products: list[tuple[Node, Node]], d: int) -> bool:
 
 
 def _apply(
-    backward: Node, scales: Scales, products: list[tuple[Node, Node]] | None, put: Put
+    graph: Graph, backward: Node, scales: Scales, products: list[tuple[Node, Node]] | None
 ) -> None:
-    """Put the new gradients in the place of ``backward``'s results."""
+    """Put the new gradients in the place of ``backward``'s results. Only they count as the pattern:
+    the scale and the dot may end up in an epilogue while these do not."""
+    put = Put(graph, like=backward, pattern=("rms_norm_backward", backward.name))
     s, x, weight, _, need_dx, need_dweight = backward.args
     wide, d = fake(scales.rstd).dtype, fake(x).shape[-1]
     sw, xw = put.cast(s, wide), put.cast(x, wide)
@@ -133,19 +126,23 @@ def _apply(
         if products is None:
             dot = put(aten.sum.dim_IntList, put(aten.mul.Tensor, p, xw), [-1], True)
         else:
-            dot = put(aten.reshape.default, _dot(products, wide, put), put.sizes(scales.rstd))
+            dot = put(
+                aten.reshape.default,
+                _dot(products, wide, Put(graph, like=backward)),
+                put.sizes(scales.rstd),
+            )
         square = put(aten.mul.Tensor, scales.rstd, scales.rstd)
         c = put(aten.mul.Tensor, put(aten.mul.Tensor, square, dot), -1.0 / d)
         dx = put(aten.add.Tensor, p, put(aten.mul.Tensor, xw, c))
         results[0] = put.cast(dx, fake(x).dtype)
     if need_dweight:
         rows = list(range(fake(x).dim() - 1))
-        total = put(aten.sum.dim_IntList, put(aten.mul.Tensor, sw, xw), rows)
-        results[1] = put.cast(total, fake(weight).dtype)
+        dweight = put(aten.sum.dim_IntList, put(aten.mul.Tensor, sw, xw), rows)
+        results[1] = put.cast(dweight, fake(weight).dtype)
     for user in list(backward.users):
         assert user.target is operator.getitem, "the op returns a tuple"
         user.replace_all_uses_with(results[user.args[1]])
-        put.graph.erase_node(user)
+        graph.erase_node(user)
 
 
 def _dot(products: list[tuple[Node, Node]], wide: torch.dtype, put: Put) -> Node:

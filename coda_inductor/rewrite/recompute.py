@@ -29,8 +29,7 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.elementwise import LOWERINGS
 from coda_inductor.fuse.operands import source
 from coda_inductor.fuse.region import GEMMS
-from coda_inductor.graph import ALIASES, aten, fake, is_cast
-from coda_inductor.rewrite.norm_uses import is_transpose
+from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, readers
 from coda_inductor.rewrite.norms import KEEP
 from coda_inductor.sides import Scope, is_tangent
 
@@ -56,8 +55,9 @@ def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
     copies: dict[Node, Node] = {}
     for node in read:
         if _elementwise(node) and not _is_vector(node) and bases.derivable(node):
-            readers = [u for u in _backward_readers(node, scope) if not _compares(u, scope)]
-            for user in readers:
+            for user in _backward_readers(node, scope):
+                if _compares(user, scope):
+                    continue
                 copy = _copy(graph, node, bases, copies, first, scope)
                 user.replace_input_with(node, copy)
     stable_topological_sort(graph)  # readers that need no tangent may stand in front of the copies
@@ -68,10 +68,8 @@ def _backward_readers(node: Node, scope: Scope) -> list[Node]:
 
 
 def _feeds_gemm(node: Node) -> bool:
-    renamed = [node]
-    for alias in renamed:
-        renamed += [u for u in alias.users if u.target in ALIASES or is_transpose(u)]
-    return any(user.target in GEMMS for alias in renamed for user in alias.users)
+    _, users = readers(node, through=lambda u: u.target in ALIASES or is_transpose(u))
+    return any(user.target in GEMMS for user in users)
 
 
 def _compares(node: Node, scope: Scope) -> bool:

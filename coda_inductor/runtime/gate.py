@@ -38,15 +38,25 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
 
 
 def loses(
-    program: EpilogueProgram, m: int, n: int, k: int, terms: int = 1, followed: bool = False
+    program: EpilogueProgram,
+    m: int,
+    n: int,
+    k: int,
+    terms: int = 1,
+    *,
+    followed: bool = False,
+    copied: int = 0,
 ) -> str | None:
     """Why ``program`` on (m, k) x (k, n) is expected to be slower fused, or None. Times in us.
 
     ``terms``: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
     ``followed``: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
     Fusing then only saves it from reading the products.
+    ``copied``: elements that are concatenated for the fused GEMM at every call.
     """
     fused = estimate_us(program, m, n, k, terms=terms)
+    if copied:
+        fused += 2 * copied * WIDTHS[program.in_dtype] / _BYTES_PER_US + _LAUNCH_US
     products = terms * len(program.accs)
     everything = {*program.accs, *(o.name for o in program.operands)}
     if followed:

@@ -9,7 +9,8 @@ from checking import check, leave_custom_ops, randn, reasons
 from harness import Harness
 
 from coda_inductor import FallbackError
-from coda_inductor.fuse import driver
+from coda_inductor.fuse import Policy, driver
+from coda_inductor.log import Failure
 
 B, T, N, K = 2, 3, 10, 8
 LINEAR = ((B, T, K), (N, K))
@@ -132,6 +133,28 @@ def test_at_most_three_tiles_are_read():
     harness = check(function, *(randn(*shape) for shape in (*LINEAR, *[(B, T, N)] * 5)))
     (site,) = harness.fused
     assert [o.kind for o in site.program.operands] == ["tile"] * 3
+
+
+@pytest.mark.parametrize("compare", [torch.eq, torch.ne])
+def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
+    """A maximum's gradient does so: in a tile x == amax(x) would hold nowhere."""
+
+    def function(x, w, t):
+        z = F.linear(x, w)
+        return torch.where(compare(z, t), z, -z)
+
+    harness = check(function, *(randn(*shape) for shape in (*LINEAR, (B, T, N))))
+    assert "not in the epilogue vocabulary" in reasons(harness)
+    assert all("eq" not in site.absorbed and "ne" not in site.absorbed for site in harness.fused)
+
+
+def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
+    """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
+    monkeypatch.setattr(Policy, "legal", lambda *_: Failure("an odd shape"))
+    harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
+    assert reasons(harness) == "nothing to absorb, and an odd shape"
+    with pytest.raises(Exception, match="an odd shape"):
+        check(lambda x, w: F.linear(x, w).relu(), *(randn(*shape) for shape in LINEAR))
 
 
 def test_vectors_are_limited_too():

@@ -53,6 +53,14 @@ def test_mode_reduce_overhead_lifts_the_limit():
     assert Policy.of(parse("reduce-overhead", None), graph_of(512)).small is None
 
 
+def test_copying_the_weights_of_a_sum_is_charged():
+    program = kinds()["norm_bwd"]
+    assert gate.loses(program, 8192, 2048, 3072, copied=2048 * 3072) is None
+    # Few rows, many weights: the copy costs more than all that is saved.
+    assert gate.loses(program, 512, 4096, 6144) is None
+    assert gate.loses(program, 512, 4096, 6144, copied=4096 * 6144) is not None
+
+
 def test_a_norm_that_stays_behind_leaves_less_to_save():
     program = kinds()["rms_partial"]
     assert gate.loses(program, 8192, 2048, 2048) is None

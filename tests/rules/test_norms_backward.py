@@ -224,9 +224,35 @@ def test_lora_trains_its_adapters_alone(monkeypatch):
 
 def dot_is_taken_early(harness) -> bool:
     """Are partials of rowsum(dz * z) made where dz, HIDDEN wide, is made?"""
-    backward = [s for s in harness.fused if "rms_norm_backward" in s.patterns]
-    wide = [s for s in backward if s.shape[1] == HIDDEN]
+    wide = [s for s in harness.fused if s.shape[1] == HIDDEN]
     return any(r.axis == "row" for s in wide for r in s.program.reduces)
+
+
+@pytest.mark.parametrize("shape", [(6, D), (2, 3, D)])
+def test_one_gemm_behind_the_norm_of_a_matrix_too(shape):
+    """With two dimensions no view stands between the product and the norm's gradient."""
+    weights = Weights(
+        lambda x, w, gamma, a: F.linear(norm(x, w, gamma), a),
+        *(randn(*s) for s in ((D, D), (D,), (HIDDEN, D))),
+    )
+    harness = check_gradients(weights, randn(*shape).requires_grad_())
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 1
+
+
+def test_the_scale_alone_does_not_count(monkeypatch):
+    """Nothing in front of the norm is trained: dz is scaled for the weight, and that is all."""
+    leave_custom_ops(monkeypatch)
+
+    def function(x, w, gamma, a, b):
+        return F.linear(F.silu(F.linear(norm(x, w, gamma), a)), b)
+
+    shapes = ((D, D), (D,), (HIDDEN, D), (D, HIDDEN))
+    weights = Weights(function, *(randn(*shape) for shape in shapes))
+    for frozen in weights.weights[:2]:
+        frozen.requires_grad_(False)
+    harness = check_gradients(weights, randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 1
+    assert harness.counts["rms_norm_backward"] == 0
 
 
 @pytest.mark.parametrize(("name", "early"), [

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, leave_custom_ops, randn
 
+from coda_inductor.fuse import Policy
+from coda_inductor.runtime import gate, pool, support
+
 D, HIDDEN = 16, 24
 
 
@@ -34,7 +37,7 @@ def test_two_terms_of_one_width_are_read_where_they_lie(monkeypatch):
     harness = check(two, *products(8, 8))
     assert calls(harness) == [[8, 8]]
     assert harness.ops()["aten.cat.default"] == 0
-    assert harness.report.sites[0].shape[2] == 8  # of the term that names the site
+    assert harness.report.sites[0].shape == (6, D, 16)  # K of both terms
 
 
 def test_terms_written_by_elementwise_kernels_are_concatenated(monkeypatch):
@@ -42,6 +45,25 @@ def test_terms_written_by_elementwise_kernels_are_concatenated(monkeypatch):
     harness = check(three, *products(8, 4, 4))
     assert calls(harness) == [[16]]
     assert harness.ops()["aten.cat.default"] == 2  # the left factors, and the weights
+
+
+@pytest.mark.parametrize(("widths", "copied"), [((16, 8, 8), D * 32), ((64, 64), 0)])
+def test_the_gate_is_told_what_is_copied_at_every_call(widths, copied, monkeypatch):
+    """The weights of a concatenated sum; nothing where both terms are read in place."""
+    seen = []
+    loses = gate.loses
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["copied"])
+        return loses(*args, **kwargs)
+
+    monkeypatch.setattr(gate, "loses", spy)
+    monkeypatch.setattr(Policy, "_kernels", lambda *_: True)
+    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(pool, "wait", dict.fromkeys)
+    function = three if len(widths) == 3 else two
+    check(function, *(t.bfloat16() for t in products(*widths)))
+    assert copied in seen
 
 
 def test_terms_in_memory_are_not_copied_together(monkeypatch):
