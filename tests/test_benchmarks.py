@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from benchmark_runs import ROOT, benchmarks
+from benchmark_runs import HAND_LAYER, ROOT, benchmarks
 
 from benchmarks import ceiling, environment, layer, measure, report, runner, tables
 from benchmarks.runner import Job
@@ -147,32 +147,6 @@ def test_what_a_variant_needs_first_is_done_before_each_call():
     samples = measure.interleaved(calls, rounds=2, warmup=1, before=before, queue_ms=1.0)
     assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
     assert log == ["a", "before b", "b", "a", "before b", "b", "before b", "b", "a"]
-
-
-HAND_LAYER = """
-import torch
-from torch.nn.functional import rms_norm, silu
-
-CFG = {"only": ()}
-
-
-def warm(job):
-    return job, "ok"
-
-
-class Hand:
-    def __init__(self, d, f, q, M):
-        self.d, self.splits = d, (M, q)
-        self.Wo, self.Wgu, self.Wd = torch.zeros(d, d), torch.zeros(2 * f, d), torch.zeros(d, f)
-        self.Wq, self.g1, self.g2 = torch.zeros(q, d), torch.zeros(d), torch.zeros(d)
-
-    def fwd(self, x0, y):
-        assert x0.shape == (self.splits[0], self.d)
-        x1 = x0 + y @ self.Wo.t()
-        pairs = rms_norm(x1, (self.d,), self.g1, 1e-5) @ self.Wgu.t()
-        x2 = x1 + (silu(pairs[:, 0::2]) * pairs[:, 1::2]) @ self.Wd.t()
-        return x2, rms_norm(x2, (self.d,), self.g2, 1e-5) @ self.Wq.t(), None
-"""
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmark_runs import benchmarks
+from benchmark_runs import HAND_LAYER, benchmarks
 
 from benchmarks import (
     blocks,
@@ -160,42 +160,6 @@ def test_products_are_as_many_as_the_weights_and_three_times_with_gradients(monk
     # q, k, v in one weight: 64 + 32 + 32 columns; forward, gradient of operand and of weight.
     assert len(shapes) == 12
     assert {(32, 64, 64, 128), (32, 128, 128, 64), (128, 32, 32, 64)} <= set(shapes)
-
-
-HAND_LAYER = """
-import torch
-from torch.nn.functional import rms_norm, silu
-
-CFG = {"only": ()}
-
-
-def warm(job):
-    return job, "ok"
-
-
-class Hand:
-    def __init__(self, d, f, q, M):
-        self.d = d
-        self.Wo, self.Wgu, self.Wd = torch.zeros(d, d), torch.zeros(2 * f, d), torch.zeros(d, f)
-        self.Wq, self.g1, self.g2 = torch.zeros(q, d), torch.zeros(d), torch.zeros(d)
-
-    def fwd(self, x0, y):
-        assert not torch.is_grad_enabled()
-        return None, None, (x0, y)
-
-    def bwd(self, dx2, dqkv, saved):
-        weights = (self.Wo, self.Wgu, self.Wd, self.Wq, self.g1, self.g2)
-        leaves = [t.detach().requires_grad_() for t in (*saved, *weights)]
-        with torch.enable_grad():
-            x0, y, wo, wgu, wd, wq, g1, g2 = leaves
-            x1 = x0 + y @ wo.t()
-            pairs = rms_norm(x1, (self.d,), g1, 1e-5) @ wgu.t()
-            x2 = x1 + (silu(pairs[:, 0::2]) * pairs[:, 1::2]) @ wd.t()
-            qkv = rms_norm(x2, (self.d,), g2, 1e-5) @ wq.t()
-            found = torch.autograd.grad((x2, qkv), leaves, (dx2, dqkv))
-        dx0, dy, dwo, dwgu, dwd, dwq, dg1, dg2 = found
-        return dx0, dy, dwo, dwgu, dwd, dwq, dg1, dg2
-"""
 
 
 def test_the_ceilings_step_gives_the_gradients_of_our_layer(tmp_path):

@@ -7,71 +7,18 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
+from layers import compiled, either_order, errors, make
 from torch import nn
 
 import coda_inductor
-from coda_inductor import report
 from coda_inductor.errors import FallbackError
-from coda_inductor.log import forget_warnings
 from coda_inductor.runtime import pool, support
 
-pytestmark = pytest.mark.gpu
-
-
-class Norm(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(1 + 0.1 * torch.randn(width))
-
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.weight * wide.to(x.dtype)
-
-
-class Layer(nn.Module):
-    """A Llama layer without its attention; ``bias`` puts a bias on every projection."""
-
-    def __init__(self, d: int = 256, f: int = 640, bias: bool = False):
-        super().__init__()
-        self.o, self.q = nn.Linear(d, d, bias), nn.Linear(d, d, bias)
-        self.gate, self.up = nn.Linear(d, f, bias), nn.Linear(d, f, bias)
-        self.down = nn.Linear(f, d, bias)
-        self.norm1, self.norm2 = Norm(d), Norm(d)
-
-    def forward(self, x, y):
-        x = x + self.o(y)
-        h = self.norm1(x)
-        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        return x, self.q(self.norm2(x))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    forget_warnings()
-    report.forget()
-
-
-def make(dtype=torch.bfloat16, **how) -> Layer:
-    torch.manual_seed(0)
-    return Layer(**how).cuda().to(dtype).eval()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
 def inputs(rows: int, dtype=torch.bfloat16, d: int = 256):
     return [torch.randn(1, rows, d, device="cuda").to(dtype) for _ in range(2)]
-
-
-def compiled(model, **options):
-    return torch.compile(model, backend="coda", options={"gate": "always", **options})
-
-
-def errors(outputs, exact) -> list[float]:
-    return [
-        ((a.float() - b.float()).norm() / b.float().norm()).item()
-        for a, b in zip(outputs, exact, strict=True)
-    ]
 
 
 def assert_as_good(model, ours, xs) -> None:
@@ -97,10 +44,7 @@ def test_error_is_no_worse_than_torch_compiles(rows, dtype):
 
 def test_biases_and_weights_in_either_order():
     model = make(bias=True)
-    lower, higher = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
-    for gate, up in ((lower, higher), (higher, lower)):
-        model.gate.weight, model.up.weight = gate, up
-        torch._dynamo.reset()
+    for _ in either_order(model):
         assert_as_good(model, compiled(model, strict=True), inputs(300))
 
 

@@ -6,25 +6,16 @@ import copy
 
 import pytest
 import torch
-from test_gpu_backend import Layer, compiled, errors, make
+from layers import Layer, compiled, either_order, errors, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import coda_inductor
-from coda_inductor import report
-from coda_inductor.log import forget_warnings
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 #: Our error is at most that of torch.compile or of eager, whichever is larger, times this.
 SLACK = 1.2
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    forget_warnings()
-    report.forget()
 
 
 def inputs(rows: int, dtype=torch.bfloat16, d: int = 256) -> list[torch.Tensor]:
@@ -75,10 +66,7 @@ def test_ragged_rows(rows):
 
 def test_biases_and_weights_in_either_order():
     model = make(bias=True)
-    lower, higher = sorted((model.gate.weight, model.up.weight), key=torch.Tensor.data_ptr)
-    for gate, up in ((lower, higher), (higher, lower)):
-        model.gate.weight, model.up.weight = gate, up
-        torch._dynamo.reset()
+    for _ in either_order(model):
         assert_as_good(model, compiled(model, strict=True), inputs(304))
 
 
@@ -105,15 +93,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, y, use_reentrant=False)
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
-    model, xs = make(), inputs(512)
-    plain = gradients(compiled(model, strict=True), model, xs)
-    torch._dynamo.reset()
-    wrapped = Checkpointed(model)
-    recomputed = gradients(compiled(wrapped, strict=True), wrapped, xs)
-    # The same kernels with the same configs: recomputation gives the same bits.
-    for left, right in zip(plain, recomputed, strict=True):
-        assert torch.equal(left, right)
+def test_activation_checkpointing():
+    model = Checkpointed(make())
+    assert_as_good(model, compiled(model, strict=True), inputs(512))
+    assert kernels() == {"kernel"}
 
 
 def test_autocast_over_float32_parameters():
@@ -137,10 +120,9 @@ def test_autocast_over_float32_parameters():
         assert 0 < mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eager)
 
 
-def steps(model, call, count: int = 4) -> list[float]:
-    """Losses of a few steps of AdamW with clipping; the same data for everybody."""
+def train(model, call, count: int = 4) -> None:
+    """A few steps of AdamW with clipping; the same data for everybody."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses = []
     for step in range(count):
         torch.manual_seed(step)
         x, y = (torch.randn(1, 1024, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -150,8 +132,12 @@ def steps(model, call, count: int = 4) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+
+def moved(model, start) -> torch.Tensor:
+    """How far all parameters together have gone from where they were."""
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    return torch.cat([(p.detach().float() - q.detach().float()).flatten() for p, q in pairs])
 
 
 @pytest.mark.parametrize(
@@ -164,9 +150,10 @@ def steps(model, call, count: int = 4) -> list[float]:
     ids=["plain", "cudagraphs", "reduce-overhead"],
 )
 def test_training_steps_follow_eager(how):
-    theirs = make()
-    mine = copy.deepcopy(theirs)
-    have = steps(mine, torch.compile(mine, backend="coda", **how))
-    want = steps(theirs, theirs)
-    assert have[-1] < have[0]
-    torch.testing.assert_close(have, want, rtol=2e-2, atol=0)
+    """Without gradients, or with stale ones, the distance would be the way itself."""
+    start = make()
+    mine, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    train(mine, torch.compile(mine, backend="coda", **how))
+    train(theirs, theirs)
+    way = moved(theirs, start)
+    assert (moved(mine, start) - way).norm() < 0.4 * way.norm()

