@@ -5,6 +5,7 @@
 Layer map (imports only point down)::
 
     backend    the entry point and the passes in order
+    attention, constants   masks that are known, heads that are repeated (Dynamo graph)
     raising    idioms -> semantic ops (Dynamo graph)
     rewrite    algebra on semantic ops (aten graph)
     fuse       GEMM + neighbours -> EpilogueProgram (aten graph)

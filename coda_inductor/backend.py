@@ -13,11 +13,11 @@ import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-from coda_inductor import patterns, runtime
+from coda_inductor import attention, patterns, runtime
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import FallbackError, OptionError
 from coda_inductor.joint import JointPass
-from coda_inductor.log import logger, warn_once
+from coda_inductor.log import count, logger, warn_once
 from coda_inductor.options import Options, parse
 from coda_inductor.raising import raise_idioms
 
@@ -65,16 +65,21 @@ def raise_pass(gm: GraphModule, settings: Options, recorder: Recorder) -> None:
         FallbackError: with ``strict``, when a pattern fails.
     """
     known = patterns.load(settings.patterns)
-    if unknown := set(settings.disable) - {p.name for p in known}:
+    names = {*(p.name for p in known), *attention.NAMES}
+    if unknown := set(settings.disable) - names:
         raise OptionError(
             f"option 'disable': no pattern is called {', '.join(map(repr, sorted(unknown)))}; "
-            f"known are {', '.join(sorted({p.name for p in known}))}"
+            f"known are {', '.join(sorted(names))}"
         )
     active = [p for p in known if p.name not in settings.disable]
     recorder.graph("0_before", gm)
     try:
         refusals = raise_idioms(gm, active)
         recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
+        fired, refused = attention.simplify_attention(gm, settings.disable)
+        recorder.report.near_misses += refused
+        for name, times in fired.items():
+            count(name, times)
     except Exception as error:
         if settings.strict:
             raise FallbackError(f"raising idioms failed: {error}") from error

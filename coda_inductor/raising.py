@@ -17,14 +17,14 @@ used elsewhere, or when a side condition of the pattern fails; the reason is log
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.log import logger
-from coda_inductor.matching import Match, epochs, value
+from coda_inductor.matching import Match, bodies, epochs, value
 from coda_inductor.patterns import Pattern
 
 
@@ -43,31 +43,11 @@ def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
     Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
     """
     refusals: list[Refusal] = []
-    for graph in _graphs(gm):
+    for body in bodies(gm):
         for pattern in patterns:
-            refusals += _raise_one(graph, pattern)
-    gm.recompile()
+            refusals += _raise_one(body.graph, pattern)
+        body.module.recompile()
     return refusals
-
-
-def _graphs(gm: GraphModule) -> Iterator[Graph]:
-    yield gm.graph
-    for node in gm.graph.nodes:
-        # Bodies of checkpoint and nested_compile_region are child modules; others (flex_attention's
-        # score_mod, cond branches) have semantics of their own and stay as they are.
-        name = str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))
-        if name not in (
-            "tag_activation_checkpoint",
-            "wrap_activation_checkpoint",
-            "invoke_subgraph",
-        ):
-            continue
-        for arg in node.args:
-            if isinstance(arg, Node) and arg.op == "get_attr":
-                child = getattr(gm, str(arg.target), None)
-                if isinstance(child, GraphModule):
-                    yield from _graphs(child)
-                    child.recompile()
 
 
 def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:

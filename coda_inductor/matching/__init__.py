@@ -3,10 +3,12 @@
 normalize  one dialect for the many spellings of an op
 guards     mutations and mode changes that an idiom must not straddle
 match      the matcher
+bodies     the graphs inside a graph
 """
 
+from coda_inductor.matching.bodies import Body, bodies
 from coda_inductor.matching.guards import epochs, mutates
 from coda_inductor.matching.match import Idiom, Match
 from coda_inductor.matching.normalize import normalize, value
 
-__all__ = ["Idiom", "Match", "epochs", "mutates", "normalize", "value"]
+__all__ = ["Body", "Idiom", "Match", "bodies", "epochs", "mutates", "normalize", "value"]

@@ -46,6 +46,8 @@ def mutates(node: Node) -> bool:
         packet = node.target
         return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
     name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return False  # and_, or_, not_: only named so because the plain word is Python's
     return name.endswith("_") and not name.endswith("__")
 
 

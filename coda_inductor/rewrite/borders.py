@@ -40,6 +40,9 @@ def save_borders(graph: Graph) -> None:
                 base = base.args[0]
             if _recomputed(base):
                 base.meta["recompute"] = _computed_once(base)
+                for output in base.users:  # torch can recompute none of several outputs alone
+                    if output.target is operator.getitem:
+                        output.meta["recompute"] = None
 
 
 def _computed_once(node: Node) -> CheckpointPolicy | None:

@@ -1,0 +1,231 @@
+"""Around ``scaled_dot_product_attention`` in Dynamo's graph: masks made of constants, and key/value
+heads repeated for groups of query heads.
+
+Before::
+
+    mask = (arange(T)[:, None] >= arange(T)) & ...           # no tensor of the user's enters
+    k4, v4 = (t[:, :, None].expand(B, H, n, T, D).reshape(B, H * n, T, D) for t in (k, v))
+    sdpa(q, k4, v4, attn_mask=mask)
+
+After::
+
+    sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
+mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; the repeated heads are the
+repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
+
+Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
+and saved for the backward pass.
+
+Refuses: a mask that depends on data (padding, packing), on symbolic sizes or on random numbers; one
+that is neither causal nor full (a sliding window shorter than the sequence); causal attention of
+queries and keys of different number. Heads stay repeated where flash attention would not run: off
+CUDA, beside a mask, in float32, or with more than 256 values a head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.constants import Constants, NotConstantError
+from coda_inductor.graph import HALF
+from coda_inductor.matching import Body, bodies, value
+
+NAMES = ("constant_mask", "grouped_heads")
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MAX_HEAD = 256
+#: Views that only rearrange or repeat the elements of one tensor.
+_VIEWS = frozenset(
+    {"getitem", "expand", "reshape", "view", "unsqueeze", "repeat_interleave", "transpose",
+     "contiguous", "permute", "flatten"}
+)  # fmt: skip
+
+
+def simplify_attention(
+    gm: GraphModule, disabled: tuple[str, ...] = (), device: str = "cuda"
+) -> tuple[Counter[str], list[str]]:
+    """Apply both rewrites to every attention call of ``gm`` and its checkpointed regions, in place.
+
+    ``device`` is where repeated heads are worth undoing. Returns how often each rewrite fired, and
+    a line for each near miss.
+    """
+    fired: Counter[str] = Counter()
+    refused: list[str] = []
+    known: dict[int, _Masks] = {}
+    for body in bodies(gm):
+        around = None if body.around is None else known[id(body.around)]
+        masks = known[id(body)] = _Masks(body, around)
+        _simplify(body.graph, masks, disabled, device, fired, refused)
+        body.module.recompile()
+    return fired, refused
+
+
+class _Masks:
+    """The verdict on each mask of one graph: ``"causal"``, ``"full"``, or why it stays."""
+
+    def __init__(self, body: Body, around: _Masks | None):
+        outside: Constants | None = None if around is None else around.constants
+        self.constants: Constants = Constants(body.graph, body.outer, outside)
+        self.body, self.around = body, around
+        self.known: dict[tuple[Node, int, int], str] = {}
+
+    def verdict(self, mask: Node, queries: int, keys: int) -> str:
+        if mask in self.body.outer and self.around is not None:  # evaluated once for all layers
+            return self.around.verdict(self.body.outer[mask], queries, keys)
+        key = (mask, queries, keys)
+        if key not in self.known:
+            try:
+                self.known[key] = classify(self.constants.value(mask), queries, keys)
+            except NotConstantError as error:
+                self.known[key] = str(error)
+        return self.known[key]
+
+
+def _simplify(
+    graph: Graph,
+    masks: _Masks,
+    disabled: tuple[str, ...],
+    device: str,
+    fired: Counter[str],
+    refused: list[str],
+) -> None:
+    for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
+        arguments = _arguments(node)
+        if arguments is None:
+            continue
+        mask = arguments.get("attn_mask")
+        if mask is not None and "constant_mask" not in disabled:
+            verdict = _verdict(mask, arguments, masks)
+            if verdict in ("causal", "full"):
+                arguments["attn_mask"] = None
+                arguments["is_causal"] = verdict == "causal"
+                fired["constant_mask"] += 1
+            else:
+                refused.append(f"constant_mask at {node.name}: the mask stays, {verdict}")
+        if "grouped_heads" not in disabled and _flash(arguments, device):
+            groups = [_grouped(arguments[name], graph, node) for name in ("key", "value")]
+            if groups[0] is not None and groups[1] is not None:
+                arguments["key"], arguments["value"] = groups
+                arguments["enable_gqa"] = True
+                fired["grouped_heads"] += 1
+        node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
+        node.kwargs = arguments
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    named = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    tensors = [value(named.get(name)) for name in _ARGUMENTS[:3]]
+    return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
+
+
+def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> str:
+    if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
+        return "it is no tensor of this graph"
+    if arguments.get("is_causal"):
+        return "is_causal is set beside it"
+    queries, keys = (value(arguments[name]).shape[-2] for name in ("query", "key"))
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        return "the sequence length is symbolic"
+    return masks.verdict(mask, queries, keys)
+
+
+def classify(mask: torch.Tensor, queries: int, keys: int) -> str:
+    """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA: ``"causal"``,
+    ``"full"``, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
+    ``-inf``, or the dtype's lowest number, hides it."""
+    seen = mask
+    if mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            return f"a mask of {mask.dtype} is neither boolean nor additive"
+        seen = mask == 0
+        if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+            return "it adds numbers other than 0 and -inf"
+    if seen.all():
+        return "full"
+    if queries != keys:
+        return f"it is not full, and there are {queries} queries but {keys} keys"
+    if seen.dim() < 2 or seen.shape[-2:] != (queries, keys):
+        return "it hides keys from all queries alike"
+    square = torch.ones(queries, keys, dtype=torch.bool)
+    causal = square.tril()
+    if torch.equal(seen, causal.expand_as(seen)):
+        return "causal"
+    first = seen.reshape(-1, queries, keys)[0]
+    window = int(first[-1].sum())
+    if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
+        return f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
+    return "it is constant, but neither causal nor full"
+
+
+def _flash(arguments: dict[str, Any], device: str) -> bool:
+    """Would SDPA run flash attention, and does it not group heads already?"""
+    query, key, val = (value(arguments[name]) for name in _ARGUMENTS[:3])
+    return (
+        arguments.get("attn_mask") is None
+        and not arguments.get("enable_gqa")
+        and query.device.type == device
+        and (query.dtype in HALF or device == "cpu")
+        and query.dim() == key.dim() == val.dim() == 4
+        and key.shape[-1] == val.shape[-1] == query.shape[-1]
+        and query.shape[-1] <= _MAX_HEAD
+        and all(isinstance(size, int) for size in (*query.shape, *key.shape, *val.shape))
+    )
+
+
+def _grouped(repeated: Any, graph: Graph, before: Node) -> Node | None:
+    """The (B, H, T, D) tensor whose heads ``repeated`` repeats, each n times in a row; None if it
+    repeats none."""
+    full = value(repeated).shape
+    chain: list[Node] = []
+    node = repeated
+    while isinstance(node, Node) and _name(node) in _VIEWS and isinstance(node.args[0], Node):
+        chain.append(node)
+        node = node.args[0]
+        known = value(node)
+        if not isinstance(known, torch.Tensor) or known.dim() != 4:
+            continue
+        static = all(isinstance(size, int) for size in known.shape)
+        if not static or known.numel() >= full.numel():
+            continue
+        for turned in (False, True):
+            heads = known.transpose(1, 2) if turned else known
+            b, _, t, d = heads.shape
+            same = (b, t, d) == (full[0], full[2], full[3])
+            if same and _repeats(chain, known.shape, turned, full):
+                if not turned:
+                    return node
+                with graph.inserting_before(before):
+                    new = graph.call_method("transpose", (node, 1, 2))
+                new.meta = {**node.meta, "example_value": heads}
+                return new
+    return None
+
+
+def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Size) -> bool:
+    """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
+    # One batch entry and one value a head would do, but sizes stand in the views as literals.
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
+        result: Any = indices
+        for node in reversed(chain):
+            args, kwargs = node.args[1:], node.kwargs
+            if any(isinstance(a, Node) for a in torch.utils._pytree.tree_leaves((args, kwargs))):
+                return False
+            if node.op == "call_method":
+                result = getattr(result, str(node.target))(*args, **kwargs)
+            else:
+                result = node.target(result, *args, **kwargs)
+        base = indices.transpose(1, 2) if turned else indices
+        n = full[1] // base.shape[1]
+        return torch.equal(result, base.repeat_interleave(n, dim=1))
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -1,0 +1,179 @@
+"""The part of a Dynamo graph that depends on constants only, and its values.
+
+Models build masks and positions out of sizes: ``arange``, comparisons, broadcasts. Where no tensor
+of the user's enters, the values are known while compiling. They are computed on the CPU, by running
+the very nodes of the graph.
+
+Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
+results of in-place ops and what is made of them; more than ``MAX_ELEMENTS`` in one tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from coda_inductor.matching import mutates, value
+
+#: Ops of which the first argument says only dtype, device and shape.
+_LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
+#: One value takes up to 8 bytes while it is computed.
+MAX_ELEMENTS = 2**30
+
+
+class NotConstantError(Exception):
+    """Why a node's value is not known; the text is for users."""
+
+
+class Constants:
+    """Constant nodes of one graph.
+
+    Args:
+        graph: a Dynamo graph, or the body of a checkpointed region in one.
+        outer: for a body, its placeholders and what the graph around it passes for each.
+        around: the constants of the graph around a body.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        outer: Mapping[Node, Node] | None = None,
+        around: Constants | None = None,
+    ):
+        self._outer, self._around = outer or {}, around
+        self._why: dict[Node, str | None] = {}
+        changed = {n for node in graph.nodes if mutates(node) for n in _may_change(node)}
+        for node in graph.nodes:
+            self._why[node] = "an in-place op changes it" if node in changed else self._check(node)
+
+    def _check(self, node: Node) -> str | None:
+        if node in self._outer and self._around is not None:
+            return self._around._why.get(self._outer[node], "it comes from elsewhere")
+        if node.op in ("placeholder", "get_attr"):
+            return f"it depends on {node.target}"
+        if not _is_torch(node):
+            return f"it depends on {node.target}"
+        for source in _sources(node):
+            if self._why[source] is not None:
+                return self._why[source]
+        known = value(node)
+        sizes = known.shape if isinstance(known, torch.Tensor) else [known]
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            return "its size is symbolic"
+        if isinstance(known, torch.Tensor) and known.numel() > MAX_ELEMENTS:
+            return f"it has more than {MAX_ELEMENTS} elements"
+        return None
+
+    def value(self, node: Node) -> torch.Tensor:
+        """The value of ``node`` as a CPU tensor.
+
+        Raises:
+            NotConstantError: with the reason, if it is not constant or cannot be computed.
+        """
+        if (why := self._why[node]) is not None:
+            raise NotConstantError(why)
+        if node in self._outer and self._around is not None:
+            return self._around.value(self._outer[node])
+        with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), _NoRandom():
+            try:
+                result = self._run(node)
+            except NotConstantError:
+                raise
+            except Exception as error:  # an op that the CPU lacks: the mask stays as it was
+                raise NotConstantError(f"evaluating it failed: {error}") from error
+        if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+            raise NotConstantError("it cannot be evaluated on the CPU")
+        return result
+
+    def _run(self, node: Node) -> Any:
+        order = sorted(_with_ancestors(node))
+        last = {source: user for user in order for source in _sources(user)}
+        values: dict[Node, Any] = {}
+        for step in order:
+            if step not in self._outer and _name(step) in _LIKE:
+                values[step.args[0]] = _sample(value(step.args[0]))
+            args = torch.fx.node.map_arg((step.args, step.kwargs), values.__getitem__)
+            args, kwargs = tree_map(_on_cpu, args)
+            if step.op == "call_method":
+                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
+            elif step in self._outer and self._around is not None:
+                values[step] = self._around.value(self._outer[step])
+            else:
+                values[step] = step.target(*args, **kwargs)
+            for source in _sources(step):
+                if last[source] is step:
+                    del values[source]
+        return values[node]
+
+
+def _may_change(node: Node) -> set[Node]:
+    """What the in-place ``node`` writes to: its tensors, and what those may be views of. A view's
+    first argument is its base."""
+    found, todo = {node}, list(node.all_input_nodes)
+    while todo:
+        found.add(base := todo.pop())
+        todo += [a for a in base.args[:1] if isinstance(a, Node) and a not in found]
+    return found
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def _sources(node: Node) -> list[Node]:
+    """The nodes whose values ``node`` depends on."""
+    inputs = node.all_input_nodes
+    if _name(node) in _LIKE and node.args and isinstance(value(node.args[0]), torch.Tensor):
+        return [n for n in inputs if n is not node.args[0]]
+    return inputs
+
+
+def _sample(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and dtype of ``like``; its values do not matter."""
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+
+
+def _with_ancestors(node: Node) -> set[Node]:
+    found, todo = {node}, [node]
+    while todo:
+        new = set(_sources(todo.pop())) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _is_torch(node: Node) -> bool:
+    """Tensor methods and plain functions of torch's and Python's; nothing that has a state of its
+    own, as the functions behind vmap have."""
+    if node.op == "call_method":
+        return True
+    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    plain = module in ("_operator", "torch") or module.startswith("torch._C._")
+    known = (
+        getattr(torch, name, None) is node.target or getattr(operator, name, None) is node.target
+    )
+    return node.op == "call_function" and (
+        known or (plain and not module.startswith("torch._C._f"))
+    )
+
+
+def _on_cpu(arg: Any) -> Any:
+    device = isinstance(arg, torch.device) or (isinstance(arg, str) and arg.startswith("cuda"))
+    return torch.device("cpu") if device else arg
+
+
+class _NoRandom(TorchDispatchMode):
+    """Refuses ops that draw random numbers: their values are not known, and the generator's state
+    is the user's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotConstantError(f"{func} draws random numbers")
+        return func(*args, **(kwargs or {}))
