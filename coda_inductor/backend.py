@@ -13,7 +13,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-from coda_inductor import attention, patterns, runtime
+from coda_inductor import attention, late_gradients, patterns, runtime
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import FallbackError, OptionError
 from coda_inductor.joint import JointPass
@@ -53,7 +53,8 @@ def coda(
     )
     ours = JointPass(settings, recorder, user_pass)
     patches = {**settings.inductor, "joint_custom_pre_pass": ours}
-    return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches))
+    around = late_gradients.separate(gm)
+    return around(cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches)))
 
 
 def raise_pass(gm: GraphModule, settings: Options, recorder: Recorder) -> None:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from coda_inductor.matching import mutates, value
+from coda_inductor.matching import mutates, value, written
 
 #: Ops of which the first argument says only dtype, device and shape.
 _LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
@@ -48,7 +48,7 @@ class Constants:
     ):
         self._outer, self._around = outer or {}, around
         self._why: dict[Node, str | None] = {}
-        changed = {n for node in graph.nodes if mutates(node) for n in _may_change(node)}
+        changed = {n for node in graph.nodes if mutates(node) for n in written(node)}
         for node in graph.nodes:
             self._why[node] = "an in-place op changes it" if node in changed else self._check(node)
 
@@ -96,9 +96,11 @@ class Constants:
         last = {source: user for user in order for source in _sources(user)}
         values: dict[Node, Any] = {}
         for step in order:
-            if step not in self._outer and _name(step) in _LIKE:
-                values[step.args[0]] = _sample(value(step.args[0]))
-            args = torch.fx.node.map_arg((step.args, step.kwargs), values.__getitem__)
+
+            def known(source: Node) -> Any:
+                return values[source] if source in values else _sample(value(source))
+
+            args = torch.fx.node.map_arg((step.args, step.kwargs), known)
             args, kwargs = tree_map(_on_cpu, args)
             if step.op == "call_method":
                 values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
@@ -110,16 +112,6 @@ class Constants:
                 if last[source] is step:
                     del values[source]
         return values[node]
-
-
-def _may_change(node: Node) -> set[Node]:
-    """What the in-place ``node`` writes to: its tensors, and what those may be views of. A view's
-    first argument is its base."""
-    found, todo = {node}, list(node.all_input_nodes)
-    while todo:
-        found.add(base := todo.pop())
-        todo += [a for a in base.args[:1] if isinstance(a, Node) and a not in found]
-    return found
 
 
 def _name(node: Node) -> str:

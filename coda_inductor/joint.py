@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,17 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
-from coda_inductor.fuse import Policy, fuse_gemms
+from coda_inductor.fuse import REDUCTIONS, Policy, fuse_gemms
 from coda_inductor.graph import fake, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
-from coda_inductor.rewrite import defer_norms, recompute_in_backward, save_borders
+from coda_inductor.rewrite import (
+    defer_norms,
+    recompute_in_backward,
+    save_borders,
+    slice_loss_gradient,
+)
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
@@ -72,12 +77,13 @@ class JointPass(CustomGraphPass):
         if on_gpu and policy.small is None:
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
-        decompose(graph)
+        decompose(graph, keep=REDUCTIONS)
         if training(graph) and policy.fuses:
             keep = self.options.keep_activations
             _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, keep=keep))
         self.recorder.graph("3_rewritten", _owner(graph))
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
+        decompose(graph)
         if training(graph):
             _observed(graph, "coda_borders", save_borders)
         self.recorder.graph("4_fused", _owner(graph))
@@ -85,11 +91,16 @@ class JointPass(CustomGraphPass):
         record(report)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
+        near_misses = self.recorder.report.near_misses
+        if policy.fuses:
+            sliced, kept = slice_loss_gradient(graph)
+            count("cross_entropy_backward", sliced)
+            near_misses += kept
         if "rms_norm" in self.options.disable:
             return
         refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
         for name, why in refused.items():
-            self.recorder.report.near_misses.append(f"rms_norm at {name}: {why}")
+            near_misses.append(f"rms_norm at {name}: {why}")
             if isinstance(why, Failure):
                 if self.options.strict:
                     raise FallbackError(f"rms_norm at {name}: {why}")
@@ -122,20 +133,26 @@ def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> Non
         GraphTransformObserver(graph.owning_module, name).apply_graph_pass(function)
 
 
-def decompose(graph: Graph) -> None:
-    """Semantic ops back to the aten ops that define them, as Inductor would have traced them."""
-    for node in [n for n in graph.nodes if n.target in DEFINITIONS]:
-        pattern = node.target.__name__.split(".")[0]
-        meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
-        result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
-        if isinstance(result, Node):
-            node.replace_all_uses_with(result)
-        else:
-            for user in list(node.users):
-                user.replace_all_uses_with(result[user.args[1]])
-                graph.erase_node(user)
-        graph.erase_node(node)
+def decompose(graph: Graph, keep: Collection[object] = ()) -> None:
+    """Semantic ops but those in ``keep`` back to the aten ops that define them, as Inductor would
+    have traced them."""
+    while todo := [n for n in graph.nodes if n.target in DEFINITIONS and n.target not in keep]:
+        for node in todo:
+            _decompose_one(graph, node)
     graph.eliminate_dead_code()
+
+
+def _decompose_one(graph: Graph, node: Node) -> None:
+    pattern = node.target.__name__.split(".")[0]
+    meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
+    result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _remove_noops(graph: Graph) -> None:

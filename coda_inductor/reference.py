@@ -7,12 +7,19 @@ It is the oracle of the tests, the fake implementation's shape rule, what runs w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from coda_inductor.program import OPS, EpilogueProgram
+
+#: How the values of a tile, and then the partials of all tiles, are combined.
+COMBINE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.sum,
+    "max": torch.amax,
+    "logsumexp": torch.logsumexp,
+}
 
 
 def compute_dtype(program: EpilogueProgram) -> torch.dtype:
@@ -65,11 +72,7 @@ def run(
     for reduce in program.reduces:
         dim = 1 if reduce.axis == "row" else 0
         value = env[reduce.value].expand(shape)
-        outputs.append(
-            value.sum(dim, keepdim=True)
-            if reduce.combine == "add"
-            else value.amax(dim, keepdim=True)
-        )
+        outputs.append(COMBINE[reduce.combine](value, dim, keepdim=True))
     return outputs
 
 

@@ -20,9 +20,10 @@ LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 DEFINITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
 
 
-def _define(
+def define(
     schema: str, function: Callable[..., object], *, pointwise: bool = False
 ) -> torch._ops.OpOverload:
+    """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it."""
     name = schema.split("(", maxsplit=1)[0]
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
     LIB.define(schema, tags=tags)
@@ -33,7 +34,7 @@ def _define(
     return op
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that statistics are computed in: float32 for half types."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -47,7 +48,7 @@ def rms_norm_definition(
     for float64 inputs), then cast to ``out_dtype``. Returns y, shaped like x, and rstd (..., 1).
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467), eq. 4.
     """
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(statistics_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     y = wide * rstd
     if weight is not None:
@@ -100,17 +101,17 @@ def swiglu_backward_definition(
     return dgate, dup
 
 
-rms_norm = _define(
+rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor)",
     rms_norm_definition,
 )
-rms_norm_backward = _define(
+rms_norm_backward = define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dx, "
     "bool need_dweight) -> (Tensor, Tensor)",
     rms_norm_backward_definition,
 )
-swiglu = _define("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu_definition, pointwise=True)
-swiglu_backward = _define(
+swiglu = define("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu_definition, pointwise=True)
+swiglu_backward = define(
     "swiglu_backward(Tensor dy, Tensor gate, Tensor up, bool need_dgate, bool need_dup) "
     "-> (Tensor, Tensor)",
     swiglu_backward_definition,

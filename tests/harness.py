@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from coda_inductor import late_gradients
 from coda_inductor.backend import raise_pass
 from coda_inductor.debug import Recorder
 from coda_inductor.joint import JointPass
@@ -42,16 +43,21 @@ class Harness:
         self._raise(gm, inputs)
         self.raised = gm.graph
         self.graphs += 1
-        return aot_autograd(
+        around = self._around(gm)
+        compiled = aot_autograd(
             fw_compiler=self._keep,
             bw_compiler=self._keep,
             inference_compiler=self._compile,
             partition_fn=self._partition,
             decompositions=select_decomp_table(),
         )(gm, inputs)
+        return around(compiled)
 
     def _raise(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
         raise_pass(gm, self.options, self.recorder)
+
+    def _around(self, gm: torch.fx.GraphModule) -> Any:
+        return late_gradients.separate(gm)
 
     def _rewrite(self, graph: torch.fx.Graph) -> None:
         JointPass(self.options, self.recorder)(graph)

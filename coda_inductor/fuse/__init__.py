@@ -12,6 +12,7 @@ driver       all GEMMs of a graph, in order
 """
 
 from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.fuse.policy import Policy
 
-__all__ = ["Policy", "fuse_gemms"]
+__all__ = ["REDUCTIONS", "Policy", "fuse_gemms"]

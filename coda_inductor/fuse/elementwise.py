@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from coda_inductor.semantic_loss import row_logsumexp
+
 aten = torch.ops.aten
 
 Value = str | float
@@ -109,4 +111,5 @@ REDUCTIONS: dict[Any, str] = {
     aten.sum.dim_IntList: "add",
     aten.mean.dim: "add",
     aten.amax.default: "max",
+    row_logsumexp: "logsumexp",
 }

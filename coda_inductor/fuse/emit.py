@@ -24,6 +24,7 @@ from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, settle, splice
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.semantic_loss import row_logsumexp
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
@@ -129,9 +130,12 @@ def _tensor(node: Node) -> Node:
 def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
     """Fold the partials of a reduction (rule R2): what is left of it, outside the kernel."""
     reduce = region.reduces[node]
-    fold = aten.sum.dim_IntList if reduce.combine == "add" else aten.amax.default
     along = -1 if reduce.axis == "row" else 0
-    new = insert(graph, fold, (partials, [along], True), like=node)
+    if reduce.combine == "logsumexp":
+        new = insert(graph, row_logsumexp, (partials,), like=node)
+    else:
+        fold = aten.sum.dim_IntList if reduce.combine == "add" else aten.amax.default
+        new = insert(graph, fold, (partials, [along], True), like=node)
     if node.target is aten.mean.dim:
         new = insert(graph, aten.div.Tensor, (new, region.shape[1]), like=node)
     if fake(new).dtype != fake(node).dtype:

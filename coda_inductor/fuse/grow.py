@@ -41,6 +41,7 @@ from coda_inductor.graph import (
     same,
 )
 from coda_inductor.program import OPS, Operand, Reduce, Step
+from coda_inductor.semantic_loss import row_logsumexp
 from coda_inductor.sides import Scope, checkpoint
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
@@ -78,9 +79,7 @@ def _violation(region: Region) -> tuple[Node, str] | None:
         if not _row_major(fake(node)):
             return _owner(node, region), "its result is not laid out row by row"
         if _only_adds_a_store(value, region, stored):
-            return _owner(
-                node, region
-            ), "it would only add a store: its readers are elementwise too"
+            return _owner(node, region), "only a store more: its readers are elementwise too"
     if len(stored) > MAX_STORES:
         last = max((nodes[0] for nodes in stored.values()), key=order.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
@@ -298,7 +297,8 @@ class _Grower:
 
     def _reduction(self, node: Node) -> str | None:
         source = node.args[0]
-        dims = node.args[1] if len(node.args) > 1 else None
+        rows = [-1] if node.target is row_logsumexp else None
+        dims = node.args[1] if len(node.args) > 1 else rows
         value = self.region.values.get(source)
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
             return f"{node.target} does not reduce one row or column of the tile"

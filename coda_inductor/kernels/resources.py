@@ -13,7 +13,7 @@ import functools
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
-from quack.epilogue.ops import ColVecReduce, EpiOp, RowVecReduce, Scalar, VecReduce
+from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, VecReduce
 
 from coda_inductor.kernels.ports import Sink
 
@@ -46,6 +46,8 @@ def reduction(sink: Sink) -> EpiOp:
     """The QuACK resource of one reduction."""
     if sink.masked:
         return (MaskedRowSum if sink.axis == "row" else MaskedColSum)(sink.name)
+    if sink.combine == "logsumexp":
+        return OnlineLSEReduce(sink.name)  # masks the lanes beyond N itself
     kind = ColVecReduce if sink.axis == "row" else RowVecReduce
     return kind(sink.name, combine=sink.combine, scaled=sink.factors is not None)
 

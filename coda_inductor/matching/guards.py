@@ -62,6 +62,16 @@ def _inplace_flag(node: Node) -> bool:
     return bound.arguments.get("inplace") is True
 
 
+def written(node: Node) -> set[Node]:
+    """What a node that ``mutates`` may write to: its tensors, and what those may be views of. A
+    view's first argument is its base."""
+    found, todo = {node}, list(node.all_input_nodes)
+    while todo:
+        found.add(base := todo.pop())
+        todo += [a for a in base.args[:1] if isinstance(a, Node) and a not in found]
+    return found
+
+
 def epochs(graph: Graph) -> dict[Node, int]:
     """The epoch of every node: it grows at each mutation and each mode change."""
     epoch, result = 0, {}

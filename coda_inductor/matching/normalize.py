@@ -32,6 +32,7 @@ _FUNCTIONS: dict[Any, str] = {
     operator.neg: "neg", torch.neg: "neg", operator.pow: "pow", torch.pow: "pow",
     torch.square: "square", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
     torch.reciprocal: "reciprocal", torch.mean: "mean", torch.sigmoid: "sigmoid",
+    torch.reshape: "view",
     F.sigmoid: "sigmoid", F.silu: "silu", torch.ops.aten.silu.default: "silu",
     torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm",
 }  # fmt: skip
@@ -40,7 +41,7 @@ _METHODS = {
     "true_divide": "div", "neg": "neg", "pow": "pow", "square": "square", "rsqrt": "rsqrt",
     "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "sigmoid": "sigmoid",
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast",
-    "bfloat16": "cast", "double": "cast",
+    "bfloat16": "cast", "double": "cast", "reshape": "view",
 }  # fmt: skip
 
 
@@ -138,9 +139,40 @@ def _rms_norm(node: Node) -> Canon | None:
     return Canon("rms_norm", (named["input"], named.get("weight"), named.get("eps")))
 
 
+def _view(node: Node) -> Canon | None:
+    """``view``, ``reshape``: the tensor, then the sizes one by one."""
+    if node.kwargs or not node.args:
+        return None
+    sizes = node.args[1:]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)):
+        sizes = tuple(sizes[0])
+    if any(isinstance(size, torch.dtype) for size in sizes):
+        return None  # the same bits as numbers of another type
+    return Canon("view", (node.args[0], *sizes))
+
+
+def _cross_entropy(node: Node) -> Canon | None:
+    """``F.cross_entropy`` without class weights: (input, target, ignore_index, reduction,
+    label_smoothing)."""
+    names = (
+        *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+        "label_smoothing",
+    )
+    named = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if any(named.get(name) is not None for name in ("weight", "size_average", "reduce")):
+        return None
+    if "input" not in named or "target" not in named:
+        return None
+    defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+    options = [named.get(name, default) for name, default in defaults.items()]
+    return Canon("cross_entropy", (named["input"], named["target"], *options))
+
+
 _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "cast": _cast,
     "pow": _pow,
     "mean": _mean,
     "rms_norm": _rms_norm,
+    "view": _view,
+    "cross_entropy": _cross_entropy,
 }

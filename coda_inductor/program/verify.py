@@ -104,5 +104,7 @@ def _outputs(
     for reduce in program.reduces:
         if reduce.axis not in ("row", "col"):
             raise ProgramError(f"reduce {reduce.name!r}: axis {reduce.axis!r} is not row or col")
-        if reduce.combine not in ("add", "max"):
+        if reduce.combine not in ("add", "max", "logsumexp"):
             raise ProgramError(f"reduce {reduce.name!r}: combine {reduce.combine!r} is not legal")
+        if reduce.combine == "logsumexp" and (reduce.axis != "row" or program.paired):
+            raise ProgramError(f"reduce {reduce.name!r}: logsumexp is over N, of one accumulator")

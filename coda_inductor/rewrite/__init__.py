@@ -3,12 +3,14 @@
 norms           RMSNorm's row scale moves past the GEMMs behind it (R1, R2)
 norm_uses       who reads a norm
 norms_backward  its gradient moves behind the GEMMs that make it (R3, R4)
+loss            the gradient of the logits is made a slice at a time
 recompute       the backward pass computes elementwise values anew
 borders         what one checkpointed block hands to the next is saved
 """
 
 from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.loss import slice_loss_gradient
 from coda_inductor.rewrite.norms import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
 
-__all__ = ["defer_norms", "recompute_in_backward", "save_borders"]
+__all__ = ["defer_norms", "recompute_in_backward", "save_borders", "slice_loss_gradient"]

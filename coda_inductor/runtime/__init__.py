@@ -10,6 +10,7 @@ Layer map: ``op`` -> ``launch`` -> ``tensors``; ``support`` (reasons), ``config`
 from coda_inductor.runtime.config import Config, choose
 from coda_inductor.runtime.cost import cublas_us, estimate_us
 from coda_inductor.runtime.launch import requests
+from coda_inductor.runtime.loss import linear_cross_entropy_backward
 from coda_inductor.runtime.op import forget_failures, gemm_epilogue, set_strict
 from coda_inductor.runtime.support import kernel_stack, unsupported
 
@@ -21,6 +22,7 @@ __all__ = [
     "forget_failures",
     "gemm_epilogue",
     "kernel_stack",
+    "linear_cross_entropy_backward",
     "requests",
     "set_strict",
     "unsupported",

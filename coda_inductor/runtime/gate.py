@@ -62,7 +62,8 @@ def loses(
     if followed:
         moved, launches = _read(program, set(program.accs), terms), 0
     else:
-        moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in program.stores)
+        written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
+        moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in written)
         launches = 1
     for reduce in program.reduces:
         if reduce.axis == "col":

@@ -48,8 +48,9 @@ def packed_mask(q):
     positions = torch.arange(q.shape[-2], device=q.device).expand(2, -1)
     jumps = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     i = torch.arange(q.shape[-2], device=q.device)
+    true = i.new_ones((), dtype=torch.bool) & q.new_ones((), dtype=torch.bool)
     same = jumps[:, None, :, None] == jumps[:, None, None, :]
-    return q.new_ones((), dtype=torch.bool) & (i[None, None, None, :] <= i[:, None]) & same
+    return true & (i[None, None, None, :] <= i[:, None]) & same
 
 
 @pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])

@@ -1,0 +1,51 @@
+"""The gradient of a slice of the logits, in Triton: one pass over the slice."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _kernel(
+    logits, lse, target, scale, out, stride, first, columns, smoothing, spread, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(logits + row * stride + first + column, inside, 0.0).to(tl.float32)
+    p = tl.exp(x - tl.load(lse + row))
+    hit = first + column == tl.load(target + row)
+    away = tl.where(hit, 1.0 - smoothing, 0.0) + spread
+    gradient = tl.load(scale + row) * (p - away)
+    tl.store(out + row * columns + column, gradient.to(out.dtype.element_ty), inside)
+
+
+def dlogits(
+    rows: Tensor,
+    first: int,
+    last: int,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    smoothing: float,
+) -> Tensor:
+    """Columns ``first`` to ``last`` of the gradient of ``rows`` (M, V), as (M, last - first) in
+    their dtype. ``target`` (M,) int64; ``lse`` and ``scale`` (M,) float32, the row's log-sum-exp
+    and what its gradient is multiplied with. Source: ``semantic_loss.cross_entropy_backward``.
+    """
+    m, v = rows.shape
+    columns = last - first
+    out = torch.empty(m, columns, dtype=rows.dtype, device=rows.device)
+    if m:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        grid = (m, triton.cdiv(columns, _BLOCK))
+        _kernel[grid](
+            rows, lse.contiguous(), target.contiguous(), scale, out,
+            rows.stride(0), first, columns, smoothing, smoothing / v, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out

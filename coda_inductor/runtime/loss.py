@@ -1,0 +1,101 @@
+"""The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
+input and weight, without the gradient of all logits in memory.
+
+A slice of the vocabulary at a time: the gradient of the slice's logits is written, and read by the
+two matrix products that it is for. Rows of dW come from one slice each; dx is summed over the
+slices in float32, so that nothing is rounded more often than by one GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coda_inductor.semantic_loss import row_weights
+
+_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
+    "Tensor number, Tensor? weight, Tensor? x, int ignore_index, float label_smoothing, "
+    "str reduction) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+#: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
+SLICE_BYTES = 2**28
+#: Slices start where rows of dW are aligned, and tensor cores are full.
+_ALIGN = 128
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    weight: Tensor | None,
+    x: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients dx (M, K), typed like the logits (..., V), and dW (V, K) of ``x @ weight.T``.
+
+    ``weight`` (V, K) is for dx and ``x`` (M, K) for dW; without one, its result is empty. The other
+    arguments are those of ``semantic_loss.cross_entropy_backward``.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    m, v = rows.shape
+    scale = row_weights(dloss, target, number, ignore_index, reduction).expand(m).contiguous()
+    dw = rows.new_empty((v, x.shape[1]) if x is not None else 0)
+    total: Tensor | None = None
+    width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
+    for first in range(0, v, width):
+        piece = _slice(rows, first, min(v, first + width), target, lse, scale, label_smoothing)
+        if x is not None:
+            torch.mm(piece.t(), x, out=dw[first : first + width])
+        if weight is not None:
+            total = _accumulate(total, piece, weight[first : first + width], lse.dtype)
+    return rows.new_empty(0) if total is None else total.to(rows.dtype), dw
+
+
+def _slice(
+    rows: Tensor,
+    first: int,
+    last: int,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    smoothing: float,
+) -> Tensor:
+    """Columns ``first`` to ``last`` of the logits' gradient, (M, last - first)."""
+    if rows.is_cuda:
+        from coda_inductor.kernels.dlogits import dlogits
+
+        return dlogits(rows, first, last, target, lse, scale, smoothing)
+    p = torch.exp(rows[:, first:last].to(lse.dtype) - lse[:, None])
+    hit = torch.arange(first, last, device=rows.device) == target[:, None]
+    away = torch.where(hit, 1.0 - smoothing, 0.0) + smoothing / rows.shape[1]
+    return (scale[:, None] * (p - away)).to(rows.dtype)
+
+
+def _accumulate(total: Tensor | None, piece: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """``total + piece @ weight`` in the compute dtype; the products themselves run in 16 bits."""
+    if not piece.is_cuda or piece.dtype == wide:
+        product = piece.to(wide) @ weight.to(wide)
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(piece, weight, out_dtype=wide)
+    return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
+
+
+@torch.library.register_fake("coda_inductor::linear_cross_entropy_backward", lib=_LIBRARY)
+def _fake(dloss, logits, target, lse, number, weight, x, *_):  # noqa: ARG001 (the op's signature)
+    m, v = target.shape[0], logits.shape[-1]
+    dx = logits.new_empty((m, weight.shape[1]) if weight is not None else 0)
+    return dx, logits.new_empty((v, x.shape[1]) if x is not None else 0)
+
+
+_LIBRARY.impl(
+    "linear_cross_entropy_backward", linear_cross_entropy_backward, "CompositeExplicitAutograd"
+)

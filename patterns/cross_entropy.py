@@ -1,0 +1,92 @@
+"""Cross entropy of a language model's logits, raised to ``coda_inductor::cross_entropy``.
+
+Before::
+
+    loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1), ignore_index=-100)
+
+After::
+
+    loss, lse, number = coda_inductor.cross_entropy(logits, labels, -100, 0.0, "mean", dtype)
+
+Why it is valid: the cast and the view only say in which precision and shape; the op computes every
+row in float32 (float64 for float64).
+
+What it enables: no float32 copy of the logits exists. The log-sum-exp of each row leaves the LM
+head's epilogue as partials (rule R7), and in the backward pass the gradient of the logits is made
+and used a slice of the vocabulary at a time (``coda_inductor.rewrite.loss``).
+
+Refuses: class weights; targets that are probabilities; classes in another dimension than the last;
+options that are not constants.
+"""
+
+import sympy
+import torch
+import torch.nn.functional as F
+
+from coda_inductor import Match, Pattern, value
+from coda_inductor.semantic_loss import cross_entropy
+
+
+def flattened(logits, target, ignore_index, reduction, label_smoothing, rows, columns):
+    rows_of_logits = logits.view(rows, columns)
+    return plain(rows_of_logits, target, ignore_index, reduction, label_smoothing)
+
+
+def merged(logits, target, ignore_index, reduction, label_smoothing, first, last):
+    rows_of_logits = logits.flatten(first, last)
+    return plain(rows_of_logits, target, ignore_index, reduction, label_smoothing)
+
+
+def plain(logits, target, ignore_index, reduction, label_smoothing):
+    return F.cross_entropy(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _arguments(match: Match):
+    names = ("logits", "target", "ignore_index", "label_smoothing", "reduction")
+    logits, target, ignored, smoothing, reduction = (match.bound[name] for name in names)
+    return (logits, target, ignored, float(smoothing), reduction, value(match.root).dtype)
+
+
+def _classes_last(match: Match):
+    logits, target = value(match.bound["logits"]), value(match.bound["target"])
+    rows = value(match.root.args[0] if match.root.args else match.root.kwargs["input"])
+    if not all(isinstance(t, torch.Tensor) for t in (logits, target, rows)):
+        return "the shape of the logits or targets is unknown"
+    if target.is_floating_point():
+        return "the targets are probabilities, not classes"
+    if rows.dim() != 2 or target.dim() != 1 or logits.shape[-1] != rows.shape[-1]:
+        return f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
+    return None
+
+
+def _constants(match: Match):
+    for name in ("ignore_index", "label_smoothing", "reduction"):
+        if isinstance(match.bound[name], torch.fx.Node):
+            return f"{name} is not a constant"
+    return None
+
+
+def _identities():
+    """Three classes stand for all: the negative log of the softmax, and its gradient."""
+    x = sympy.symbols("x0:3", real=True)
+    lse = sympy.log(sum(map(sympy.exp, x)))
+    p = [sympy.exp(v) / sum(map(sympy.exp, x)) for v in x]
+    pairs = [(-sympy.log(p[0]), lse - x[0])]
+    return pairs + [(sympy.diff(lse - x[0], v), p[i] - (i == 0)) for i, v in enumerate(x)]
+
+
+PATTERN = Pattern(
+    name="cross_entropy",
+    idioms=(flattened, merged, plain),
+    op=cross_entropy,
+    arguments=_arguments,
+    conditions=(_classes_last, _constants),
+    result=0,
+    identities=_identities,
+)
