@@ -28,6 +28,7 @@ from coda_inductor.options import Options
 from coda_inductor.report import record
 from coda_inductor.rewrite import (
     defer_norms,
+    keep_tables,
     recompute_in_backward,
     save_borders,
     slice_loss_gradient,
@@ -78,6 +79,8 @@ class JointPass(CustomGraphPass):
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph, keep=REDUCTIONS)
+        if policy.fuses:
+            _observed(graph, "coda_tables", keep_tables)
         if training(graph) and policy.fuses:
             keep = self.options.keep_activations
             _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, keep=keep))
@@ -94,7 +97,8 @@ class JointPass(CustomGraphPass):
         near_misses = self.recorder.report.near_misses
         if policy.fuses:
             sliced, kept = slice_loss_gradient(graph)
-            count("cross_entropy_backward", sliced)
+            if sliced:
+                count("cross_entropy_backward", sliced)
             near_misses += kept
         if "rms_norm" in self.options.disable:
             return

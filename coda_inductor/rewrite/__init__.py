@@ -5,6 +5,7 @@ norm_uses       who reads a norm
 norms_backward  its gradient moves behind the GEMMs that make it (R3, R4)
 loss            the gradient of the logits is made a slice at a time
 recompute       the backward pass computes elementwise values anew
+tables          sines and cosines are computed once
 borders         what one checkpointed block hands to the next is saved
 """
 
@@ -12,5 +13,6 @@ from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.loss import slice_loss_gradient
 from coda_inductor.rewrite.norms import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
+from coda_inductor.rewrite.tables import keep_tables
 
-__all__ = ["defer_norms", "recompute_in_backward", "save_borders", "slice_loss_gradient"]
+__all__ = ["defer_norms", "keep_tables", "recompute_in_backward", "save_borders", "slice_loss_gradient"]

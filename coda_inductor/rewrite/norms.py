@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.region import gemm_inputs
 from coda_inductor.fuse.sums import Legal, producer
-from coda_inductor.graph import Put, aten, fake, module_path, prune, same
+from coda_inductor.graph import ALIASES, Put, aten, fake, module_path, prune, readers, same
 from coda_inductor.log import Failure, logger
 from coda_inductor.rewrite.norm_uses import Uses, uses
 from coda_inductor.rewrite.norms_backward import Scales, differentiate
@@ -59,7 +59,7 @@ def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, 
             logger.debug("rewrite: rms_norm at %s refused: %s", norm.name, found)
             refused[module_path(norm) or norm.name] = found
             continue
-        _defer(graph, norm, found)
+        _defer(graph, norm, found, scope)
         scope.refresh(graph)
         logger.debug("rewrite: rms_norm at %s deferred past %d GEMMs", norm.name, len(found.gemms))
     return refused
@@ -86,7 +86,7 @@ def _refusal(norm: Node, found: Uses, scope: Scope, legal: Legal, fp16: bool) ->
     return None
 
 
-def _defer(graph: Graph, norm: Node, found: Uses) -> None:
+def _defer(graph: Graph, norm: Node, found: Uses, scope: Scope) -> None:
     x, weight, eps, _ = norm.args
     wide = torch.promote_types(fake(x).dtype, torch.float32)
     put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
@@ -102,8 +102,17 @@ def _defer(graph: Graph, norm: Node, found: Uses) -> None:
     gradients = found.products()
     products = {gemm: _scale(graph, gemm, h, flat, wide, norm) for gemm in found.gemms}
     known = None if gradients is None else [(products[g], dz) for g, dz in gradients.items()]
+    if known is not None and not all(_at_hand(z, scope) for z, _ in known):
+        known = None
     differentiate(graph, found, Scales(h, rstd, flat), known)
     prune(list(norm.users))
+
+
+def _at_hand(z: Node, scope: Scope) -> bool:
+    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not: what
+    attention reads are their rotations."""
+    _, users = readers(z, through=lambda u: u.target in ALIASES or u.target is aten.permute.default)
+    return any(user not in scope.forward for user in users)
 
 
 def _scale(graph: Graph, gemm: Node, h: Node, rstd: Node, wide: torch.dtype, norm: Node) -> Node:

@@ -19,9 +19,10 @@ n = x rstd gamma, ``rms_norm_backward`` says dx = rstd gamma dn - x rstd**2 / d 
 and rowsum(dn * n) = rowsum((dz @ W.T) * n) = rowsum(dz * (n @ W)) = rowsum(dz * z) (R3).
 n.T @ dz = (D_rstd h).T @ dz = h.T @ (D_rstd dz) (R4).
 
-Where z is not at hand (a bias hides it, a weight is shared by two GEMMs) or reading it costs more
-than another pass over dx (the vocabulary's width), dot is taken as rowsum(s * gamma * x), the same
-number by the definition of s, but known only behind the GEMM: a kernel of Inductor's finishes dx.
+Where z is not at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it
+until then) or reading it costs more than another pass over dx (the vocabulary's width), dot is
+taken as rowsum(s * gamma * x), the same number by the definition of s, but known only behind the
+GEMM: a kernel of Inductor's finishes dx.
 """
 
 from __future__ import annotations
