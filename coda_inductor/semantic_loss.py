@@ -81,7 +81,7 @@ def cross_entropy_backward_definition(
     weight = row_weights(dloss, target, number, ignore_index, reduction)
     p = torch.exp(rows.to(lse.dtype) - lse[:, None])
     hit = torch.arange(v, device=rows.device) == target[:, None]
-    away = torch.where(hit, 1.0 - label_smoothing, 0.0)
+    away = hit.to(lse.dtype) * (1.0 - label_smoothing)
     if label_smoothing:
         away = away + label_smoothing / v
     return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)

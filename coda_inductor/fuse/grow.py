@@ -135,9 +135,8 @@ class _Grower:
                 if anchor.target is aten.addmm.default and not self._bias(anchor, acc):
                     region.refusals[anchor] = "its bias or alpha/beta is not supported"
                     return region
-        roots = [region.total] if region.total is not None else region.anchors
-        frontier = {user for root in roots for user in root.users}
-        seen: set[Node] = set(roots)
+        seen: set[Node] = {region.total} if region.total is not None else set(region.anchors)
+        frontier = {user for root in seen for user in root.users}
         while frontier:
             node = min(frontier)
             frontier.discard(node)
@@ -147,7 +146,8 @@ class _Grower:
                 frontier |= {user for user in node.users if user not in seen}
             else:
                 region.refusals[node] = reason
-        self._recomputed_operands()
+        if self.anchor not in self.scope.forward:
+            self._recomputed_operands()
         return region
 
     def _sum(self, total: Node) -> None:

@@ -15,4 +15,10 @@ from coda_inductor.rewrite.norms import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 
-__all__ = ["defer_norms", "keep_tables", "recompute_in_backward", "save_borders", "slice_loss_gradient"]
+__all__ = [
+    "defer_norms",
+    "keep_tables",
+    "recompute_in_backward",
+    "save_borders",
+    "slice_loss_gradient",
+]

@@ -96,14 +96,15 @@ def _defer(graph: Graph, norm: Node, found: Uses, scope: Scope) -> None:
         rstd = put(aten.rsqrt.default, put(aten.add.Tensor, mean, eps))
         flat = put(aten.reshape.default, rstd, [-1, 1])
         h = xw if weight is None else put(aten.mul.Tensor, xw, put.cast(weight, wide))
-        h = put.cast(h, found.dtype)
-        h.meta[KEEP] = True
+        h = stored = put.cast(h, found.dtype)
         h = put(aten.reshape.default, h, [-1, fake(x).shape[-1]])
     gradients = found.products()
     products = {gemm: _scale(graph, gemm, h, flat, wide, norm) for gemm in found.gemms}
     known = None if gradients is None else [(products[g], dz) for g, dz in gradients.items()]
     if known is not None and not all(_at_hand(z, scope) for z, _ in known):
         known = None
+    # Without the dot, a kernel behind the dgrad finishes dx. It reads x, and makes h of it as well.
+    stored.meta[KEEP] = known is not None
     differentiate(graph, found, Scales(h, rstd, flat), known)
     prune(list(norm.users))
 

@@ -39,29 +39,28 @@ def _keep(x: Tensor) -> Tensor:
 _LIBRARY.impl("keep", _keep, "CompositeExplicitAutograd")
 torch.library.register_fake("coda_inductor::keep", torch.empty_like, lib=_LIBRARY)
 
+_OP = torch.ops.coda_inductor.keep.default
 _SLOW = (aten.sin.default, aten.cos.default)
 
 
-def keep_tables(graph: Graph) -> int:
-    """Apply the rewrite to a joint or inference graph, in place; returns how often."""
-    done = 0
+def keep_tables(graph: Graph) -> None:
+    """Apply the rewrite to a joint or inference graph, in place."""
     for node in [n for n in graph.nodes if n.target in _SLOW]:
         table = _end(node)
-        if table.target is torch.ops.coda_inductor.keep.default or not _read_often(table):
+        if table.target is _OP or not _read_often(table):
             continue
         with graph.inserting_after(table):
-            kept = insert(graph, torch.ops.coda_inductor.keep.default, (table,), like=table)
+            kept = insert(graph, _OP, (table,), like=table)
         table.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-        done += 1
-    return done
 
 
 def _end(node: Node) -> Node:
-    """The last of the casts and scalings of ``node`` that are its readers' only way to it."""
+    """The last cast, scaling or view of ``node`` that is its readers' only way to it."""
     while len(node.users) == 1:
         (user,) = node.users
         scaling = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
-        if not (scaling or is_cast(user) or user.target is torch.ops.coda_inductor.keep.default):
+        same = scaling or is_cast(user) or user.target in ALIASES or user.target is _OP
+        if not same:
             break
         node = user
     return node

@@ -75,7 +75,7 @@ def _slice(
         return dlogits(rows, first, last, target, lse, scale, smoothing)
     p = torch.exp(rows[:, first:last].to(lse.dtype) - lse[:, None])
     hit = torch.arange(first, last, device=rows.device) == target[:, None]
-    away = torch.where(hit, 1.0 - smoothing, 0.0) + smoothing / rows.shape[1]
+    away = hit.to(lse.dtype) * (1.0 - smoothing) + smoothing / rows.shape[1]
     return (scale[:, None] * (p - away)).to(rows.dtype)
 
 

@@ -1,0 +1,245 @@
+"""Cross entropy behind an LM head (R7): no float32 logits, statistics from the epilogue, sliced
+gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, differentiate, raised, randn, reasons
+from harness import Harness
+from torch import nn
+
+from coda_inductor.program import EpilogueProgram, Reduce, Store, verify
+from coda_inductor.runtime import loss as runtime_loss
+from coda_inductor.semantic_loss import (
+    cross_entropy,
+    cross_entropy_backward,
+    row_logsumexp,
+)
+
+V, D, ROWS = 300, 16, 12
+
+
+class LanguageModel(nn.Module):
+    """A linear head and the loss, as ``loss`` writes it."""
+
+    def __init__(self, loss, dtype=torch.float64, bias=False):
+        super().__init__()
+        self.body = nn.Linear(D, D, dtype=dtype)
+        self.head = nn.Linear(D, V, bias=bias, dtype=dtype)
+        self.loss = loss
+
+    def forward(self, x, labels):
+        return self.loss(self.head(torch.tanh(self.body(x))), labels)
+
+
+def hugging_face(logits, labels):
+    """As in ForCausalLMLoss of transformers; here the cast keeps float64 exact."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100)
+
+
+def torchtitan(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1))
+
+
+def summed(logits, labels):
+    rows = logits.reshape(-1, V)
+    return F.cross_entropy(rows, labels.reshape(-1), reduction="sum") / 7
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), label_smoothing=0.1, ignore_index=3)
+
+
+def a_row_each(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=3, reduction="none")
+
+
+LOSSES = (hugging_face, torchtitan, summed, smoothed, a_row_each)
+
+
+def inputs(dtype=torch.float64):
+    labels = torch.randint(0, V, (2, ROWS // 2), generator=torch.Generator().manual_seed(2))
+    labels[0, :2] = 3
+    return randn(2, ROWS // 2, D).to(dtype).requires_grad_(), labels
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Let logits count as large: three slices of the vocabulary, the last one ragged."""
+    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", ROWS * 8 * 128)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fires_and_agrees(loss):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == 1
+    assert harness.counts["cross_entropy"] == 1
+    assert "take 0 MiB only" in reasons(harness)
+    (site,) = [s for s in harness.report.sites if "cross_entropy" in s.patterns]
+    assert site.program.reduces[0].combine == "logsumexp"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sliced_gradients_agree(loss, slices):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert harness.counts["cross_entropy_backward"] == 1
+    calls = [n for n in harness.graph.nodes if "linear_cross_entropy_backward" in str(n.target)]
+    assert len(calls) == 1
+    largest = max(n.meta["val"].numel() for n in calls[0].users)
+    assert largest == V * D  # the weight's gradient; none of ROWS * V
+
+
+def test_logits_are_saved_as_they_are(slices):
+    """With bfloat16 logits and the cast that losses are written with."""
+    model = LanguageModel(hugging_face, torch.bfloat16)
+    harness = check_gradients(model, *inputs(torch.bfloat16))
+    saved = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert {t.dtype for t in saved if t.numel() == ROWS * V} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("frozen", ["head", "body and input"])
+def test_only_wanted_gradients(frozen, slices):
+    model, (x, labels) = LanguageModel(hugging_face), inputs()
+    if frozen == "head":
+        model.head.requires_grad_(False)
+    else:
+        model.body.requires_grad_(False)
+        x = x.detach()
+    assert check_gradients(model, x, labels).counts["cross_entropy_backward"] == 1
+
+
+def test_dynamic_rows(slices):
+    harness = check_gradients(LanguageModel(hugging_face), *inputs(), dynamic=True)
+    assert harness.counts["cross_entropy_backward"] == 1
+
+
+def test_evaluation_and_all_rows_ignored():
+    def evaluate(x, w, labels):
+        return hugging_face(x @ w.T, labels)
+
+    x, labels = inputs()
+    assert check(evaluate, x, randn(V, D), labels).counts["cross_entropy"] == 1
+    assert check(evaluate, x, randn(V, D), torch.full_like(labels, -100)).counts["cross_entropy"]
+
+
+def test_bfloat16_is_no_less_accurate_than_eager(slices):
+    torch.manual_seed(0)
+    half = LanguageModel(hugging_face, torch.bfloat16)
+    x, labels = inputs(torch.bfloat16)
+    found = {}
+    for name, dtype in (("exact", torch.float64), ("eager", None), ("ours", None)):
+        model = LanguageModel(hugging_face, dtype or torch.bfloat16)
+        model.load_state_dict(half.state_dict())
+        leaf = x.detach().to(dtype or torch.bfloat16).requires_grad_()
+        call = torch.compile(model, backend=Harness()) if name == "ours" else model
+        loss = call(leaf, labels)
+        found[name] = [loss, *differentiate(loss, (model, (leaf,)))]
+    for ours, eager, exact in zip(found["ours"], found["eager"], found["exact"], strict=True):
+        if exact is not None:
+            norm = exact.norm()
+            error = (ours.double() - exact).norm() / norm
+            assert error <= 1.2 * (eager.double() - exact).norm() / norm + 1e-4
+
+
+# Refusals.
+
+
+def weighted(logits, labels):
+    weight = torch.linspace(1, 2, V, dtype=logits.dtype)
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weight=weight)
+
+
+def soft_targets(logits, labels):
+    probabilities = F.one_hot(labels, V).to(logits.dtype)
+    return F.cross_entropy(logits.view(-1, V), probabilities.view(-1, V))
+
+
+def classes_in_the_middle(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (weighted, ""),
+        (soft_targets, "the targets are probabilities"),
+        (classes_in_the_middle, "do not have their classes in the last dimension"),
+    ],
+)
+def test_other_losses_are_left_alone(loss, reason):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == 0
+    assert reason in reasons(harness)
+
+
+def soft_capped(logits, labels):
+    return hugging_face(30 * torch.tanh(logits / 30), labels)
+
+
+def with_z_loss(logits, labels):
+    z = torch.logsumexp(logits, -1).square().mean()
+    return hugging_face(logits, labels) + 1e-3 * z
+
+
+@pytest.mark.parametrize("loss", [soft_capped, with_z_loss])
+def test_a_gradient_with_other_readers_is_not_sliced(loss, slices):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == 1
+    assert "reads it too" in reasons(harness)
+
+
+def test_a_bias_is_not_sliced(slices):
+    harness = check_gradients(LanguageModel(hugging_face, bias=True), *inputs())
+    assert harness.counts["cross_entropy_backward"] == 0
+    assert "reads it too" in reasons(harness)
+
+
+def test_disabled(slices):
+    harness = check_gradients(LanguageModel(hugging_face), *inputs(), disable=["cross_entropy"])
+    assert raised(harness, cross_entropy) == 0
+    assert harness.counts["cross_entropy"] == 0
+
+
+# The ops.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_op_is_torchs_cross_entropy(reduction, smoothing):
+    logits, labels = randn(7, 11).requires_grad_(), torch.arange(7)
+    how = {"ignore_index": 2, "label_smoothing": smoothing, "reduction": reduction}
+    ours = cross_entropy(logits, labels, *how.values(), torch.float64)[0]
+    theirs = F.cross_entropy(logits, labels, **how)
+    torch.testing.assert_close(ours, theirs)
+    g = randn(*theirs.shape)
+    (have,), (want,) = (torch.autograd.grad(t, logits, g) for t in (ours, theirs))
+    torch.testing.assert_close(have, want)
+
+
+def test_ops_obey_torchs_rules():
+    logits, labels = randn(6, 9).requires_grad_(), torch.arange(6)
+    torch.library.opcheck(cross_entropy, (logits, labels, 1, 0.1, "mean", torch.float64))
+    torch.library.opcheck(row_logsumexp, (randn(4, 9),))
+    _, lse, number = cross_entropy(logits.detach(), labels, 1, 0.1, "mean", torch.float64)
+    rest = (1, 0.1, "mean")
+    first = (randn(), logits.detach(), labels, lse, number)
+    torch.library.opcheck(cross_entropy_backward, (*first, *rest))
+    sliced = torch.ops.coda_inductor.linear_cross_entropy_backward.default
+    torch.library.opcheck(sliced, (*first, randn(9, 5), randn(6, 5), *rest))
+
+
+def test_program_with_logsumexp_is_checked():
+    program = EpilogueProgram(
+        ("acc",),
+        "bfloat16",
+        stores=(Store("out0", "acc", "bfloat16"),),
+        reduces=(Reduce("part0", "acc", "row", "logsumexp"),),
+    )
+    assert verify(EpilogueProgram.from_json(program.to_json())) == program
+    added = Reduce("part0", "acc", "row", "add")
+    other = EpilogueProgram(("acc",), "bfloat16", stores=program.stores, reduces=(added,))
+    assert other.key != program.key

@@ -1,0 +1,63 @@
+"""Rotary tables are computed once, not in every kernel that reads them."""
+
+from __future__ import annotations
+
+import torch
+from checking import check, check_gradients, randn
+
+KEEP = torch.ops.coda_inductor.keep.default
+HEADS, T, D = 8, 6, 4
+
+
+def angles(x):
+    steps = torch.arange(T, dtype=x.dtype, device=x.device)
+    return steps[:, None] * (0.5 ** torch.arange(D, dtype=x.dtype, device=x.device))
+
+
+def rotate_half(x):
+    return torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+
+
+def rotary(x, w):
+    """Hugging Face's, in two layers."""
+    cos, sin = (f(angles(x))[None, None] * 1.0 for f in (torch.cos, torch.sin))
+    for _ in range(2):
+        x = (x @ w) * cos + rotate_half(x @ w) * sin
+    return x
+
+
+def kept(graph) -> int:
+    return sum(node.target is KEEP for node in graph.nodes)
+
+
+def test_both_tables_are_kept_and_gradients_agree():
+    harness = check_gradients(rotary, randn(2, HEADS, T, D).requires_grad_(), randn(D, D))
+    assert kept(harness.graph) == 2
+    forward, backward = harness.parts
+    assert kept(forward) == 2
+    slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
+    assert sum(n.target in slow for n in forward.nodes) == 2
+    assert not any(n.target in slow or n.target is KEEP for n in backward.nodes)
+
+
+def test_inference():
+    assert kept(check(rotary, randn(2, HEADS, T, D), randn(D, D)).graph) == 2
+
+
+def test_a_sine_of_full_size_is_not_kept():
+    assert not kept(check(lambda x, w: torch.sin(x @ w) * x, randn(64, 8), randn(8, 8)).graph)
+
+
+def test_a_table_that_is_read_once_is_not_kept():
+    def once(x, w):
+        return (x @ w) * torch.cos(angles(x))
+
+    assert not kept(check(once, randn(2, T, D), randn(D, D)).graph)
+
+
+def test_nothing_is_kept_where_nothing_is_fused():
+    assert not kept(check(rotary, randn(2, HEADS, T, D), randn(D, D), gate="never").graph)
+
+
+def test_op_obeys_torchs_rules():
+    torch.library.opcheck(KEEP, (randn(3, 4),))
