@@ -12,7 +12,7 @@ top down:
     runner        one subprocess per job, which survives a variant that crashes or hangs
     job           what runs inside such a process: picks the suite
     layer, llama, compile_time            the suites without gradients
-    layer_train, llama_train, kernels     those with; kernels measures the modules of blocks
+    layer_train, model_train, kernels     those with; kernels measures the modules of blocks
     gradients     a step of a module, its GEMMs alone, its gradients in fp32
     ceiling       adapts a layer written by hand as one more baseline
     measure       timers, profiler, memory; keeps the variants that work

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import environment, kernels, layer, llama, report, runner
+from . import environment, kernels, layer, llama, models, report, runner
 from .blocks import BLOCKS
 from .environment import REPOSITORY
 from .runner import Job
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 VARIANTS = (
     *("eager", "gemms", "gemms_fused", "compile", "max_autotune", "coda", "ceiling", "liger"),
-    *("compile_checkpoint", "coda_checkpoint"),
+    *("liger_compile", "compile_checkpoint", "coda_checkpoint"),
 )
-SUITES = ("layer", "llama", "layer_train", "llama_train", "kernels")
+SUITES = ("layer", "llama", "layer_train", "model_train", "kernels")
 SUITE_SECONDS = 470.0
 
 
@@ -75,7 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="hand-composed layer to run beside ours; without it the column is left out",
     )
-    add("--llama", choices=tuple(llama.SHAPES), default="1B", help="shape of the whole model")
+    add(
+        "--models",
+        type=_names(tuple(models.MODELS)),
+        default=["1B"],
+        help=f"models that train, of {','.join(models.MODELS)} (default 1B)",
+    )
+    add("--llama", choices=tuple(llama.SHAPES), default="1B", help="shape of suite llama")
     add(
         "--tokens",
         type=_lengths,
@@ -88,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[2048, 8192],
         help="sequence lengths of training (default 2048,8192)",
     )
-    add("--optimizer", action="store_true", help="end each step of llama_train with fused AdamW")
+    add("--optimizer", action="store_true", help="end each step of model_train with fused AdamW")
     add(
         "--skip",
         type=_names(VARIANTS),
@@ -128,10 +134,11 @@ def _llama(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         yield str(tokens), _job(options, "llama", options.llama, tokens)
 
 
-def _llama_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
-    for tokens in options.train_tokens:
-        job = _job(options, "llama_train", options.llama, tokens, optimizer=options.optimizer)
-        yield str(tokens), job
+def _model_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    for model in options.models:
+        for tokens in options.train_tokens:
+            job = _job(options, "model_train", model, tokens, optimizer=options.optimizer)
+            yield f"{model} {tokens}", job
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
@@ -144,7 +151,7 @@ JOBS = {
     "layer": functools.partial(_layers, "layer"),
     "llama": _llama,
     "layer_train": functools.partial(_layers, "layer_train"),
-    "llama_train": _llama_train,
+    "model_train": _model_train,
     "kernels": _kernels,
 }
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CASTS = "llama"  # Liger's name for rounding where HF's Llama rounds
 
 
-def _liger() -> Any:
+def liger_ops() -> Any:
     """The module ``liger_kernel.ops``; raises ImportError with the remedy where it is absent."""
     try:
         from liger_kernel import ops
@@ -49,7 +49,7 @@ class ResidualNorm(nn.Module):
 
     def liger(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """`forward` through Liger's fused addition and RMSNorm."""
-        apply, weight = _liger().LigerFusedAddRMSNormFunction.apply, self.norm.weight
+        apply, weight = liger_ops().LigerFusedAddRMSNormFunction.apply, self.norm.weight
 
         def forward(residual: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
             # Not in place: the gradient of `normed` is the caller's tensor here.
@@ -103,7 +103,7 @@ class NormSwiGLU(nn.Module):
 
     def liger(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """`forward` through Liger's RMSNorm and SwiGLU, with their defaults (in place)."""
-        ops, weight = _liger(), self.norm.weight
+        ops, weight = liger_ops(), self.norm.weight
 
         def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             h = ops.LigerRMSNormFunction.apply(x, weight, EPS, 0.0, CASTS, True)
@@ -129,7 +129,7 @@ class SwiGLUDown(nn.Module):
 
     def liger(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """`forward` through Liger's SwiGLU."""
-        apply = _liger().LigerSiLUMulFunction.apply
+        apply = liger_ops().LigerSiLUMulFunction.apply
         return lambda gate, up: (self.down_proj(apply(gate, up)),)
 
 

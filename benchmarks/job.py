@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch._dynamo.utils import counters
 
-from . import compile_time, kernels, layer, layer_train, llama, llama_train
+from . import compile_time, kernels, layer, layer_train, llama, model_train
 from .environment import scrub
 from .measure import Variants
 from .runner import Files, Job
@@ -20,7 +20,7 @@ SUITES = {
     "layer": layer.run,
     "llama": llama.run,
     "layer_train": layer_train.run,
-    "llama_train": llama_train.run,
+    "model_train": model_train.run,
     "kernels": kernels.run,
     "compile": compile_time.run,
 }

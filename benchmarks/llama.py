@@ -39,9 +39,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 ACCURACY_SAMPLES = 4
 
 
-def build(size: str, length: int):
-    """A model of shape `size` in bf16 and in evaluation mode on the device, and a function that
-    draws token ids.
+def build(size: str, length: int, shape: dict[str, Any] | None = None):
+    """A model of shape `size` (or `shape`) in bf16, in evaluation mode, and a function that draws
+    token ids.
 
     The function gives (1, length) int64 ids, other ones at every call. Length is in tokens.
     """
@@ -49,7 +49,7 @@ def build(size: str, length: int):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        **SHAPES[size],
+        **(shape or SHAPES[size]),
         tie_word_embeddings=True,
         max_position_embeddings=max(length, 8192),
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},

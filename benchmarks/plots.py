@@ -51,8 +51,8 @@ FIGURES = {
         Panel("Forward and backward", KERNEL_COLUMNS, ending=STEP),
     ],
     "llama": [Panel("Llama prefill by prompt length in tokens", LLAMA_COLUMNS)],
-    "llama_train": [
-        Panel("Llama training step by sequence length in tokens", STEP_COLUMNS),
+    "model_train": [
+        Panel("Training step by model and tokens", STEP_COLUMNS),
         Panel("Peak memory of the step", STEP_COLUMNS, memory=True),
     ],
 }

@@ -32,16 +32,16 @@ class Job:
     """One process's work.
 
     Attributes:
-        suite: "layer", "llama", "layer_train", "llama_train", "kernels" or "compile".
+        suite: "layer", "llama", "layer_train", "model_train", "kernels" or "compile".
         size: name of the shape, a key of the suite's table.
-        length: rows M (layers, kernels) or tokens (llama, llama_train, compile).
+        length: rows M (layers, kernels) or tokens (llama, model_train, compile).
         backend: torch.compile backend measured as ours; in suite "compile" the backend measured.
         rounds: samples per variant.
         norm: "hf" or "torch", how the layer writes its RMSNorm.
         ceiling: path of the hand-composed layer, or None.
         block: which block suite "kernels" measures.
         seconds: time the process has.
-        optimizer: whether a step of "llama_train" ends with the optimizer's.
+        optimizer: whether a step of "model_train" ends with the optimizer's.
         skip: variants left out, with the reason.
     """
 

@@ -135,13 +135,13 @@ SECTIONS = (
         ),
     ),
     Section(
-        "llama_train",
-        "Llama, training",
+        "model_train",
+        "Models, training",
         LLAMA_TRAIN_NOTES,
         (
             ("", train_tables.step_times),
             ("Peak memory of a step:", train_tables.step_memory),
-            ("Errors of the gradients:", _of("llama_train", tables.errors)),
+            ("Errors of the gradients:", _of("model_train", tables.errors)),
         ),
     ),
     Section("compile", "Compile time", COMPILE_NOTES, (("", tables.compile_seconds),)),

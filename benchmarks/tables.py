@@ -19,7 +19,7 @@ COMPILE_MODES = ("compile", "max_autotune")
 GRAPH_COLUMNS = ("compile_graph", "max_autotune_graph", "coda_graph")
 LLAMA_COLUMNS = ("eager", "compile", "coda", "compile_graph", "coda_graph")
 ERROR_COLUMNS = (
-    *("eager", "liger", "compile", "max_autotune", "coda", "ceiling"),
+    *("eager", "liger", "liger_compile", "compile", "max_autotune", "coda", "ceiling"),
     *("compile_checkpoint", "coda_checkpoint"),
 )
 LABELS = {
@@ -29,6 +29,7 @@ LABELS = {
     "gemms_fused": "fewer GEMMs (cuBLAS)",
     "ceiling": "hand-composed",
     "liger": "Liger",
+    "liger_compile": "Liger, compiled",
     "compile_graph": "torch.compile, graph",
     "max_autotune_graph": "max-autotune, graph",
     "coda_graph": "coda, graph",

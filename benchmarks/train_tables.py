@@ -7,7 +7,6 @@ from .tables import (
     complete,
     error_columns,
     error_ratio,
-    gain_us,
     label,
     labels,
     measurement,
@@ -17,7 +16,10 @@ from .tables import (
 )
 
 MEMORY_COLUMNS = ("eager", "compile", "max_autotune", "coda", "ceiling")
-STEP_COLUMNS = ("eager", "compile", "coda", "compile_checkpoint", "coda_checkpoint")
+STEP_COLUMNS = (
+    *("eager", "liger", "liger_compile", "compile", "coda"),
+    *("compile_checkpoint", "coda_checkpoint"),
+)
 KERNEL_COLUMNS = ("eager", "liger", "compile", "coda", "gemms")
 BLOCKS = {
     "residual_norm": "GEMM, residual, RMSNorm",
@@ -38,19 +40,21 @@ def layer_memory(results: dict, form: str = "github") -> str:
 
 
 def step_times(results: dict, form: str = "github") -> str:
-    """Times of a model's training step per sequence length, speedups and gain per layer in us."""
+    """Times of a training step per model and tokens, and coda's speedups over torch.compile, over
+    the better of Liger's two, and over torch.compile with checkpointing on both sides.
+    """
     rows = [
         [
             tokens,
             *cells(result, STEP_COLUMNS),
             number(speedup(result, "coda", ("compile",)), ".3f"),
+            number(speedup(result, "coda", ("liger", "liger_compile")), ".3f"),
             number(speedup(result, "coda_checkpoint", ("compile_checkpoint",)), ".3f"),
-            number(gain_us(result), ".0f"),
         ]
-        for tokens, result in complete(results, "llama_train")
+        for tokens, result in complete(results, "model_train")
     ]
-    headers = ["ms, tokens", *labels(STEP_COLUMNS), "speedup", "speedup, checkpointing"]
-    return table(rows, [*headers, "us gained per layer"], form)
+    gains = ["speedup", f"speedup over {label('liger')}", "speedup, checkpointing"]
+    return table(rows, ["ms, model and tokens", *labels(STEP_COLUMNS), *gains], form)
 
 
 def step_gib(result: dict, name: str, with_model: bool) -> float | None:
@@ -63,17 +67,17 @@ def step_gib(result: dict, name: str, with_model: bool) -> float | None:
 
 
 def step_memory(results: dict, form: str = "github") -> str:
-    """Peak GiB of a model's training step per sequence length, in all and beyond the model."""
+    """Peak GiB of a model's training step per model and tokens, in all and beyond the model."""
     rows = [
         [
             tokens,
             what,
             *(number(step_gib(result, name, with_model), ".2f") for name in STEP_COLUMNS),
         ]
-        for tokens, result in complete(results, "llama_train")
+        for tokens, result in complete(results, "model_train")
         for what, with_model in (("in all", True), ("beyond the model", False))
     ]
-    return table(rows, ["peak GiB, tokens", "", *labels(STEP_COLUMNS)], form)
+    return table(rows, ["peak GiB, model and tokens", "", *labels(STEP_COLUMNS)], form)
 
 
 def block_label(part: str, result: dict, between: str) -> str:

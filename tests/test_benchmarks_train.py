@@ -22,6 +22,8 @@ from benchmarks import (
     layer,
     layer_train,
     measure,
+    model_train,
+    models,
     plots,
     report,
     train_tables,
@@ -53,7 +55,15 @@ def layer_results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama_results(tmp_path_factory):
-    return run(tmp_path_factory, "llama_train", "--optimizer", "--skip", "compile_checkpoint")
+    return run(
+        tmp_path_factory,
+        "model_train",
+        "--optimizer",
+        "--models",
+        "tiny",
+        "--skip",
+        "compile_checkpoint",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +97,12 @@ def test_layer_train_has_the_error_of_every_gradient(layer_results):
         assert all(0 < error < 0.05 for error in found.values())
 
 
-def test_llama_train_steps_with_an_optimizer_that_moves_the_weights(llama_results):
-    result = llama_results["llama_train"]["16"]
+def test_model_train_steps_with_an_optimizer_that_moves_the_weights(llama_results):
+    result = llama_results["model_train"]["tiny 16"]
     measured(result, "eager", "compile", "coda", "coda_checkpoint")
-    assert result["errors"] == {"compile_checkpoint": "left out by --skip"}
+    assert result["errors"].pop("compile_checkpoint") == "left out by --skip"
+    assert all("liger" in name and LIGER in why for name, why in result["errors"].items())
+    assert len(result["errors"]) == 2
     assert result["shape"]["optimizer"] == "fused AdamW"
     assert result["accuracy"] == {}
     for variant in result["variants"].values():
@@ -120,11 +132,16 @@ def test_kernels_have_the_errors_of_outputs_and_gradients(kernel_results):
 
 
 def test_llama_gradients_are_compared_with_fp32(tmp_path):
-    from benchmarks import llama_train
-
-    left_out = ("compile", "coda", "compile_checkpoint", "coda_checkpoint")
+    left_out = (
+        "compile",
+        "coda",
+        "liger",
+        "liger_compile",
+        "compile_checkpoint",
+        "coda_checkpoint",
+    )
     variants = measure.Variants(tmp_path / "progress", dict.fromkeys(left_out, "not needed"))
-    result = llama_train.run(Job("llama_train", "tiny", 16, rounds=1), variants)
+    result = model_train.run(Job("model_train", "tiny", 16, rounds=1), variants)
     found = result["accuracy"]["eager"]
     assert 0 < found["all gradients"] <= found["worst parameter"] < 0.1
     assert result["worst_parameter"]["eager"].startswith("model.")
@@ -229,7 +246,7 @@ def test_report_renders_all_training_suites(layer_results, llama_results, kernel
         sources.append(tmp_path / f"{index}.json")
         sources[-1].write_text(json.dumps(results))
     paths = [plots.write(sources, tmp_path / name) for name in ("one", "two")]
-    names = ["layer_train", "kernels", "llama_train"]
+    names = ["layer_train", "kernels", "model_train"]
     images = [f"benchmarks_{name}.svg" for name in names]
     assert [path.name for path in paths[0]] == ["benchmarks.md", *images]
     assert [p.read_text() for p in paths[0]] == [p.read_text() for p in paths[1]]
@@ -268,12 +285,30 @@ def test_a_layers_speedup_is_over_the_better_mode_of_torch_compile():
 
 def test_a_models_memory_is_told_with_and_without_its_weights():
     times = {"compile": 3.0, "coda": 2.0, "compile_checkpoint": 4.5, "coda_checkpoint": 3.0}
-    results = {"llama_train": {"2048": canned(times, shape={"num_hidden_layers": 10})}}
+    times |= {"liger": 3.5, "liger_compile": 3.2}
+    results = {"model_train": {"1B 2048": canned(times, shape={"num_hidden_layers": 10})}}
     assert cells(train_tables.step_memory(results)) == [
-        ["2048", "in all", "-", "3.50", "2.50", "5.00", "3.50"],
-        ["2048", "beyond the model", "-", "3.00", "2.00", "4.50", "3.00"],
+        ["1B 2048", "in all", "-", "4.00", "3.70", "3.50", "2.50", "5.00", "3.50"],
+        ["1B 2048", "beyond the model", "-", "3.50", "3.20", "3.00", "2.00", "4.50", "3.00"],
     ]
-    assert cells(train_tables.step_times(results))[0][-3:] == ["1.500", "1.500", "100"]
+    assert cells(train_tables.step_times(results))[0][-3:] == ["1.500", "1.600", "1.500"]
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_model_has_a_loss_that_trains(name, monkeypatch):
+    """The models themselves, with their sizes cut down."""
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    monkeypatch.setattr(models, "LLAMAS", dict.fromkeys(models.LLAMAS, small))
+    monkeypatch.setattr(models, "GPT2", models.GPT2 | {"n_embd": 64, "n_layer": 1, "n_head": 4})
+    cut = {name: small[name] for name in models.VIT}
+    monkeypatch.setattr(models, "VIT", cut)
+    monkeypatch.setattr(models, "IMAGES", 2)
+    model, batch, _ = models.build(name, 16)
+    trained = model_train.Trained(model, batch)
+    loss, found = trained.gradients()
+    assert loss > 0
+    assert all(gradient is not None for gradient in found.values())
 
 
 def test_a_blocks_table_is_of_its_forward_or_of_its_step():

@@ -1,19 +1,20 @@
-"""Suite `llama_train`: training steps of a whole, unmodified ``transformers.LlamaForCausalLM``.
+"""Suite `model_train`: training steps of whole, unmodified models of ``transformers``.
 
-Batch 1, random bf16 weights, labels = tokens, HF's own loss; a step is forward and backward, with
+Random bf16 weights, HF's own loss; a step is forward and backward, with
 the fused AdamW behind it where the job asks for one. Gradients are freed at the end of a step, so
 that a step's peak holds them and the variants between two steps do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.utils import counters
 
-from . import llama
+from . import models
 from .measure import MIB, Call, Variants, register, relative_error
 
 if TYPE_CHECKING:
@@ -27,21 +28,24 @@ class Trained:
 
     Args:
         model: what holds the parameters.
-        tokens: (1, T) int64, inputs and labels.
+        batch: its keyword arguments, labels among them.
         backend: torch.compile backend, or None for eager.
         checkpoint: recompute each layer's activations in the backward (HF's own switch).
         optimizer: end each step with a fused AdamW step.
+        liger: patch the model with Liger's kernels first.
     """
 
     def __init__(
         self,
         model: Any,
-        tokens: torch.Tensor,
+        batch: models.Batch,
         backend: str | None = None,
         checkpoint: bool = False,
         optimizer: bool = False,
+        liger: bool = False,
     ):
         self.model = model.train()
+        self.around = models.liger(model) if liger else contextlib.nullcontext
         if checkpoint:
             options = {"use_reentrant": False}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -49,14 +53,17 @@ class Trained:
         if backend is not None:
             register(backend)
             self.function = torch.compile(model, backend=backend)
-        self.tokens = tokens
+        self.batch = dict(batch)
+        if hasattr(model.config, "use_cache"):
+            self.batch["use_cache"] = False
         self.optimizer = None
         if optimizer:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def loss(self) -> torch.Tensor:
-        """Mean next-token loss, a scalar."""
-        return self.function(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        """The model's own loss, a scalar."""
+        with self.around():
+            return self.function(**self.batch).loss
 
     def step(self) -> None:
         """One training step; leaves no gradients."""
@@ -82,15 +89,15 @@ class Trained:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / MIB
 
 
-def _accuracy(model: Any, trained: dict[str, Trained], result: dict) -> dict:
+def _accuracy(model: Any, batch: models.Batch, trained: dict[str, Trained], result: dict) -> dict:
     """Relative errors of all gradients of each variant as one vector and of its worst parameter.
 
     That parameter's name goes into ``result["worst_parameter"]``, the losses into
     ``result["loss"]``. The reference is eager fp32 with the same weights; it recomputes
     activations, which changes no value and lets it fit beside the models measured.
     """
-    tokens = next(iter(trained.values())).tokens
-    exact_loss, exact = Trained(copy.deepcopy(model).float(), tokens, checkpoint=True).gradients()
+    batch = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
+    exact_loss, exact = Trained(copy.deepcopy(model).float(), batch, checkpoint=True).gradients()
     norm = sum(truth.square().sum() for truth in exact.values()).sqrt()
     accuracy = {}
     result["loss"], result["worst_parameter"] = {"exact": exact_loss}, {}
@@ -105,8 +112,8 @@ def _accuracy(model: Any, trained: dict[str, Trained], result: dict) -> dict:
 
 
 def run(job: Job, variants: Variants) -> dict:
-    """Measure one sequence length (`job.length` tokens); see :mod:`benchmarks.runner` for the
-    fields of `job`.
+    """Measure one model (`job.size`) with `job.length` tokens a step; :mod:`benchmarks.runner` has
+    the fields of `job`.
 
     Returns:
         what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"graph_breaks"`` and,
@@ -115,30 +122,32 @@ def run(job: Job, variants: Variants) -> dict:
         "exact": loss}``. Each variant also has ``"model_mib"``, its parameters and optimizer state:
         with ``"peak_mib"`` what a process that held this variant alone would peak at.
     """
-    model, draw = llama.build(job.size, job.length)
-    tokens = draw()
+    model, batch, shape = models.build(job.size, job.length)
     trained: dict[str, Trained] = {}
 
-    def make(name: str, backend: str | None = None, checkpoint: bool = False) -> Call:
+    def make(name: str, backend: str | None = None, **how: bool) -> Call:
         own = copy.deepcopy(model)
-        trained[name] = Trained(own, tokens, backend, checkpoint, job.optimizer)
+        trained[name] = Trained(own, batch, backend, optimizer=job.optimizer, **how)
         return trained[name].step
 
     variants.add("eager", lambda: make("eager"))
     variants.add("compile", lambda: make("compile", "inductor"))
     variants.add("coda", lambda: make("coda", job.backend))
-    variants.add("compile_checkpoint", lambda: make("compile_checkpoint", "inductor", True))
-    variants.add("coda_checkpoint", lambda: make("coda_checkpoint", job.backend, True))
+    variants.add("liger", lambda: make("liger", liger=True))
+    variants.add("liger_compile", lambda: make("liger_compile", "inductor", liger=True))
+    again = {"checkpoint": True}
+    variants.add("compile_checkpoint", lambda: make("compile_checkpoint", "inductor", **again))
+    variants.add("coda_checkpoint", lambda: make("coda_checkpoint", job.backend, **again))
     result = variants.measure(job.rounds)
     working = {name: own for name, own in trained.items() if name in variants.calls}
     for name, own in working.items():
         result["variants"][name]["model_mib"] = own.held_mib()
     optimizer = "fused AdamW" if job.optimizer else None
-    result["shape"] = {"tokens": job.length, "optimizer": optimizer, **llama.SHAPES[job.size]}
+    result["shape"] = {"optimizer": optimizer, **shape}
     result["profile"] = variants.profile(("coda", "compile"))
     result["graph_breaks"] = sum(counters["graph_break"].values())
     result["accuracy"] = {}
     if not job.optimizer and working:
-        accuracy = variants.attempt("accuracy", lambda: _accuracy(model, working, result))
+        accuracy = variants.attempt("accuracy", lambda: _accuracy(model, batch, working, result))
         result["accuracy"] = accuracy or {}
     return result

@@ -1,0 +1,113 @@
+"""Whole models with a loss, unmodified from ``transformers``, with random bf16 weights.
+
+Random weights make the speed and the rounding real, not what is learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import llama
+from .blocks import liger_ops
+from .measure import device
+
+Batch = dict[str, torch.Tensor]
+
+#: 8B stands for four of its layers: all 32 would not fit beside each other's gradients.
+LLAMAS: dict[str, dict[str, Any]] = {
+    **llama.SHAPES,
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+GPT2 = {"n_embd": 1280, "n_layer": 12, "n_head": 20, "vocab_size": 50304, "n_positions": 1024}
+VIT = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+IMAGES = 64
+
+
+def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    model, draw = llama.build(size, length, LLAMAS[size])
+    tokens = draw()
+    return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **LLAMAS[size]}
+
+
+def _gpt2(_size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    """Sequences of 1024 tokens, as many as make `length` tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    each = min(length, GPT2["n_positions"])
+    config = GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with torch.device(device()):
+        model = GPT2LMHeadModel(config).bfloat16()
+        tokens = torch.randint(GPT2["vocab_size"], (length // each, each))
+    return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **GPT2}
+
+
+def _vit(_size: str, _length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    """A batch of 64 images of 224 x 224 pixels: 197 tokens each."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(**VIT, num_labels=1000)
+    with torch.device(device()):
+        model = ViTForImageClassification(config).bfloat16()
+        images = torch.randn(IMAGES, 3, 224, 224).bfloat16()
+        labels = torch.randint(1000, (IMAGES,))
+    return model, {"pixel_values": images, "labels": labels}, {"images": IMAGES, **VIT}
+
+
+#: Name -> a function of (name, tokens of a step) that gives a model on the device, its batch (with
+#: labels) and what to note of its shape.
+MODELS: dict[str, Callable[[str, int], tuple[Any, Batch, dict[str, Any]]]] = {
+    **dict.fromkeys(LLAMAS, _llama),
+    "gpt2": _gpt2,
+    "vit": _vit,
+}
+
+
+def build(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    """A model in bf16, its batch and its shape; `length` is in tokens, and of no use to "vit"."""
+    torch.manual_seed(0)
+    return MODELS[name](name, length)
+
+
+def liger(model: Any) -> Callable[[], contextlib.AbstractContextManager]:
+    """Patch one Llama with Liger's kernels as its users do; returns a context manager, under which
+    alone what Liger exchanges globally (the rotary embedding) is exchanged.
+
+    Raises ImportError where Liger is not installed, ValueError where it does not know the model.
+    """
+    liger_ops()
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    if type(model) is not modeling_llama.LlamaForCausalLM:
+        raise ValueError("Liger is measured on Llamas only")
+    names = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
+    before = {name: getattr(modeling_llama, name) for name in names}
+    apply_liger_kernel_to_llama(model=model)
+    after = {name: getattr(modeling_llama, name) for name in names}
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        vars(modeling_llama).update(after)
+        try:
+            yield
+        finally:
+            vars(modeling_llama).update(before)
+
+    vars(modeling_llama).update(before)
+    return patched
