@@ -78,7 +78,7 @@ def _identities():
     lse = sympy.log(sum(map(sympy.exp, x)))
     p = [sympy.exp(v) / sum(map(sympy.exp, x)) for v in x]
     pairs = [(-sympy.log(p[0]), lse - x[0])]
-    return pairs + [(sympy.diff(lse - x[0], v), p[i] - (i == 0)) for i, v in enumerate(x)]
+    return pairs + [(sympy.diff(lse - x[0], v), p[i] - int(i == 0)) for i, v in enumerate(x)]
 
 
 PATTERN = Pattern(

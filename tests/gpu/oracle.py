@@ -28,7 +28,7 @@ def combined(program, outputs):
             result.append(value.float())
         else:
             dim = 1 if spec.axis == "row" else 0
-            result.append(value.sum(dim) if spec.combine == "add" else value.amax(dim))
+            result.append(reference.COMBINE[spec.combine](value, dim))
     return result
 
 

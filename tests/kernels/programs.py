@@ -77,6 +77,18 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
+def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
+    """The LM head of a loss: scaled logits and the log-sum-exp of their rows (rule R7)."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(Operand("rstd", "col", "float32"),),
+        steps=(Step("x", "mul", ("acc", "rstd")),),
+        stores=(Store("out0", "x", dtype),),
+        reduces=(Reduce("lse", "x", "row", "logsumexp"),),
+    )
+
+
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
 _DOMAIN = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log1p", "reciprocal"), "positive"),
@@ -123,6 +135,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "chain": activation_chain(dtype),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
+        "row_statistics": row_statistics(dtype),
     }
     return {name: verify(program) for name, program in named.items()}
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
-from programs import paired_sums, programs, select
+from programs import paired_sums, programs, row_statistics, select
 
 from coda_inductor.errors import KernelError
 from coda_inductor.kernels.ports import ports
@@ -29,6 +29,7 @@ GOLDENS = Path(__file__).parent / "goldens"
         ("rms_partial", kinds()["rms_partial"], False),
         ("swiglu_swapped", kinds()["swiglu"], True),
         ("select", select(), False),
+        ("row_statistics", row_statistics(), False),
     ],
 )
 def test_golden(name, program, swap_lanes):

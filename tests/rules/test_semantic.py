@@ -82,6 +82,17 @@ def examples(dtype):
         swiglu: (x, up.requires_grad_()),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), True, False),
+        **loss_examples(dtype),
+    }
+
+
+def loss_examples(dtype):
+    logits, target, how = randn(6, D, dtype=dtype), torch.arange(6) % D, (1, 0.1, "mean")
+    dloss, lse, number = cross_entropy(logits, target, *how, dtype)
+    return {
+        row_logsumexp: (logits,),
+        cross_entropy: (logits.clone().requires_grad_(), target, *how, dtype),
+        cross_entropy_backward: (dloss, logits, target, lse, number, *how),
     }
 
 

@@ -1,0 +1,139 @@
+"""The loss on a GPU: sliced gradients beside torch.compile's error, masks and grouped heads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import compiled, errors
+from torch import nn
+
+from coda_inductor import late_gradients
+from coda_inductor.kernels.dlogits import dlogits
+from coda_inductor.runtime import loss as runtime_loss
+from coda_inductor.semantic_loss import cross_entropy_backward
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
+
+#: Our error is at most torch.compile's, times this.
+SLACK = 1.2
+D, V = 256, 4096
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, vocabulary: int = V):
+        super().__init__()
+        self.body = nn.Linear(D, D, bias=False)
+        self.head = nn.Linear(D, vocabulary, bias=False)
+
+    def forward(self, x, labels):
+        logits = self.head(x + self.body(x))
+        flat = logits.float().view(-1, logits.shape[-1])
+        return F.cross_entropy(flat, labels, ignore_index=-100), logits
+
+
+def make(vocabulary=V):
+    torch.manual_seed(0)
+    return LanguageModel(vocabulary).cuda().bfloat16()
+
+
+def inputs(rows, vocabulary=V):
+    torch.manual_seed(1)
+    x = torch.randn(1, rows, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(vocabulary, (rows,), device="cuda")
+    labels[::5] = -100
+    return x, labels
+
+
+def gradients(call, model, x, labels):
+    loss, logits = call(x, labels)
+    grads = torch.autograd.grad(loss, [x, *model.parameters()])
+    return [loss.reshape(1), logits, *grads]
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Let logits count as large, and be cut in slices of 512 columns."""
+    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
+
+
+@pytest.mark.parametrize("rows", [8, 120, 1000])
+@pytest.mark.parametrize("vocabulary", [V, V - 40])
+def test_gradients_are_no_worse_than_torch_compiles(rows, vocabulary, slices):
+    model = make(vocabulary)
+    x, labels = inputs(rows, vocabulary)
+    wide = copy.deepcopy(model).float()
+    exact = gradients(wide, wide, x.detach().float().requires_grad_(), labels)
+    stock = copy.deepcopy(model)
+    theirs = errors(gradients(torch.compile(stock), stock, x, labels), exact)
+    mine = errors(gradients(compiled(model, strict=True), model, x, labels), exact)
+    assert torch._dynamo.utils.counters["coda"]["cross_entropy_backward"] == 1
+    assert torch._dynamo.utils.counters["coda"]["cross_entropy"] == 1
+    for ours, other in zip(mine, theirs, strict=True):
+        assert ours <= SLACK * other + 1e-6, (mine, theirs)
+
+
+def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
+    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**22)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
+    model, (x, labels) = make(65536), inputs(2048, 65536)
+    peaks = {}
+    for name, call in (("ours", compiled(model, strict=True)), ("theirs", torch.compile(model))):
+        for _ in range(2):
+            call(x, labels)[0].backward()
+            model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(x, labels)[0].backward()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        model.zero_grad()
+    logits = 2048 * 65536 * 2
+    assert peaks["ours"] < 1.5 * logits + 2 * 65536 * D * 2
+    assert peaks["ours"] < peaks["theirs"] - logits
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [(0, 1000), (512, 1536), (1000, 3001)])
+def test_slice_of_the_logits_gradient(columns, smoothing):
+    torch.manual_seed(0)
+    rows = torch.randn(37, 3001, device="cuda").bfloat16() * 3
+    target = torch.randint(3001, (37,), device="cuda")
+    target[3] = -100
+    lse, one = torch.logsumexp(rows.float(), -1), torch.ones((), device="cuda")
+    scale = torch.where(target == -100, 0.0, one * 0.3)
+    got = dlogits(rows, *columns, target, lse, scale, smoothing)
+    how = (target, lse, one, -100, smoothing, "sum")
+    want = cross_entropy_backward(one * 0.3, rows.double(), *how)[:, slice(*columns)]
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_constant_mask_gives_flash_attention(groups):
+    def attend(q, k, v):
+        i = torch.arange(q.shape[-2], device=q.device)
+        k, v = (
+            t[:, :, None].expand(*t.shape[:2], groups, *t.shape[2:]).flatten(1, 2) for t in (k, v)
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=i[:, None] >= i)
+
+    torch.manual_seed(0)
+    leaf = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(2, 8, 300, 64, **leaf).requires_grad_()
+    k, v = (torch.randn(2, 8 // groups, 300, 64, **leaf).requires_grad_() for _ in range(2))
+    g = torch.randn(2, 8, 300, 64, **leaf)
+
+    def run(call, *leaves):
+        out = call(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, g.to(out.dtype))]
+
+    exact = run(attend, *(t.detach().float().requires_grad_() for t in (q, k, v)))
+    theirs = errors(run(attend, q, k, v), exact)
+    mine = errors(run(torch.compile(attend, backend="coda"), q, k, v), exact)
+    counts = torch._dynamo.utils.counters["coda"]
+    assert counts["constant_mask"] == 1
+    assert counts["grouped_heads"] == (groups > 1)
+    for ours, other in zip(mine, theirs, strict=True):
+        assert ours <= 1.5 * other, (mine, theirs)
