@@ -11,6 +11,7 @@ from checking import assert_same, randn
 
 from coda_inductor import semantic
 from coda_inductor.semantic import rms_norm, rms_norm_backward, swiglu, swiglu_backward
+from coda_inductor.semantic_loss import cross_entropy, cross_entropy_backward, row_logsumexp
 
 D, EPS = 6, 1e-2
 MASKS = list(itertools.product([True, False], repeat=2))
