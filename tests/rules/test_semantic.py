@@ -12,6 +12,7 @@ from checking import assert_same, randn
 from coda_inductor import semantic
 from coda_inductor.semantic import rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from coda_inductor.semantic_loss import cross_entropy, cross_entropy_backward, row_logsumexp
+from coda_inductor.semantic_rotary import rotate_pairs
 
 D, EPS = 6, 1e-2
 MASKS = list(itertools.product([True, False], repeat=2))
@@ -84,6 +85,7 @@ def examples(dtype):
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), True, False),
         **loss_examples(dtype),
+        rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
     }
 
 

@@ -1,0 +1,68 @@
+"""The rotary embedding written with complex numbers, raised to ``coda_inductor::rotate_pairs``.
+
+Before (torchtitan, Meta's Llama; x (B, T, H, D), turns complex)::
+
+    z = torch.view_as_complex(x.float().reshape(B, T, H, -1, 2))
+    y = torch.view_as_real(z * turns).flatten(3)
+
+After::
+
+    y = coda_inductor.rotate_pairs(x, turns, False, dtype_of(y))
+
+Why it is valid: (a + ib)(c + is) = (ac - bs) + i(as + bc); the gradient is the rotation back, by
+the conjugate.
+
+What it enables: Inductor generates no code for complex numbers and runs them op by op, each through
+memory; the real form is one elementwise kernel, with the casts around it.
+
+Refuses: other pairings of columns than neighbours; turns that want a gradient.
+"""
+
+import sympy
+import torch
+
+from coda_inductor import Match, Pattern, value
+from coda_inductor.semantic_rotary import rotate_pairs
+
+
+def four_dimensions(x, turns, b, t, h, first):
+    z = torch.view_as_complex(x.reshape(b, t, h, -1, 2))
+    return torch.view_as_real(z * turns).flatten(first)
+
+
+def three_dimensions(x, turns, t, h, first):
+    z = torch.view_as_complex(x.reshape(t, h, -1, 2))
+    return torch.view_as_real(z * turns).flatten(first)
+
+
+def _arguments(match: Match):
+    return (match.bound["x"], match.bound["turns"], False, value(match.root).dtype)
+
+
+def _shapes(match: Match):
+    x, turns, y = (value(n) for n in (match.bound["x"], match.bound["turns"], match.root))
+    if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
+        return "the shape of an input is unknown"
+    if x.shape != y.shape or not x.is_floating_point() or not turns.is_complex():
+        return f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+    if turns.requires_grad:
+        return "a gradient of the turns is wanted"
+    return None
+
+
+def _identities():
+    a, b, t = sympy.symbols("a b t", real=True)
+    turned = sympy.expand((a + sympy.I * b) * (sympy.cos(t) + sympy.I * sympy.sin(t)))
+    real = a * sympy.cos(t) - b * sympy.sin(t)
+    imaginary = a * sympy.sin(t) + b * sympy.cos(t)
+    return [(sympy.re(turned), real), (sympy.im(turned), imaginary)]
+
+
+PATTERN = Pattern(
+    name="rotary_complex",
+    idioms=(four_dimensions, three_dimensions),
+    op=rotate_pairs,
+    arguments=_arguments,
+    conditions=(_shapes,),
+    identities=_identities,
+)
