@@ -4,6 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= benchmarks/results/latest
+# Tests side by side, and threads of torch's in each.
+JOBS ?= 2
+THREADS ?= 1
 RUN := $(VENV)/bin/python
 SETUP := $(PYTHON) tools/setup_env.py $(VENV)
 PACKAGING := pyproject.toml setup.py tools/setup_env.py
@@ -16,8 +19,8 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (on a GPU) the speed
 	$(RUN) examples/demo.py
 
-test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows them)
-	$(RUN) -m pytest $(ARGS)
+test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows them, JOBS=8 widens)
+	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.bench  ## run the benchmarks into OUT (needs a GPU)
 	$(RUN) -m benchmarks --out $(OUT) $(ARGS)

@@ -38,6 +38,7 @@ IMPORTS = {
         "matplotlib",
         "pytest",
         "pytest_timeout",
+        "xdist",
     ],
     "dev": ["torch", "mypy", "ruff", "importlinter"],
 }

@@ -14,7 +14,8 @@ import coda_inductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
-#: Our error is at most that of torch.compile or of eager, whichever is larger, times this.
+#: Our error is at most torch.compile's, times this. Outputs may also be as far off as eager's:
+#: torch.compile keeps the residual stream in float32 between two of its kernels (docs/gotchas.md).
 SLACK = 1.2
 
 
@@ -28,8 +29,11 @@ def gradients(call, model, xs) -> list[torch.Tensor]:
     outputs = call(*xs)
     torch.manual_seed(2)
     tangents = [torch.randn_like(o, dtype=torch.float32).to(o.dtype) for o in outputs]
-    wanted = [t for t in (*xs, *model.parameters()) if t.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, tangents)]
+    return [*outputs, *torch.autograd.grad(outputs, wanted(model, xs), tangents)]
+
+
+def wanted(model, xs) -> list[torch.Tensor]:
+    return [t for t in (*xs, *model.parameters()) if t.requires_grad]
 
 
 def assert_as_good(model, ours, xs) -> None:
@@ -40,8 +44,13 @@ def assert_as_good(model, ours, xs) -> None:
     theirs = errors(gradients(torch.compile(stock), stock, xs), exact)
     eager = errors(gradients(model, model, xs), exact)
     mine = errors(gradients(ours, model, xs), exact)
-    for mine_, theirs_, eager_ in zip(mine, theirs, eager, strict=True):
-        assert 0 < mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eager)
+    judge(mine, theirs, eager, outputs=len(exact) - len(wanted(model, xs)))
+
+
+def judge(mine, theirs, eager, outputs: int) -> None:
+    for i, (mine_, theirs_, eager_) in enumerate(zip(mine, theirs, eager, strict=True)):
+        allowed = max(theirs_, eager_) if i < outputs else theirs_
+        assert 0 < mine_ <= SLACK * allowed, (i, mine, theirs, eager)
 
 
 def kernels() -> set[str]:
@@ -116,8 +125,7 @@ def test_autocast_over_float32_parameters():
     eager = errors(gradients(under_autocast(model), model, xs), exact)
     mine = errors(gradients(under_autocast(compiled(model, strict=True)), model, xs), exact)
     assert kernels() == {"kernel"}
-    for mine_, theirs_, eager_ in zip(mine, theirs, eager, strict=True):
-        assert 0 < mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eager)
+    judge(mine, theirs, eager, outputs=len(exact) - len(wanted(model, xs)))
 
 
 def train(model, call, count: int = 4) -> None:
