@@ -1,0 +1,198 @@
+"""What a person would call a kernel, an epilogue's work, a number of bytes.
+
+Names are for reading: they come from the ops and the modules' names and decide nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.explanation.kernels import Kernel, base
+from coda_inductor.fuse.region import GEMMS, gemm_inputs
+from coda_inductor.graph import aten, fake, is_transpose, module_path
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.report import SiteReport
+
+_ACTIVATIONS = (
+    ("silu", "SiLU"), ("gelu", "GELU"), ("erf", "GELU"), ("tanh", "GELU (tanh)"),
+    ("sigmoid", "sigmoid"), ("relu", "ReLU"), ("threshold_backward", "ReLU"),
+)  # fmt: skip
+_SUMS = {"sum", "amax", "convert_element_type"}
+#: Work that a pattern's name says better than its steps do.
+_BY_PATTERN = {
+    "swiglu": "SiLU(gate) * up",
+    "swiglu_backward": "SwiGLU gradient",
+    "rms_norm_backward": "RMSNorm gradient",
+}
+
+
+def leaf(path: str) -> str:
+    """The last part of a module path that is no number, with the number behind it: ``fc.0``."""
+    parts = path.split(".")
+    if parts[-1].isdigit() and len(parts) > 1:
+        return ".".join(parts[-2:])
+    return parts[-1]
+
+
+def readable_bytes(count: float) -> str:
+    """``8.4 MB``: three figures, decimal units."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 999.5:
+            break
+        count /= 1000
+    else:
+        unit = "TB"
+    return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.3g} {unit}"
+
+
+def gemm_title(site: SiteReport) -> str:
+    """``o_proj``; in the backward pass whose gradient it makes."""
+    first, *others = site.site.split(" + ")
+    return _titled(" + ".join([leaf(first), *others]), site.role)
+
+
+def product(kernel: Kernel, *, backward: bool) -> tuple[str, str] | None:
+    """Title and shape of a plain GEMM; None for products of batches (attention's)."""
+    node = kernel.nodes[0]
+    if node.target not in GEMMS:
+        return None
+    a, b = gemm_inputs(node)
+    shape = " x ".join(str(s) for s in (fake(a).shape[0], fake(b).shape[1], fake(a).shape[1]))
+    role = "weight gradient" if is_transpose(a) else "input gradient"
+    return _titled(leaf(kernel.path or node.name), role if backward else "forward"), shape
+
+
+def _titled(name: str, role: str) -> str:
+    return {"input gradient": f"{name}: d input", "weight gradient": f"{name}: d weight"}.get(
+        role, name
+    )
+
+
+def shape_text(site: SiteReport) -> str:
+    return " x ".join(str(extent) for extent in site.shape)
+
+
+def epilogue_work(site: SiteReport) -> list[str]:
+    """What the epilogue of a fused site does, a phrase each, in its own order."""
+    program = site.program
+    if program is None:
+        return []
+    named = [_BY_PATTERN[p] for p in site.patterns if p in _BY_PATTERN]
+    found = _steps(program, quiet=bool(named))
+    rows = sum(r.axis == "row" for r in program.reduces)
+    columns = len(program.reduces) - rows
+    found += named
+    found += ["row statistics"] * bool(rows) + ["column sums"] * bool(columns)
+    return list(dict.fromkeys(found)) or ["cast"]
+
+
+def _steps(program: EpilogueProgram, *, quiet: bool) -> list[str]:
+    """``quiet``: a pattern's name stands for the arithmetic, only additions are worth saying."""
+    kinds = {o.name: o.kind for o in program.operands}
+    ops = {s.op for s in program.steps}
+    found = []
+    for step in program.steps:
+        kind = next((kinds[a] for a in step.args if a in kinds), None)
+        if step.op in ("add", "sub") and kind == "tile" and "RMSNorm" not in found:
+            found.append("+ residual")
+        elif step.op in ("add", "sub") and kind == "row":
+            found.append("+ bias")
+        elif step.op == "mul" and kind == "col" and not quiet:
+            found.append("* row scale")
+        elif step.op == "mul" and kind == "row" and not quiet:
+            found.append("* norm weight")
+    if not quiet:
+        names = (("erf", "GELU"), ("tanh", "tanh / GELU"), ("sigmoid", "SiLU"), ("relu", "ReLU"),
+                 ("exp", "exp"))  # fmt: skip
+        found += [name for op, name in names if op in ops]
+    elif any(k == "col" for k in kinds.values()) and program.paired:
+        found.insert(0, "* row scale")
+    return found
+
+
+def kernel_title(kernel: Kernel, *, backward: bool, small: bool = False) -> str:
+    """What a kernel without a GEMM does. ``small``: it handles vectors only."""
+    targets = kernel.targets
+    if kernel.kind == "attention":
+        return "attention gradient" if backward else "attention"
+    if kernel.kind != "memory":
+        name = next(iter(targets), "kernel").strip("_")
+        return "attention product" if name == "bmm" else name.replace("_", " ")
+    words = _forward_words(kernel)
+    if not backward:
+        return " + ".join(words) or _modules(kernel) or _ops(kernel)
+    if kernel.bytes and all(w in ("copy", "concatenate") for w in words) and words:
+        return " + ".join(words)
+    if "rotary" in words:
+        return "rotary gradient"
+    if small:
+        return "finish sums" if set(targets) <= _SUMS else "row factors"
+    where = _modules(kernel)
+    if where:
+        return f"{where} gradient"
+    return _ops(kernel)
+
+
+def is_small(kernel: Kernel, largest: int) -> bool:
+    """Does a kernel only handle vectors: rstd, partials?"""
+    return kernel.kind == "memory" and kernel.bytes * 32 < largest
+
+
+def _forward_words(kernel: Kernel) -> list[str]:
+    targets, words = kernel.targets, []
+    if any("random" in t or t.startswith("native_dropout") for t in targets):
+        words.append("dropout")
+    if _adds_residual(kernel) and not _rotates(kernel):
+        words.append("residual")
+    norm = targets["rsqrt"] and (targets["mean"] or targets["var_mean"] or targets["var"])
+    if norm:
+        layer_norm = targets["var_mean"] or targets["var"] or targets["native_layer_norm"]
+        words.append("LayerNorm" if layer_norm else "RMSNorm")
+    elif targets["rsqrt"]:
+        words.append("finish row statistics")
+    if _rotates(kernel):
+        words.append("rotary")
+    if targets["exp"] and targets["amax"]:
+        words.append("cross entropy" if targets["log"] else "softmax")
+    elif targets["exp"] and targets["neg"] and (targets["div"] or targets["reciprocal"]):
+        words.append("SiLU * up" if targets["mul"] else "SiLU")
+    else:
+        words += list(dict.fromkeys(name for op, name in _ACTIVATIONS if targets[op]))[:1]
+    if targets["embedding"]:
+        words.insert(0, "embedding")
+    if not words and set(targets) <= {"clone", "_to_copy", "convert_element_type", "cat"}:
+        words.append("concatenate" if targets["cat"] else "copy" if targets["clone"] else "cast")
+    return words
+
+
+def _rotates(kernel: Kernel) -> bool:
+    targets = kernel.targets
+    return bool(targets["neg"] and (targets["cat"] or targets["slice_scatter"]))
+
+
+def _adds_residual(kernel: Kernel) -> bool:
+    inside = set(kernel.nodes)
+    return any(
+        node.target is aten.add.Tensor
+        and all(_full(a, kernel.space) for a in node.args)
+        and any(base(a) not in inside for a in node.args)
+        for node in kernel.nodes
+    )
+
+
+def _full(arg: object, space: int) -> bool:
+    value = fake(arg)
+    return isinstance(arg, Node) and isinstance(value, torch.Tensor) and value.numel() == space
+
+
+def _modules(kernel: Kernel) -> str:
+    """The innermost modules that its ops came from, the commonest two."""
+    paths = [p for p in map(module_path, kernel.nodes) if p]
+    names = list(dict.fromkeys(leaf(p) for p in paths))
+    inner = [n for n in names if not n.rpartition(".")[2].isdigit()]
+    return " + ".join((inner or names)[:2])
+
+
+def _ops(kernel: Kernel) -> str:
+    return ", ".join(t for t, _ in kernel.targets.most_common(3))
