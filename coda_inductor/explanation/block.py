@@ -144,7 +144,7 @@ def block(
                 key = sources.setdefault(tensor, f"in{len(sources)}")
                 result.arrows.append(Arrow(key, keys[kernel], read))
     for tensor, key in sources.items():
-        title = _origin(tensor, [k for k in inside if tensor in k.reads], backward)
+        title = _origin(tensor, [k for k in inside if tensor in k.reads], backward, name)
         result.parts.append(Part(key, "outside", title))
     for kernel in inside:
         note = _note(kernel, largest, owner, frozenset(saved), backward)
@@ -171,9 +171,13 @@ def _arrives(tensor: Node, producer: Kernel | None, backward: bool) -> bool:
     return backward and "tangents" in str(tensor.target)
 
 
-def _origin(tensor: Node, readers: list[Kernel], backward: bool) -> str:
+def _origin(tensor: Node, readers: list[Kernel], backward: bool, name: str | None) -> str:
+    if backward and name is None:
+        return "gradient of the output"
     if backward:
         return "gradient from the layer behind"
+    if all(k.kind == "attention" for k in readers):
+        return "attention mask"
     plain = any(k.kind == "gemm" for k in readers)
     factors = [base(a) for k in readers if k.kind == "fused" for a in k.nodes[0].args[0]]
     return "from the layer before" if plain or tensor in factors else "residual stream"
@@ -211,7 +215,7 @@ def _note(
         read = sum(b for n, b in kernel.reads.items() if n not in owner and _is_saved(n))
         return f"reads {readable_bytes(read)} saved" if read * 64 >= largest else ""
     kept = sum(b for n, b in kernel.writes.items() if saved.intersection(names(n)))
-    return f"{readable_bytes(kept)} kept for backward" if kept * 64 >= largest else ""
+    return f"keeps {readable_bytes(kept)}" if kept * 64 >= largest else ""
 
 
 def _is_saved(node: Node) -> bool:

@@ -117,11 +117,11 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
         return f"On an H100 the gate would leave all of it to Inductor: {small}."
     refused = Counter(s.estimate.refusal for s in result.fused if s.estimate)
     kernels_ = refused.pop("", 0)
+    if not refused:
+        return "On an H100 all of them would run as kernels."
     text = f"On an H100, {kernels_} of these {len(result.fused)} would run as kernels"
-    if refused:
-        why = "; ".join(f"{reason} ({times})" for reason, times in refused.most_common(3))
-        text += f". The others would not: {why}"
-    return f"{text}."
+    why = "; ".join(f"{reason} ({times})" for reason, times in refused.most_common(3))
+    return f"{text}. The others would not: {why}."
 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and nothing of the
 model is run: the backend raises as soon as it has what it wants, so that Dynamo installs nothing
 and replays no side effect. A model with graph breaks has to be run to get past them: that happens
-on a copy, with the random state put back and our own cache entries taken out again.
+on a copy, with the random state put back and our own cache entries invalidated.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ def _broken(
 
 
 def _forget(code: Any, backend: _Backend) -> None:
-    """Take the cache entries of ``backend`` out of ``code``. Private names of torch's: where they
+    """Invalidate the cache entries of ``backend`` in ``code``. Private names of torch's: where they
     are gone, the entries stay, and a later compile of the same code checks one guard more."""
     with contextlib.suppress(AttributeError, ImportError):
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo.guards import DeletedGuardManagerWrapper
 
         for entry in _debug_get_cache_entry_list(code):
-            if getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend) is backend:
+            if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 deleted = DeletedGuardManagerWrapper("coda_inductor.explain has ended")
                 entry.guard_manager.extra_state.invalidate(entry, deleted)
 
@@ -147,10 +147,28 @@ def _undisturbed() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
         torch.random.fork_rng(devices),
-        torch._dynamo.config.patch(suppress_errors=False),
+        torch._dynamo.config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
+        _own_sizes(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _own_sizes() -> Iterator[None]:
+    """Give Dynamo a memory of sizes of its own. A private name of torch's (2.11 to 2.13): where it
+    is gone, a size seen here may become dynamic in the user's next compile of the same code."""
+    from torch._dynamo import pgo
+
+    if not hasattr(pgo, "_CODE_STATE"):
+        yield
+        return
+    kept = pgo._CODE_STATE
+    pgo._CODE_STATE = copy.deepcopy(kept)
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = kept
 
 
 def _trace(gm: GraphModule, inputs: Sequence[Any], joint: JointPass | None) -> tuple[Parts, bool]:

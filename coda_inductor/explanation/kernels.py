@@ -38,7 +38,7 @@ _ALSO = frozenset(
         aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.clone.default,
         aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default,
         aten.copy_.default, aten.native_layer_norm.default, aten.repeat.default, aten.flip.default,
-        torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default,
+        aten.native_dropout.default, aten.bernoulli.p, aten.rand_like.default,
     }
 )  # fmt: skip
 #: They read as much of their table as they write.

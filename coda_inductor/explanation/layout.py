@@ -21,7 +21,6 @@ SIDE_GAP = 22.0
 LAYER_GAP = 30.0
 LABEL_HEIGHT = 17.0
 _SWEEPS = 12
-_STRAIGHTEN = 240  # sweeps until chains hang straight: they move little in each
 
 
 @dataclass(eq=False)
@@ -143,10 +142,12 @@ def _crossings(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> int:
 
 
 def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
-    near = defaultdict(list)
+    above, below, near = defaultdict(list), defaultdict(list), defaultdict(list)
     for upper, lower in links:
         # Waypoints in line make straight edges: they pull harder than boxes do.
         pull = 1 if upper.real and lower.real else 2 if upper.real or lower.real else 8
+        above[lower].append((upper, pull))
+        below[upper].append((lower, pull))
         near[lower].append((upper, pull))
         near[upper].append((lower, pull))
     for layer in layers:
@@ -155,7 +156,12 @@ def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
             box.x, x = x, x + box.width + SIDE_GAP
         for box in layer:
             box.x -= x / 2
-    for sweep in range(_STRAIGHTEN):
+    # One side at a time moves whole chains at once; both sides at a time evens out what is left.
+    for sweep in range(2 * _SWEEPS):
+        down = sweep % 2 == 0
+        for layer in layers if down else reversed(layers):
+            _align(layer, above if down else below)
+    for sweep in range(8 * _SWEEPS):
         for layer in layers if sweep % 2 == 0 else reversed(layers):
             _align(layer, near)
 

@@ -103,7 +103,8 @@ def _steps(program: EpilogueProgram, *, quiet: bool) -> list[str]:
         elif step.op == "mul" and kind == "row" and not quiet:
             found.append("* norm weight")
     if not quiet:
-        names = (("erf", "GELU"), ("tanh", "tanh / GELU"), ("sigmoid", "SiLU"), ("relu", "ReLU"),
+        curve = "GELU (tanh)" if sum(s.op == "mul" for s in program.steps) > 2 else "tanh"
+        names = (("erf", "GELU"), ("tanh", curve), ("sigmoid", "SiLU"), ("relu", "ReLU"),
                  ("exp", "exp"))  # fmt: skip
         found += [name for op, name in names if op in ops]
     elif any(k == "col" for k in kinds.values()) and program.paired:
@@ -121,7 +122,7 @@ def kernel_title(kernel: Kernel, *, backward: bool, small: bool = False) -> str:
         return "attention product" if name == "bmm" else name.replace("_", " ")
     words = _forward_words(kernel)
     if not backward:
-        return " + ".join(words) or _modules(kernel) or _ops(kernel)
+        return " + ".join(words) or _ops(kernel)
     if kernel.bytes and all(w in ("copy", "concatenate") for w in words) and words:
         return " + ".join(words)
     if "rotary" in words:
@@ -140,11 +141,8 @@ def is_small(kernel: Kernel, largest: int) -> bool:
 
 
 def _forward_words(kernel: Kernel) -> list[str]:
-    targets, words = kernel.targets, []
-    if any("random" in t or t.startswith("native_dropout") for t in targets):
-        words.append("dropout")
-    if _adds_residual(kernel) and not _rotates(kernel):
-        words.append("residual")
+    targets = kernel.targets
+    words: list[str] = []
     norm = targets["rsqrt"] and (targets["mean"] or targets["var_mean"] or targets["var"])
     if norm:
         layer_norm = targets["var_mean"] or targets["var"] or targets["native_layer_norm"]
@@ -159,11 +157,27 @@ def _forward_words(kernel: Kernel) -> list[str]:
         words.append("SiLU * up" if targets["mul"] else "SiLU")
     else:
         words += list(dict.fromkeys(name for op, name in _ACTIVATIONS if targets[op]))[:1]
+    shaped = _rotates(kernel) or any(name in words for _, name in _ACTIVATIONS)
+    if _adds_residual(kernel) and not shaped:  # a GELU adds x and its cube
+        words.insert(0, "residual")
+    if _drops(kernel):
+        words.insert(0, "dropout")
     if targets["embedding"]:
         words.insert(0, "embedding")
     if not words and set(targets) <= {"clone", "_to_copy", "convert_element_type", "cat"}:
         words.append("concatenate" if targets["cat"] else "copy" if targets["clone"] else "cast")
     return words
+
+
+def _drops(kernel: Kernel) -> bool:
+    random = ("rand", "bernoulli", "native_dropout")
+    return any(
+        name in str(source.target).split(".")
+        for node in kernel.nodes
+        for mask in (node, *map(base, node.all_input_nodes))
+        for source in (mask, *mask.all_input_nodes)
+        for name in random
+    )
 
 
 def _rotates(kernel: Kernel) -> bool:
@@ -195,4 +209,6 @@ def _modules(kernel: Kernel) -> str:
 
 
 def _ops(kernel: Kernel) -> str:
+    if set(kernel.targets) == {"mul"}:
+        return "scale"
     return ", ".join(t for t, _ in kernel.targets.most_common(3))

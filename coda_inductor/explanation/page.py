@@ -26,7 +26,7 @@ from coda_inductor.render import render as render_kernel
 
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Drawings wider than this stand below each other, not side by side.
-_HALF_PAGE = 600
+_HALF_PAGE = 690
 _ROLES = {"forward": "Forward", "input gradient": "Backward", "weight gradient": "Backward"}
 _HOW = {"kernel": "kernel", "reference": "fused", "unfused": "not fused"}
 

@@ -129,10 +129,11 @@ class Explanation:
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         text = f"{self.gemms_fused} of {self.gemms} GEMMs absorbed {ops} ops; "
+        before, after = readable_bytes(self.bytes_before), readable_bytes(self.bytes_after)
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {readable_bytes(self.bytes_before)} of memory traffic per {step} gone"
+            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} gone"
         else:
-            text += f"memory traffic per {step} stays at {readable_bytes(self.bytes_after)}"
+            text += f"memory traffic per {step} rises from {before} to {after}"
         if self.training:
             text += (
                 f"; saved for backward {readable_bytes(self.saved_bytes_before)} -> "
@@ -146,12 +147,12 @@ class Explanation:
         return fold(self.sites)
 
     def __str__(self) -> str:
-        heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "MB before", "after"]
+        heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "before", "after"]
         table = [
             (
                 row.name, row.times, shape_text(row.site), row.site.role,
                 ", ".join(row.site.absorbed) if row.site.fused else row.site.reason,
-                f"{row.site.bytes_before / 1e6:.2f}", f"{row.site.bytes_after / 1e6:.2f}",
+                readable_bytes(row.site.bytes_before), readable_bytes(row.site.bytes_after),
             )
             for row in self.rows
         ]  # fmt: skip
