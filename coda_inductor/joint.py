@@ -61,7 +61,11 @@ class JointPass(CustomGraphPass):
                 raise
             if self.options.strict:
                 raise FallbackError(f"{type(error).__name__} in our own passes: {error}") from error
-            warn_once("the whole graph", f"{type(error).__name__} in our own passes: {error}")
+            cause = f"{type(error).__name__} in our own passes: {error}"
+            if self.dry:
+                self.recorder.report.near_misses.append(f"everything at the whole graph: {cause}")
+            else:
+                warn_once("the whole graph", cause)
             logger.debug("traceback", exc_info=True)
             _restore(graph, snapshot)
             decompose(graph)

@@ -79,13 +79,16 @@ def _model(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple, dict[
 def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon or not where:
-        raise ExplainError(f"{target!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION")
+        raise ExplainError(
+            f"{target!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION"
+        )
     if where.endswith(".py"):
         path = Path(where)
         if not path.is_file():
             raise ExplainError(f"no such file: {where}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None, "a .py file has a loader"
+        assert spec is not None, "a .py file has a loader"
+        assert spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # pickles and dataclasses of the file look it up
         spec.loader.exec_module(module)
@@ -93,7 +96,9 @@ def _function(target: str) -> Callable[[], Any]:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ExplainError(f"{where}: {error}; give a FILE.py or an importable module") from None
+            raise ExplainError(
+                f"{where}: {error}; give a FILE.py or an importable module"
+            ) from None
     function = getattr(module, name, None)
     if not callable(function):
         raise ExplainError(f"{where} has no function {name!r}")

@@ -18,6 +18,7 @@ Nothing here is imported until :func:`explain` is called: torch.compile does not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,17 +34,19 @@ def explain(
     """What ``torch.compile(model, backend="coda")`` does with ``model(*args, **kwargs)``.
 
     The call is traced, rewritten and fused as it would be, and nothing is run or compiled: the
-    model, its gradients, the random state and what else is compiled stay as they are. With gradients
-    enabled and something that requires one, forward and backward are explained together; under
-    ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta`` included. Off
-    the GPU every legal fusion is shown, and a note says what the gate would decide on an H100.
+    model, its gradients, the random state and what else is compiled stay as they are. With
+    gradients enabled and something that requires one, forward and backward are explained together;
+    under ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta``
+    included. Off the GPU every legal fusion is shown, and a note says what the gate would decide on
+    an H100.
 
     A model with graph breaks is the exception: to get past them, a copy of it is run.
 
     Args:
         model: a module, or a function of tensors.
         args: what it is called with.
-        options: as for ``torch.compile(..., options=...)``, e.g. ``{"gate": "always"}``.
+        options: as for ``torch.compile(..., options=...)``, e.g. ``{"gate": "always"}``. What
+            "strict" would raise is among the near misses.
         kwargs: passed on to the model. A keyword of the model's own that is called ``options``
             needs a wrapper: ``explain(lambda x: model(x, options=o), x)``.
 
@@ -54,7 +57,6 @@ def explain(
         OptionError: unknown option or bad value.
         PatternError: a pattern file is missing or does not load.
         ExplainError: the model cannot be traced; the cause is chained.
-        FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
     from coda_inductor.errors import ExplainError
     from coda_inductor.explanation.build import build, title_of
@@ -65,5 +67,5 @@ def explain(
         raise ExplainError(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
-    settings = parse(None, options)
+    settings = replace(parse(None, options), strict=False)
     return build(title_of(model), capture(model, args, dict(kwargs), settings), settings)

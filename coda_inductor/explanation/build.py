@@ -92,9 +92,7 @@ def _blocks(captured: Captured) -> list[tuple[Block, Block]]:
     return pairs
 
 
-def _notes(
-    result: Explanation, graphs: list[Captured], breaks: str, options: Options
-) -> list[str]:
+def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Options) -> list[str]:
     notes = []
     if result.device != "cuda" and result.fused:
         text = (
@@ -103,7 +101,7 @@ def _notes(
         )
         notes.append(f"{text} {_forecast(result, graphs, options)}")
     if breaks:
-        reason = " ".join(breaks.split("\n")[0].split())
+        reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
         notes.append(
             f"The model breaks into {len(graphs)} graphs, which splits idioms as it splits any "
             f"fusion. The first break: {reason}"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
@@ -138,7 +138,8 @@ def _forget(code: Any, backend: _Backend) -> None:
         for entry in _debug_get_cache_entry_list(code):
             if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 deleted = DeletedGuardManagerWrapper("coda_inductor.explain has ended")
-                entry.guard_manager.extra_state.invalidate(entry, deleted)
+                state: Any = entry.guard_manager.extra_state
+                state.invalidate(entry, deleted)
 
 
 @contextlib.contextmanager

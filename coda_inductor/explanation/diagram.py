@@ -1,8 +1,8 @@
 """Draw a block as SVG: boxes for kernels, arrows for the tensors that travel through memory.
 
-Colour says what a kernel is limited by: blue is a matrix product, orange memory-bound work, wherever
-it happens: a box of its own before, a chip inside a GEMM's box after. An arrow is as wide as the
-root of its bytes. Colours come from CSS variables, so that one drawing serves light and dark.
+Colour says what a kernel is limited by: blue is a matrix product, orange memory-bound work,
+wherever it happens: a box of its own before, a chip inside a GEMM's box after. An arrow is as wide
+as the root of its bytes. Colours are CSS variables, so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def render(drawing: Drawing, title: str) -> str:
         f"{p.title}{' with ' + ', '.join(p.work) if p.work else ''}" for p in parts.values()
     )
     lines = [
-        f'<svg class="diagram" role="img" xmlns="http://www.w3.org/2000/svg" '
+        '<svg class="diagram" role="img" xmlns="http://www.w3.org/2000/svg"',
         f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">',
         f"<title>{escape(title)}</title><desc>{escape(described)}</desc>",
         f'<g transform="translate({_MARGIN:.0f} {_MARGIN:.0f})">',
@@ -180,10 +180,8 @@ def _arrow(edge: Edge) -> str:
     head = 3.5 + edge.weight
     (x, y), *rest = edge.points
     path = [f"M{x:.1f} {y:.1f}"]
-    last = len(rest) - 1
-    for i, (x2, y2) in enumerate(rest):
-        if i == last:
-            y2 -= head
+    end_x, end_y = rest.pop()
+    for x2, y2 in (*rest, (end_x, end_y - head)):
         middle = (y + y2) / 2
         path.append(f"C{x:.1f} {middle:.1f} {x2:.1f} {middle:.1f} {x2:.1f} {y2:.1f}")
         x, y = x2, y2

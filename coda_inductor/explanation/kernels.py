@@ -104,7 +104,7 @@ def base(node: Node) -> Node:
 
 
 class _Grouping:
-    """Puts every node that does something into a kernel, then merges kernels that Inductor would."""
+    """Puts every node that does something into a kernel, then merges kernels as Inductor would."""
 
     def __init__(self, graph: Graph):
         self.found: list[Kernel] = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 SIDE_GAP = 22.0
 LAYER_GAP = 30.0
@@ -63,7 +64,7 @@ def layout(boxes: Sequence[Box], edges: Sequence[Edge]) -> tuple[float, float]:
     for box in (*boxes, *(b for chain in chains.values() for b in chain[1:-1])):
         rows[box.layer].append(box)
     layers = [rows[i] for i in sorted(rows)]
-    links = [pair for chain in chains.values() for pair in zip(chain, chain[1:], strict=False)]
+    links = [pair for chain in chains.values() for pair in pairwise(chain)]
     _order(layers, links)
     _place(layers, links)
     left = min((b.x for layer in layers for b in layer), default=0.0)
@@ -199,7 +200,7 @@ def _route(layers: list[list[Box]], chains: dict[Edge, list[Box]]) -> None:
     for number, layer in enumerate(layers):
         height = max(box.height for box in layer)
         for box in layer:
-            box.y = y if box.real else y
+            box.y = y
             box.height = box.height if box.real else height
         arriving = [e for e, chain in chains.items() if chain[-1].layer == number + 1]
         rows = _label_rows(arriving, entering)
@@ -245,7 +246,7 @@ def _label_rows(edges: list[Edge], entering: dict[Edge, float]) -> dict[Edge, in
 
 
 def _x_at(points: list[tuple[float, float]], y: float) -> float:
-    """x of the last curve of an edge at height ``y``."""
+    """X of the last curve of an edge at height ``y``."""
     (x1, y1), (x2, y2) = points[-2:]
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -37,13 +37,12 @@ def leaf(path: str) -> str:
 
 def readable_bytes(count: float) -> str:
     """``8.4 MB``: three figures, decimal units."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 999.5:
-            break
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
         count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.3g} {unit}"
+        units.pop(0)
+    whole = count >= 99.5 or units[0] == "B"
+    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"
 
 
 def gemm_title(site: SiteReport) -> str:
@@ -70,6 +69,7 @@ def _titled(name: str, role: str) -> str:
 
 
 def shape_text(site: SiteReport) -> str:
+    """``4096 x 8192 x 2048``: M, N, K."""
     return " x ".join(str(extent) for extent in site.shape)
 
 

@@ -71,8 +71,8 @@ def page(explanation: Explanation) -> str:
         groups.setdefault(_ROLES[row.site.role], []).append(row)
     return environment.get_template("page.html.j2").render(
         e=explanation,
-        css=Markup((_TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_css()),
-        js=Markup((_TEMPLATES / "page.js").read_text(encoding="utf-8")),
+        css=_own("style.css") + _code_css(),
+        js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         figures=[_figure(before, after) for before, after in explanation.blocks],
         groups=groups,
@@ -86,6 +86,10 @@ def page(explanation: Explanation) -> str:
         sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
+
+
+def _own(name: str) -> Markup:
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
 
 
 def _figure(before: Block, after: Block) -> Figure:
@@ -153,17 +157,20 @@ def _kernel(program: EpilogueProgram) -> Markup:
     return Markup(highlight(source, PythonLexer(), HtmlFormatter(nowrap=True)))  # noqa: S704 (escapes)
 
 
-def _code_css() -> str:
+def _code_css() -> Markup:
     light = HtmlFormatter(style="default").get_style_defs(".code")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".code")
     plain = ".code { background: var(--code); color: var(--ink); }"
-    return f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
+    text = f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
+    return Markup(text)  # noqa: S704 (pygments' own styles)
 
 
 def _breakable(path: str) -> Markup:
     """A dotted path that may break behind its dots."""
-    return Markup("<wbr>").join(f"{part}." for part in path.split(".")[:-1]) + Markup("<wbr>") + (
-        path.rpartition(".")[2]
+    return (
+        Markup("<wbr>").join(f"{part}." for part in path.split(".")[:-1])
+        + Markup("<wbr>")
+        + (path.rpartition(".")[2])
     )
 
 

@@ -205,12 +205,12 @@ def advised(misses: Sequence[NearMiss]) -> dict[tuple[str, Remedy], list[NearMis
 
 
 def places(misses: Sequence[NearMiss]) -> str:
-    """``rms_norm at model.layers.* (x 16), model.norm``: where, with layers folded."""
-    counts: dict[str, list[str]] = {}
+    """``lm_head, rms_norm at model.layers.*.norm (x 16)``: where, with layers folded."""
+    counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
-        counts.setdefault(f"{miss.what} at {general_path(miss.where)}", []).append(miss.where)
-    parts = []
-    for name, found in counts.items():
-        what = name.split(" at ", maxsplit=1)[0]
-        parts.append(f"{what} at {found[0]}" if len(found) == 1 else f"{name} (x {len(found)})")
-    return ", ".join(parts)
+        what = "" if miss.what == "gemm" else f"{miss.what} at "
+        counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
+    return ", ".join(
+        f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"
+        for (what, path), found in counts.items()
+    )
