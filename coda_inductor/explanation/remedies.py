@@ -67,7 +67,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^no CUDA device is available", "Run on an NVIDIA GPU (Hopper or newer)."),
     (r"^compute capability .* is not supported", "Kernels need Hopper or newer."),
     (r"^quack-kernels|^nvidia-cutlass-dsl", "pip install 'coda-inductor[cuda]'"),
-    (r"^a float(32|64) GEMM has no kernel", _DTYPES),
+    (r"^a \S+ GEMM has no kernel", _DTYPES),
     (r"has no epilogue program$", _DTYPES + " Both factors of a product need one floating dtype."),
     (r"^float64 operands and stores", _DTYPES),
     (
@@ -240,7 +240,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
-        r"^\S+ is torch\.\w+, not a floating type",
+        r"^(?!the input)\S+ is \S+, not a floating type",
         ("Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor."),
     ),
     (r"is on \S+, the GEMM on", "Move the operand to the GEMM's device."),
