@@ -49,7 +49,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Upper estimate of the width of ``text`` in a sans-serif face of ``size`` pixels, from the
     widths of three classes of characters (Arial, Segoe UI, Roboto and DejaVu Sans are narrower)."""
     em = sum(0.36 if c in _NARROW else 0.92 if c in _WIDE else 0.65 for c in text)
-    return em * size * (1.08 if bold else 1.0)
+    return em * size * (1.15 if bold else 1.0)
 
 
 def draw(block: Block) -> Drawing:

@@ -78,8 +78,8 @@ SUBJECTS = {
     "llama": lambda: (llama(), (_tokens(),), {"use_cache": False}, False),
     "llama, training": lambda: (
         llama(2), (_tokens(),), {"use_cache": False, "labels": _tokens()}, True),
-    "llama, float16": lambda: (llama(2, torch.float16), (_tokens(),), {"use_cache": False}, False),
-    "llama, float32": lambda: (llama(2, torch.float32), (_tokens(),), {"use_cache": False}, False),
+    "llama, float16": lambda: (llama(1, torch.float16), (_tokens(),), {"use_cache": False}, False),
+    "float32": lambda: (Residual(), (torch.ones(32, 64),), {}, False),
     "GPT-2": lambda: (_gpt2(), (_tokens(),), {"use_cache": False}, False),
     "BERT": lambda: (_bert(), (_tokens(),), {}, False),
     "TransformerEncoderLayer": lambda: (_encoder(), (_rows(),), {}, True),
