@@ -32,7 +32,7 @@ def compiled(function):
     shapes = []
 
     def backend(gm, inputs):
-        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor)])
+        shapes.append([tuple(x.shape) if isinstance(x, torch.Tensor) else "symbol" for x in inputs])
         return gm.forward
 
     return torch.compile(function, backend=backend), shapes
@@ -77,6 +77,7 @@ def test_sizes_seen_do_not_become_dynamic():
     run, shapes = compiled(model)
     run(torch.randn(40, 16))
     assert (40, 16) in shapes[0]
+    assert "symbol" not in shapes[0]
 
 
 def test_counters_and_reports_are_for_what_is_compiled():

@@ -12,10 +12,11 @@ from coda_inductor.explanation.layout import Box, Edge, _crossings, _isotonic, l
 def random_graph(seed):
     draw = random.Random(seed)  # noqa: S311 (a test's graph is no secret)
     boxes = [Box(str(i), draw.uniform(60, 200), draw.uniform(20, 120)) for i in range(14)]
-    edges = []
-    for i in range(1, 14):
-        for j in draw.sample(range(i), min(i, draw.choice((1, 1, 2, 3)))):
-            edges.append(Edge(str(j), str(i), "8.4 MB", 50.0))
+    edges = [
+        Edge(str(j), str(i), "8.4 MB", 50.0)
+        for i in range(1, 14)
+        for j in draw.sample(range(i), min(i, draw.choice((1, 1, 2, 3))))
+    ]
     return boxes, edges
 
 
