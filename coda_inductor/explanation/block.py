@@ -176,7 +176,7 @@ def _origin(tensor: Node, readers: list[Kernel], backward: bool, name: str | Non
         return "gradient of the output"
     if backward:
         return "gradient from the layer behind"
-    if all(k.kind == "attention" for k in readers):
+    if all(k.kind == "attention" or "softmax" in kernel_title(k, backward=False) for k in readers):
         return "attention mask"
     plain = any(k.kind == "gemm" for k in readers)
     factors = [base(a) for k in readers if k.kind == "fused" for a in k.nodes[0].args[0]]

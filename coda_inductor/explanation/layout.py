@@ -5,7 +5,8 @@
 3. order within a layer: barycentres of the neighbours, sweeping down and up; the best order by
    number of crossings is kept;
 4. x: each box as near to its neighbours' mean as its own neighbours in the layer allow, which is
-   an isotonic regression (pool adjacent violators), sweeping as well;
+   an isotonic regression (pool adjacent violators), sweeping as well; then long edges are made
+   straight where there is room;
 5. labels sit on their edge in the gap above the box that it enters, in as many rows as they need.
 
 Sizes are in pixels; x grows to the right, y downwards.
@@ -13,6 +14,7 @@ Sizes are in pixels; x grows to the right, y downwards.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ SIDE_GAP = 22.0
 LAYER_GAP = 30.0
 LABEL_HEIGHT = 17.0
 _SWEEPS = 12
+_FOLLOWER = 0.02
 
 
 @dataclass(eq=False)
@@ -67,6 +70,8 @@ def layout(boxes: Sequence[Box], edges: Sequence[Edge]) -> tuple[float, float]:
     links = [pair for chain in chains.values() for pair in pairwise(chain)]
     _order(layers, links)
     _place(layers, links)
+    for chain in chains.values():
+        _straighten(chain[1:-1], layers)
     left = min((b.x for layer in layers for b in layer), default=0.0)
     for layer in layers:
         for box in layer:
@@ -144,13 +149,19 @@ def _crossings(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> int:
 
 def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
     above, below, near = defaultdict(list), defaultdict(list), defaultdict(list)
+    entered = {lower for _, lower in links}
+    left = {upper for upper, _ in links}
     for upper, lower in links:
-        # Waypoints in line make straight edges: they pull harder than boxes do.
-        pull = 1 if upper.real and lower.real else 2 if upper.real or lower.real else 8
-        above[lower].append((upper, pull))
-        below[upper].append((lower, pull))
-        near[lower].append((upper, pull))
-        near[upper].append((lower, pull))
+        # Waypoints in line make straight edges: they pull harder than boxes do. What only enters
+        # or only leaves (a stub, a weight's gradient) stands beside the main line and follows it.
+        pull = 1.0 if upper.real and lower.real else 2.0 if upper.real or lower.real else 8.0
+        onto_lower = pull if upper in entered else _FOLLOWER
+        onto_upper = pull if lower in left else _FOLLOWER
+        above[lower].append((upper, onto_lower))
+        below[upper].append((lower, onto_upper))
+        near[lower].append((upper, onto_lower))
+        near[upper].append((lower, onto_upper))
+    followers = {b for layer in layers for b in layer if b not in entered or b not in left}
     for layer in layers:
         x = 0.0
         for box in layer:
@@ -161,36 +172,63 @@ def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
     for sweep in range(2 * _SWEEPS):
         down = sweep % 2 == 0
         for layer in layers if down else reversed(layers):
-            _align(layer, above if down else below)
+            _align(layer, above if down else below, followers)
     for sweep in range(8 * _SWEEPS):
         for layer in layers if sweep % 2 == 0 else reversed(layers):
-            _align(layer, near)
+            _align(layer, near, followers)
 
 
-def _align(layer: list[Box], near: dict[Box, list[tuple[Box, int]]]) -> None:
-    """Move the boxes of one layer to where their neighbours want them, in order and apart."""
-    offset, offsets, wanted = 0.0, [], []
+def _align(layer: list[Box], near: dict[Box, list[tuple[Box, float]]], followers: set[Box]) -> None:
+    """Move the boxes of one layer to where their neighbours want them, in order and apart; where
+    not all can have their way, followers give way."""
+    offset, offsets, wanted, weights = 0.0, [], [], []
     for box in layer:
         pulls = near[box]
         total = sum(pull for _, pull in pulls)
         middle = sum(b.middle * pull for b, pull in pulls) / total if total else box.middle
         offsets.append(offset)
         wanted.append(middle - box.width / 2 - offset)
+        weights.append(_FOLLOWER if box in followers or not total else total)
         offset += box.width + SIDE_GAP
-    for box, at, x in zip(layer, offsets, _isotonic(wanted), strict=True):
+    for box, at, x in zip(layer, offsets, _isotonic(wanted, weights), strict=True):
         box.x = x + at
 
 
-def _isotonic(values: list[float]) -> list[float]:
-    """The non-decreasing sequence nearest to ``values`` in least squares."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
+def _straighten(waypoints: list[Box], layers: list[list[Box]]) -> None:
+    """Give runs of an edge's waypoints one x, as far as the boxes beside them leave room."""
+    run: list[Box] = []
+    low, high = -math.inf, math.inf
+    for point in [*waypoints, None]:
+        room = _room(point, layers[point.layer]) if point is not None else (math.inf, -math.inf)
+        if max(low, room[0]) <= min(high, room[1]):
+            run, low, high = [*run, point] if point else run, max(low, room[0]), min(high, room[1])
+            continue
+        wanted = sum(p.x for p in run) / len(run) if run else 0.0
+        for other in run:
+            other.x = min(max(wanted, low), high)
+        if point is not None:
+            run, (low, high) = [point], room
+
+
+def _room(point: Box, layer: list[Box]) -> tuple[float, float]:
+    """Where the left side of a waypoint may lie."""
+    at = layer.index(point)
+    low = layer[at - 1].x + layer[at - 1].width + SIDE_GAP if at else -math.inf
+    high = layer[at + 1].x - SIDE_GAP - point.width if at + 1 < len(layer) else math.inf
+    return min(low, point.x), max(high, point.x)
+
+
+def _isotonic(values: list[float], weights: list[float] | None = None) -> list[float]:
+    """The non-decreasing sequence nearest to ``values`` in (weighted) least squares."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
+        mean, total, count = value, weight, 1
         while pools and pools[-1][0] > mean:
-            other, size = pools.pop()
-            mean, count = (mean * count + other * size) / (count + size), count + size
-        pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
+            other, heavy, size = pools.pop()
+            mean = (mean * total + other * heavy) / (total + heavy)
+            total, count = total + heavy, count + size
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 def _route(layers: list[list[Box]], chains: dict[Edge, list[Box]]) -> None:

@@ -5,6 +5,8 @@ Names are for reading: they come from the ops and the modules' names and decide 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch.fx import Node
 
@@ -58,7 +60,9 @@ def product(kernel: Kernel, *, backward: bool) -> tuple[str, str] | None:
         return None
     a, b = gemm_inputs(node)
     shape = " x ".join(str(s) for s in (fake(a).shape[0], fake(b).shape[1], fake(a).shape[1]))
-    role = "weight gradient" if is_transpose(a) else "input gradient"
+    # The transposition may lie in the forward graph: then only the strides tell.
+    turned = is_transpose(a) or (fake(a).stride()[0] == 1 and fake(a).stride()[1] != 1)
+    role = "weight gradient" if turned else "input gradient"
     return _titled(leaf(kernel.path or node.name), role if backward else "forward"), shape
 
 
@@ -79,7 +83,8 @@ def epilogue_work(site: SiteReport) -> list[str]:
     if program is None:
         return []
     named = [_BY_PATTERN[p] for p in site.patterns if p in _BY_PATTERN]
-    found = _steps(program, quiet=bool(named))
+    backward = site.role != "forward"
+    found = _steps(program, quiet=bool(named), backward=backward)
     rows = sum(r.axis == "row" for r in program.reduces)
     columns = len(program.reduces) - rows
     found += named
@@ -87,16 +92,18 @@ def epilogue_work(site: SiteReport) -> list[str]:
     return list(dict.fromkeys(found)) or ["cast"]
 
 
-def _steps(program: EpilogueProgram, *, quiet: bool) -> list[str]:
+def _steps(program: EpilogueProgram, *, quiet: bool, backward: bool) -> list[str]:
     """``quiet``: a pattern's name stands for the arithmetic, only additions are worth saying."""
+    reads = Counter(a for s in program.steps for a in s.args)
     kinds = {o.name: o.kind for o in program.operands}
     ops = {s.op for s in program.steps}
     found = []
     for step in program.steps:
-        kind = next((kinds[a] for a in step.args if a in kinds), None)
-        if step.op in ("add", "sub") and kind == "tile" and "RMSNorm" not in found:
-            found.append("+ residual")
-        elif step.op in ("add", "sub") and kind == "row":
+        arg = next((a for a in step.args if a in kinds), "")
+        kind = kinds.get(str(arg))
+        if step.op in ("add", "sub") and kind == "tile" and reads[arg] == 1:
+            found.append("+ residual")  # what is read again is no residual: GELU's x and its cube
+        elif step.op in ("add", "sub") and kind == "row" and not backward:
             found.append("+ bias")
         elif step.op == "mul" and kind == "col" and not quiet:
             found.append("* row scale")
@@ -106,7 +113,8 @@ def _steps(program: EpilogueProgram, *, quiet: bool) -> list[str]:
         curve = "GELU (tanh)" if sum(s.op == "mul" for s in program.steps) > 2 else "tanh"
         names = (("erf", "GELU"), ("tanh", curve), ("sigmoid", "SiLU"), ("relu", "ReLU"),
                  ("exp", "exp"))  # fmt: skip
-        found += [name for op, name in names if op in ops]
+        after = " gradient" if backward else ""
+        found += [f"{name}{after}" for op, name in names if op in ops]
     elif any(k == "col" for k in kinds.values()) and program.paired:
         found.insert(0, "* row scale")
     return found
