@@ -30,9 +30,10 @@ _BY_PATTERN = {
 
 
 def leaf(path: str) -> str:
-    """The last part of a module path that is no number, with the number behind it: ``fc.0``."""
+    """The last part of a module path; with the one before where it says little alone: ``fc.0``,
+    ``output.dense``."""
     parts = path.split(".")
-    if parts[-1].isdigit() and len(parts) > 1:
+    if (parts[-1].isdigit() or parts[-1] == "dense") and len(parts) > 1:
         return ".".join(parts[-2:])
     return parts[-1]
 

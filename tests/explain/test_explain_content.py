@@ -11,7 +11,7 @@ from subjects import LAYERS, SUBJECTS, Gated, Residual, explained
 
 from coda_inductor import explain
 from coda_inductor.explanation.folding import fold, general_path, general_reason, ranges
-from coda_inductor.explanation.naming import epilogue_work, readable_bytes
+from coda_inductor.explanation.naming import epilogue_work, leaf, readable_bytes
 from coda_inductor.explanation.remedies import UNKNOWN, remedy
 
 PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
@@ -179,6 +179,10 @@ def test_names_for_people():
     assert general_path("h.3.mlp.0.fc") == "h.*.mlp.0.fc"
     assert general_path("lm_head") == "lm_head"
     assert general_reason("its GEMM mm_12 is not fused") == "its GEMM mm is not fused"
+    names = [
+        leaf(p) for p in ("model.layers.0.mlp.up_proj", "h.0.fc.2", "layer.1.output.dense", "a")
+    ]
+    assert names == ["up_proj", "fc.2", "output.dense", "a"]
     sizes = [readable_bytes(b) for b in (0, 999, 1000, 8_388_608, 99_600_000, 3e12)]
     assert sizes == ["0 B", "999 B", "1 KB", "8.39 MB", "100 MB", "3 TB"]
 
