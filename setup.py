@@ -13,6 +13,10 @@ setup(
         "coda_inductor._patterns",
     ],
     package_dir={"coda_inductor._patterns": "patterns"},
-    package_data={"coda_inductor": ["py.typed"], "": ["*.json"]},
+    package_data={
+        "coda_inductor": ["py.typed"],
+        "coda_inductor.explanation": ["templates/*"],
+        "": ["*.json"],
+    },
     include_package_data=False,
 )

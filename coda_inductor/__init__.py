@@ -4,6 +4,8 @@
 
 Layer map (imports only point down)::
 
+    cli        python -m coda_inductor
+    explanation   explain(): what the backend does with a model, as a table and a page
     backend    the entry point and the passes in order
     attention, constants   masks that are known, heads that are repeated (Dynamo graph)
     raising    idioms -> semantic ops (Dynamo graph)
@@ -20,12 +22,14 @@ Layer map (imports only point down)::
 
 from coda_inductor.errors import (
     CodaError,
+    ExplainError,
     FallbackError,
     KernelError,
     OptionError,
     PatternError,
     ProgramError,
 )
+from coda_inductor.explanation import explain
 from coda_inductor.matching import Match, value
 from coda_inductor.patterns import Pattern
 from coda_inductor.program import EpilogueProgram
@@ -34,6 +38,7 @@ from coda_inductor.report import GraphReport, SiteReport, reports
 __version__ = "0.1.0"
 
 __all__ = [
-    "CodaError", "EpilogueProgram", "FallbackError", "GraphReport", "KernelError", "Match",
-    "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "reports", "value",
+    "CodaError", "EpilogueProgram", "ExplainError", "FallbackError", "GraphReport", "KernelError",
+    "Match", "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "explain",
+    "reports", "value",
 ]  # fmt: skip

@@ -57,8 +57,11 @@ def coda(
     return around(cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches)))
 
 
-def raise_pass(gm: GraphModule, settings: Options, recorder: Recorder) -> None:
+def raise_pass(
+    gm: GraphModule, settings: Options, recorder: Recorder, *, dry: bool = False
+) -> None:
     """Raise idioms in ``gm``, in place. A failure leaves the rest as it was, with one warning.
+    A ``dry`` run counts nothing.
 
     Raises:
         OptionError: ``disable`` names a pattern that is not loaded.
@@ -79,7 +82,7 @@ def raise_pass(gm: GraphModule, settings: Options, recorder: Recorder) -> None:
         recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
         fired, refused = attention.simplify_attention(gm, settings.disable)
         recorder.report.near_misses += refused
-        for name, times in fired.items():
+        for name, times in () if dry else fired.items():
             count(name, times)
     except Exception as error:
         if settings.strict:

@@ -28,3 +28,7 @@ class KernelError(CodaError, RuntimeError):
 
 class FallbackError(CodaError, RuntimeError):
     """Raised instead of a fallback when ``options={"strict": True}``."""
+
+
+class ExplainError(CodaError, RuntimeError):
+    """:func:`coda_inductor.explain` cannot trace the model; the message says why."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,13 @@ class JointPass(CustomGraphPass):
     """Rewrite, decompose, recompute (in training) and fuse, in this order, on one graph.
 
     ``before`` is what the user had set as ``joint_custom_pre_pass``: a pass or several; they run
-    first.
+    first. ``dry``: fused sites stay calls, nothing is compiled, counted or kept in ``reports()``.
     """
 
-    def __init__(self, options: Options, recorder: Recorder, before: Any = None):
-        self.options, self.recorder = options, recorder
+    def __init__(
+        self, options: Options, recorder: Recorder, before: Any = None, *, dry: bool = False
+    ):
+        self.options, self.recorder, self.dry = options, recorder, dry
         several = isinstance(before, (list, tuple))
         self.before = tuple(before) if several else () if before is None else (before,)
 
@@ -64,7 +67,11 @@ class JointPass(CustomGraphPass):
                 raise
             if self.options.strict:
                 raise FallbackError(f"{type(error).__name__} in our own passes: {error}") from error
-            warn_once("the whole graph", f"{type(error).__name__} in our own passes: {error}")
+            cause = f"{type(error).__name__} in our own passes: {error}"
+            if self.dry:
+                self.recorder.report.near_misses.append(f"everything at the whole graph: {cause}")
+            else:
+                warn_once("the whole graph", cause)
             logger.debug("traceback", exc_info=True)
             _restore(graph, snapshot)
             decompose(graph)
@@ -73,9 +80,9 @@ class JointPass(CustomGraphPass):
     def _run(self, graph: Graph) -> None:
         self.recorder.graph("2_traced", _owner(graph))
         report = self.recorder.report
-        policy = Policy.of(self.options, graph)
+        policy = replace(Policy.of(self.options, graph), dry=self.dry)
         on_gpu = any(getattr(fake(n), "is_cuda", False) for n in graph.nodes)
-        if on_gpu and policy.small is None:
+        if on_gpu and policy.small is None and not self.dry:
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph, keep=REDUCTIONS)
@@ -91,13 +98,14 @@ class JointPass(CustomGraphPass):
             _observed(graph, "coda_borders", save_borders)
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()
-        record(report)
+        if not self.dry:
+            record(report)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
         near_misses = self.recorder.report.near_misses
         if policy.fuses:
             sliced, kept = slice_loss_gradient(graph)
-            if sliced:
+            if sliced and not self.dry:
                 count("cross_entropy_backward", sliced)
             near_misses += kept
         if "rms_norm" in self.options.disable:
@@ -105,7 +113,7 @@ class JointPass(CustomGraphPass):
         refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
         for name, why in refused.items():
             near_misses.append(f"rms_norm at {name}: {why}")
-            if isinstance(why, Failure):
+            if isinstance(why, Failure) and not self.dry:
                 if self.options.strict:
                     raise FallbackError(f"rms_norm at {name}: {why}")
                 warn_once(f"rms_norm at {name}", why)
@@ -113,7 +121,7 @@ class JointPass(CustomGraphPass):
     def _fuse(self, graph: Graph, policy: Policy) -> None:
         sites, fired = fuse_gemms(graph, policy)
         self.recorder.report.sites += sites
-        for name, times in fired.items():
+        for name, times in fired.items() if not self.dry else ():
             count(name, times)
 
     def uuid(self) -> Any:

@@ -11,6 +11,25 @@ from coda_inductor.program import EpilogueProgram
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Expected times on an H100, from the cost model; nothing was run here.
+
+    Attributes:
+        unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
+        fused_us: the generated kernel; None where there can be none, or nothing is fused.
+        measured: the shipped measurements hold this (N, K); else a model fitted to them says so.
+        config: the config that the kernel would have.
+        refusal: why it would not run as a kernel on an H100; empty if it would.
+    """
+
+    unfused_us: float
+    fused_us: float | None = None
+    measured: bool = False
+    config: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class SiteReport:
     """One GEMM (or gate/up pair of GEMMs).
 
@@ -22,6 +41,12 @@ class SiteReport:
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
         bytes_saved: bytes of memory traffic that no longer happen (0 when not fused).
+        bytes_before: bytes read and written by the GEMM and by one elementwise kernel behind it
+            that does what was absorbed, each tensor counted once a kernel (no cache, no retries).
+        bytes_after: the same for what runs now; equal to ``bytes_before`` when not fused.
+        role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
+        stopped: where the epilogue ended and why, as ``"op: reason"``; fused sites only.
+        estimate: expected times; only ``coda_inductor.explain`` asks for them.
         how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
         reason: why it is not fused, or why not as a kernel; empty otherwise.
         program: the epilogue program; None when not fused.
@@ -37,6 +62,11 @@ class SiteReport:
     reason: str = ""
     program: EpilogueProgram | None = None
     config: str = ""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    role: str = "forward"
+    stopped: tuple[str, ...] = ()
+    estimate: Estimate | None = None
 
     @property
     def fused(self) -> bool:

@@ -44,7 +44,8 @@ def run(*args: object, **kwargs) -> str:
 
 def test_wheel_holds_every_module_data_file_and_pattern(wheel):
     files = {p for folder in ("coda_inductor", "patterns") for p in (ROOT / folder).rglob("*")}
-    shipped = {p for p in files if p.suffix in {".py", ".json"} or p.name == "py.typed"}
+    data = {".py", ".json", ".j2", ".css", ".js"}
+    shipped = {p for p in files if p.suffix in data or p.name == "py.typed"}
     expected = {str(p.relative_to(ROOT)) for p in shipped}
     expected = {name.replace("patterns/", "coda_inductor/_patterns/", 1)
                 if name.startswith("patterns/") else name for name in expected}  # fmt: skip

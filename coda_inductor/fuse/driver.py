@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
@@ -18,11 +16,24 @@ from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
 from coda_inductor.fuse.sums import producer, sum_with
-from coda_inductor.graph import ALIASES, elementwise, fake, is_cast, module_path, readers, same
+from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
+from coda_inductor.graph import (
+    ALIASES,
+    elementwise,
+    fake,
+    is_cast,
+    is_transpose,
+    module_path,
+    readers,
+    same,
+)
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool, requests
 from coda_inductor.sides import Scope
+
+#: On a GEMM's node, or the call that took its place: the number of its report in the list.
+SITE = "coda_site"
 
 
 def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[str]]:
@@ -47,15 +58,20 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
             done |= set(region.anchors)
             fired |= _patterns(region)
             assert site.program is not None, "a fused site has a program"
-            calls[emit(graph, region, site.program, verdict.config)] = len(sites)
+            call = emit(graph, region, site.program, verdict.config)
+            calls[call] = len(sites)
             scope.refresh(graph)
+        else:
+            call = anchor
+        call.meta[SITE] = len(sites)
         sites.append(site)
         logger.debug(
             "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
             f" ({site.reason})" if site.reason else "",
         )  # fmt: skip
-    _announce(sites, policy)
-    _lower(graph, calls, sites, policy)
+    if not policy.dry:
+        _announce(sites, policy)
+        _lower(graph, calls, sites, policy)
     graph.eliminate_dead_code()
     return sites, Counter(name for name, _ in fired)
 
@@ -69,7 +85,7 @@ def _guarded_plan(
     except Exception as error:
         logger.debug("planning %s failed", anchor.name, exc_info=True)
         reason = Failure(f"{type(error).__name__} in our own passes: {error}")
-        return Region((anchor,)), replace(_site(anchor), reason=reason), None
+        return Region((anchor,)), replace(_site(anchor, scope), reason=reason), None
 
 
 def _announce(sites: list[SiteReport], policy: Policy) -> None:
@@ -85,10 +101,18 @@ def _announce(sites: list[SiteReport], policy: Policy) -> None:
         warn_once(f"GEMM {names[0]}{more}", cause)
 
 
-def _site(anchor: Node) -> SiteReport:
+def _site(anchor: Node, scope: Scope) -> SiteReport:
     a, b = gemm_inputs(anchor)
     shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
-    return SiteReport(module_path(anchor) or anchor.name, shape)
+    moved = bytes_plain(anchor)
+    role = "weight gradient" if is_transpose(a) else "input gradient"
+    return SiteReport(
+        module_path(anchor) or anchor.name,
+        shape,
+        bytes_before=moved,
+        bytes_after=moved,
+        role="forward" if anchor in scope.forward else role,
+    )
 
 
 def _name(anchors: tuple[Node, ...]) -> str:
@@ -99,7 +123,9 @@ def _name(anchors: tuple[Node, ...]) -> str:
 
 def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteReport, Verdict | None]:
     """The best region of ``anchor``, its report so far, and how it runs (None: it does not)."""
-    site = _site(anchor)
+    site = _site(anchor, scope)
+    if policy.dry:
+        site = replace(site, estimate=policy.estimate_plain(anchor))
     region = Region((anchor,))
     if (reason := policy.legal(anchor)) is not None:
         if isinstance(reason, Failure) and not _neighbours(anchor):
@@ -111,17 +137,23 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             return region, replace(site, reason=_idle(region)), None
         program = region.program()
         check_views(region)
-        verdict = policy.judge(region, program, _followed(region, scope))
+        followed = _followed(region, scope)
+        verdict = policy.judge(region, program, followed)
         if verdict.how == "unfused":
             reason = reason or verdict.reason
             continue
+        before, after = bytes_moved(region, verdict.config)
         site = replace(
             site,
             site=_name(region.anchors),
             shape=region.shape,
             patterns=tuple(sorted({name for name, _ in _patterns(region)})),
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
-            bytes_saved=_bytes_saved(region),
+            bytes_saved=before - after,
+            bytes_before=before,
+            bytes_after=after,
+            stopped=tuple(f"{_short(n)}: {why}" for n, why in region.refusals.items()),
+            estimate=policy.estimate(region, program, followed) if policy.dry else None,
             how=verdict.how,
             reason=verdict.reason,
             program=program,
@@ -183,22 +215,6 @@ def _patterns(region: Region) -> set[tuple[str, str]]:
     if not found:
         found.add(("epilogue", region.anchors[0].name))
     return found
-
-
-def _bytes_saved(region: Region) -> int:
-    """Traffic that no longer happens: each product was written once and read once by the
-    elementwise kernel behind it; what is still stored as it was is not saved."""
-    total = 0
-    stored = region.stored()
-    for anchor in region.anchors:
-        product = fake(anchor)
-        size = _number(product.shape[0]) * product.shape[1] * product.element_size()
-        total += size if region.values[anchor] in stored else 2 * size
-    return total
-
-
-def _number(m: Any) -> int:
-    return int(m.node.hint or 0) if isinstance(m, torch.SymInt) else int(m)
 
 
 def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy: Policy) -> None:

@@ -13,11 +13,12 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, dtype_name, gemm_inputs
 from coda_inductor.fuse.sums import in_place
-from coda_inductor.graph import FLOATS, fake
+from coda_inductor.graph import FLOATS, HALF, fake
 from coda_inductor.log import Failure
 from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram, Store
-from coda_inductor.runtime import gate, support
+from coda_inductor.report import Estimate
+from coda_inductor.runtime import cost, gate, support
 from coda_inductor.runtime.config import Config, choose, hint
 
 _STORE = Store("out0", "acc", "bfloat16")
@@ -38,11 +39,13 @@ class Verdict:
 class Policy:
     """Decisions under one set of options, for one graph.
 
-    ``small`` says why the graph's GEMMs are too small to fuse, or is None.
+    ``small`` says why the graph's GEMMs are too small to fuse, or is None. ``dry``: only say what
+    would happen, with expected times; compile nothing and warn of nothing.
     """
 
     options: Options
     small: str | None = None
+    dry: bool = False
 
     @property
     def fuses(self) -> bool:
@@ -97,9 +100,7 @@ class Policy:
             why = f"device {fake(a).device.type} has no kernels"
             return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
-        joined = region.total is not None and in_place(region.anchors)
-        terms = len(region.anchors) if joined else 1
-        copied = n * k if region.total is not None and not joined else 0  # the weights
+        terms, copied = _terms(region)
         device = fake(a).device
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major, device=device)
@@ -110,6 +111,42 @@ class Policy:
             if reason is not None:
                 return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
+
+    def estimate(self, region: Region, program: EpilogueProgram, followed: bool) -> Estimate:
+        """What :meth:`judge` would say of a region on an H100, whatever device this is. The gate
+        counts only where the options ask for it."""
+        m, n, k = region.shape
+        terms, copied = _terms(region)
+        unfused = len(program.accs) * terms * cost.cublas_us(m, n, k // terms)
+        major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
+        reason = support.unsupported(program, n, k, b_major=major)
+        if reason is not None:
+            return Estimate(unfused, refusal=reason)
+        config = choose(program, m, n, k, terms=terms)
+        fused, unfused = gate.expected(
+            program, hint(m), n, k, terms, followed=followed, copied=copied
+        )
+        loses = self.options.gate == "auto" and fused > unfused
+        reason = f"expected {fused:.0f} us fused, {unfused:.0f} us unfused" if loses else ""
+        known = cost.measured(program, config, m, n, k, terms)
+        return Estimate(unfused, fused, known, str(config), reason)
+
+    def estimate_plain(self, gemm: Node) -> Estimate | None:
+        """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
+        a, b = (fake(x) for x in gemm_inputs(gemm))
+        symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
+        if symbolic or a.dtype not in HALF:
+            return None
+        return Estimate(cost.cublas_us(a.shape[0], b.shape[1], b.shape[0]))
+
+
+def _terms(region: Region) -> tuple[int, int]:
+    """How many products one kernel reads in place, and how many elements of weights have to be
+    copied together otherwise."""
+    _, n, k = region.shape
+    if region.total is None:
+        return 1, 0
+    return (len(region.anchors), 0) if in_place(region.anchors) else (1, n * k)
 
 
 def b_major(b: torch.Tensor) -> str:

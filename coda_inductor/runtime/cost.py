@@ -91,6 +91,13 @@ def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms:
     return kernel_us(program, config, hint(m), n, k, terms)
 
 
+def measured(program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1) -> bool:
+    """Do the shipped measurements hold a program of this kind with this (N, K), config and about
+    this M? Else :func:`kernel_us` is the fitted model's word alone."""
+    rows = table()["kernels"].get((kind_of(program, terms), n, k), ())
+    return _nearest(rows, hint(m), str(config)) is not None
+
+
 def cublas_us(m, n: int, k: int) -> float:
     """Expected microseconds of one plain 16-bit matrix product (m, k) x (k, n) through cuBLAS."""
     return _cublas_us(hint(m), n, k)

@@ -37,7 +37,7 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
     )
 
 
-def loses(
+def expected(
     program: EpilogueProgram,
     m: int,
     n: int,
@@ -46,8 +46,8 @@ def loses(
     *,
     followed: bool = False,
     copied: int = 0,
-) -> str | None:
-    """Why ``program`` on (m, k) x (k, n) is expected to be slower fused, or None. Times in us.
+) -> tuple[float, float]:
+    """Expected microseconds of ``program`` on (m, k) x (k, n): (fused, unfused).
 
     ``terms``: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
     ``followed``: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
@@ -71,6 +71,21 @@ def loses(
             launches += 1
     unfused = products * cublas_us(m, n, k // terms)
     unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
+    return fused, unfused
+
+
+def loses(
+    program: EpilogueProgram,
+    m: int,
+    n: int,
+    k: int,
+    terms: int = 1,
+    *,
+    followed: bool = False,
+    copied: int = 0,
+) -> str | None:
+    """Why a site is expected to be slower fused, or None. Arguments as for :func:`expected`."""
+    fused, unfused = expected(program, m, n, k, terms, followed=followed, copied=copied)
     if fused <= unfused:
         return None
     return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"

@@ -1,0 +1,71 @@
+"""``coda_inductor.explain``: what the backend would do with a model, for people.
+
+capture    Dynamo and AOTAutograd run, with and without our passes; nothing is compiled or changed
+kernels    which kernels a graph runs as, and what each moves through memory
+block      one repeated block of the model as a graph of kernels
+naming     what a person would call these
+folding    identical layers are one row
+remedies   what to do about each reason
+build      all of it -> Explanation
+result     Explanation: attributes, table, page
+layout     a layered layout
+diagram    block -> SVG
+page       Explanation -> one HTML page
+
+Nothing here is imported until :func:`explain` is called: torch.compile does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coda_inductor.explanation.result import Explanation
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What ``torch.compile(model, backend="coda")`` does with ``model(*args, **kwargs)``.
+
+    The call is traced, rewritten and fused as it would be, and nothing is run or compiled: the
+    model, its gradients, the random state and what else is compiled stay as they are. With
+    gradients enabled and something that requires one, forward and backward are explained together;
+    under ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta``
+    included. Off the GPU every legal fusion is shown, and a note says what the gate would decide on
+    an H100.
+
+    A model with graph breaks is the exception: to get past them, a copy of it is run.
+
+    Args:
+        model: a module, or a function of tensors.
+        args: what it is called with.
+        options: as for ``torch.compile(..., options=...)``, e.g. ``{"gate": "always"}``. What
+            "strict" would raise is among the near misses.
+        kwargs: passed on to the model. A keyword of the model's own that is called ``options``
+            needs a wrapper: ``explain(lambda x: model(x, options=o), x)``.
+
+    Returns:
+        An :class:`~coda_inductor.explanation.result.Explanation`: print it, ``.save("page.html")``.
+
+    Raises:
+        OptionError: unknown option or bad value.
+        PatternError: a pattern file is missing or does not load.
+        ExplainError: the model cannot be traced; the cause is chained.
+    """
+    from coda_inductor.errors import ExplainError
+    from coda_inductor.explanation.build import build, title_of
+    from coda_inductor.explanation.capture import capture
+    from coda_inductor.options import parse
+
+    if not callable(model):
+        raise ExplainError(
+            f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
+        )
+    settings = replace(parse(None, options), strict=False)
+    return build(title_of(model), capture(model, args, dict(kwargs), settings), settings)

@@ -1,0 +1,140 @@
+"""From captured graphs to an :class:`Explanation`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.explanation.block import Block, block, repeated
+from coda_inductor.explanation.capture import Capture, Captured, Parts
+from coda_inductor.explanation.kernels import kernels
+from coda_inductor.explanation.result import Explanation, NearMiss, Saved, Totals
+from coda_inductor.fuse.region import GEMMS, gemm_inputs
+from coda_inductor.fuse.traffic import size
+from coda_inductor.graph import ALIASES, fake, module_path
+from coda_inductor.options import Options
+from coda_inductor.runtime import gate
+from coda_inductor.runtime.config import hint
+
+
+def build(name: str, found: Capture, options: Options) -> Explanation:
+    """Put together what was captured of the model called ``name``."""
+    graphs = found.graphs
+    result = Explanation(name, _device(graphs), any(g.training for g in graphs))
+    for captured in graphs:
+        result.sites += captured.report.sites
+        result.near_misses += [_near_miss(text) for text in captured.report.near_misses]
+        result.before += _totals(captured.stock)
+        result.after += _totals(captured.ours)
+        result.saved_before += _saved(captured.stock)
+        result.saved_after += _saved(captured.ours)
+    main = max(graphs, key=lambda g: len(g.report.sites))
+    result.blocks = _blocks(main)
+    result.notes = _notes(result, graphs, found.breaks, options)
+    return result
+
+
+def _device(graphs: list[Captured]) -> str:
+    devices: Counter[str] = Counter()
+    for captured in graphs:
+        for graph in captured.stock.graphs:
+            values = (fake(node) for node in graph.nodes)
+            devices.update(v.device.type for v in values if isinstance(v, torch.Tensor))
+    return devices.most_common(1)[0][0] if devices else "cpu"
+
+
+def _near_miss(text: str) -> NearMiss:
+    """``rms_norm at model.norm: no GEMM reads it`` as an object."""
+    head, _, reason = text.partition(": ")
+    what, _, where = head.partition(" at ")
+    return NearMiss(what, where, reason)
+
+
+def _totals(parts: Parts) -> Totals:
+    found = [kernel for graph in parts.graphs for kernel in kernels(graph)]
+    return Totals(len(found), sum(kernel.bytes for kernel in found))
+
+
+def _saved(parts: Parts) -> list[Saved]:
+    tensors: dict[Node, Node] = {}
+    for node in parts.saved:
+        root = node
+        while root.target in ALIASES:
+            root = root.args[0]
+        if root.op != "placeholder" and isinstance(fake(root), torch.Tensor):
+            tensors.setdefault(root, node)
+    return [
+        Saved(
+            node.name,
+            module_path(root),
+            tuple(hint(extent) for extent in fake(root).shape),
+            str(fake(root).dtype).removeprefix("torch."),
+            size(root),
+        )
+        for root, node in tensors.items()
+    ]
+
+
+def _blocks(captured: Captured) -> list[tuple[Block, Block]]:
+    sites = captured.report.sites
+    name = repeated(path for site in sites for path in site.site.split(" + ")[:1])
+    pairs = []
+    for i, (stock, ours) in enumerate(
+        zip(captured.stock.graphs, captured.ours.graphs, strict=True)
+    ):
+        before = block(stock, name, sites, backward=i == 1, saved=captured.stock.saved)
+        after = block(ours, name, sites, backward=i == 1, saved=captured.ours.saved)
+        if before is not None and after is not None:
+            pairs.append((before, after))
+    return pairs
+
+
+def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Options) -> list[str]:
+    notes = []
+    if result.device != "cuda" and result.fused:
+        text = (
+            f"The tensors are on {result.device}, where no kernels run: shown is every fusion that "
+            "is legal."
+        )
+        notes.append(f"{text} {_forecast(result, graphs, options)}")
+    if breaks:
+        reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())
+        notes.append(
+            f"The model breaks into {len(graphs)} graphs, which splits idioms as it splits any "
+            f"fusion. The first break: {reason}"
+        )
+    return notes
+
+
+def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> str:
+    """What an H100 would make of it, by the cost model that the gate asks."""
+    if options.gate == "auto" and (small := gate.host_bound(_shapes(graphs))) is not None:
+        return f"On an H100 the gate would leave all of it to Inductor: {small}."
+    refused = Counter(s.estimate.refusal for s in result.fused if s.estimate)
+    kernels_ = refused.pop("", 0)
+    if not refused:
+        return "On an H100 all of them would run as kernels."
+    text = f"On an H100, {kernels_} of these {len(result.fused)} would run as kernels"
+    why = "; ".join(f"{reason} ({times})" for reason, times in refused.most_common(3))
+    return f"{text}. The others would not: {why}."
+
+
+def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
+    shapes = []
+    for captured in graphs:
+        for graph in captured.stock.graphs:
+            for node in graph.nodes:
+                if node.target in GEMMS:
+                    a, b = (fake(n).shape for n in gemm_inputs(node))
+                    shapes.append((hint(a[0]), hint(b[1]), hint(b[0])))
+    return shapes
+
+
+def title_of(function: Any) -> str:
+    """What to call the model: its class, or the function's name."""
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    return getattr(function, "__name__", type(function).__name__)

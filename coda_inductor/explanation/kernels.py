@@ -1,0 +1,308 @@
+"""Which kernels a graph would run as, and what each moves through memory: a model of Inductor.
+
+GEMMs, attention, fused sites and whatever is not elementwise are a kernel each. Elementwise ops,
+casts and reductions join the kernel of the producer that they read most from, if they run over the
+same elements (or over the rows that it reduced to) and no path leads out of that kernel and back.
+Views and constants cost nothing. A kernel reads each tensor once and writes each result that
+another kernel, or the caller, reads.
+
+This is an account, not a measurement: Inductor also fuses side by side, recomputes cheap values and
+finds some of its inputs in a cache. What is missing is missing before and after alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.driver import SITE
+from coda_inductor.fuse.region import GEMMS
+from coda_inductor.fuse.traffic import size
+from coda_inductor.graph import ALIASES, aten, fake, is_cast, module_path
+from coda_inductor.runtime.config import hint
+
+_PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
+_ATTENTION = ("scaled_dot_product", "flex_attention", "flash_attention", "efficient_attention")
+#: Not tagged as pointwise, but Inductor's kernels compute them all the same.
+_ALSO = frozenset(
+    {
+        aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
+        aten.amin.default, aten.var_mean.correction, aten.var.correction, aten.any.dim,
+        aten.any.default, aten.all.default, aten.argmax.default, aten.prod.dim_int,
+        aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.cat.default,
+        aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.clone.default,
+        aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default,
+        aten.copy_.default, aten.native_layer_norm.default, aten.repeat.default, aten.flip.default,
+        aten.native_dropout.default, aten.bernoulli.p, aten.rand_like.default,
+    }
+)  # fmt: skip
+#: They read as much of their table as they write.
+_GATHERS = (aten.index.Tensor, aten.embedding.default, aten.gather.default)
+#: What runs over this many times fewer elements than its only reader costs no pass of its own.
+_FEW = 8
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One kernel: its nodes in order, and bytes read and written by tensor.
+
+    Attributes:
+        kind: "gemm", "fused", "attention", "memory" (elementwise and reductions) or "other".
+        space: elements that it runs over.
+    """
+
+    kind: str
+    nodes: list[Node] = field(default_factory=list)
+    space: int = 0
+    reads: dict[Node, int] = field(default_factory=dict)
+    writes: dict[Node, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+    @property
+    def path(self) -> str:
+        """The module that its first op came from."""
+        return next((p for p in map(module_path, self.nodes) if p), "")
+
+    @property
+    def site(self) -> int | None:
+        """The number of the report that it is of, for GEMMs and fused sites."""
+        return self.nodes[0].meta.get(SITE)
+
+    @property
+    def targets(self) -> Counter[str]:
+        """How often each op occurs: ``{"mul": 2, "rsqrt": 1}``."""
+        return Counter(str(n.target).split(".")[1] for n in self.nodes if "." in str(n.target))
+
+
+def kernels(graph: Graph) -> list[Kernel]:
+    """The kernels of an aten graph (an inference graph, or one side of a partitioned one)."""
+    found = _Grouping(graph).found
+    owner = {node: kernel for kernel in found for node in kernel.nodes}
+    for kernel in found:
+        for node in kernel.nodes:
+            _read(kernel, node, owner)
+        for node in kernel.nodes:
+            users = [u for n in names(node) for u in n.users]
+            if not _tuple(node) and any(owner.get(u) is not kernel for u in users if _counts(u)):
+                kernel.writes[node] = size(node)
+    return found
+
+
+def base(node: Node) -> Node:
+    """The tensor in memory that ``node`` is a view of."""
+    while _is_view(node) or (node.target is operator.getitem and _is_view(node.args[0])):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Grouping:
+    """Puts every node that does something into a kernel, then merges kernels as Inductor would."""
+
+    def __init__(self, graph: Graph):
+        self.found: list[Kernel] = []
+        self.owner: dict[Node, Kernel] = {}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            if node.op == "call_function" and not _is_view(node):
+                self._place(node)
+        while self._merge():
+            pass
+
+    def _place(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            kernel = self.owner.get(node.args[0])
+        elif not _has_tensor(node) or not _inputs(node):
+            return  # a size, or a constant that every kernel can make for itself
+        else:
+            kernel = Kernel("memory" if _fusible(node) else _kind(node))
+            self.found.append(kernel)
+        if kernel is not None:
+            kernel.nodes.append(node)
+            kernel.space = max(kernel.space, _space(node))
+            self.owner[node] = kernel
+
+    def _merge(self) -> bool:
+        """Merge each kernel into a producer where that is possible; was there any?"""
+        before = len(self.found)
+        for kernel in [k for k in self.found if k.kind == "memory"]:
+            producers = self._producers(kernel)
+            others = [k for k in producers if self._alike(k, kernel)] + self._siblings(kernel)
+            for other in others:
+                if other.kind != "memory":
+                    continue
+                inputs = [k for k in producers if k is not other]
+                if self._reaches(other, inputs) or self._reaches(kernel, self._producers(other)):
+                    continue
+                self._absorb(other, kernel)
+                break
+        self.found = [k for k in self.found if k.nodes]
+        return len(self.found) < before
+
+    def _absorb(self, into: Kernel, kernel: Kernel) -> None:
+        into.nodes = sorted((*into.nodes, *kernel.nodes), key=self.order.__getitem__)
+        into.space = max(into.space, kernel.space)
+        for node in kernel.nodes:
+            self.owner[node] = into
+        kernel.nodes = []
+
+    def _producers(self, kernel: Kernel) -> list[Kernel]:
+        """The other kernels that it reads from, the one with most bytes first."""
+        sources = sorted((i for n in kernel.nodes for i in _inputs(n)), key=size, reverse=True)
+        found = dict.fromkeys(self.owner[i] for i in sources if i in self.owner)
+        return [k for k in found if k is not kernel]
+
+    def _siblings(self, kernel: Kernel) -> list[Kernel]:
+        """Kernels in front of it that run over the same elements and read one of its large inputs:
+        Inductor fuses these side by side, to read it once."""
+        found: dict[Kernel, None] = {}
+        for source in {i for n in kernel.nodes for i in _inputs(n) if _out(i) == kernel.space}:
+            for user in (u for n in names(source) for u in n.users):
+                other = self.owner.get(user)
+                if other is not None and other.space == kernel.space and other is not kernel:
+                    found[other] = None
+        first = self.order[kernel.nodes[0]]
+        return [k for k in found if self.order[k.nodes[0]] < first]
+
+    def _alike(self, first: Kernel, then: Kernel) -> bool:
+        """Do both run over the same elements, or the smaller over what the larger reduces to or
+        alone reads, or (rotary's halves) over parts of them?"""
+        low, high = sorted((first.space, then.space))
+        if high <= 2 * low:
+            return True
+        if then.space == low:
+            return any(_space(n) > _out(n) == low for n in first.nodes)
+        if low * _FEW > high:
+            return False
+        inside = {*first.nodes, *then.nodes}
+        return all(u in inside for n in first.nodes for m in names(n) for u in _real(m))
+
+    def _reaches(self, start: Kernel, ends: list[Kernel]) -> bool:
+        """Does one of ``ends`` depend on ``start``?"""
+        first = self.order[start.nodes[0]]
+        seen: set[Kernel] = set()
+        todo = list(ends)
+        while todo:
+            kernel = todo.pop()
+            if kernel is start:
+                return True
+            if kernel not in seen and self.order[kernel.nodes[-1]] > first:
+                seen.add(kernel)
+                todo += self._producers(kernel)
+        return False
+
+
+def _read(kernel: Kernel, node: Node, owner: dict[Node, Kernel]) -> None:
+    if node.target is operator.getitem:
+        return
+    for arg in node.all_input_nodes:
+        source = base(arg)
+        if not _has_tensor(source) or owner.get(source) is kernel or _constant(source):
+            continue
+        read = min(size(arg), size(source))
+        if node.target in _GATHERS and arg is node.args[0]:
+            read = min(read, size(node))
+        kernel.reads[source] = max(read, kernel.reads.get(source, 0))
+
+
+def names(node: Node) -> list[Node]:
+    """``node`` and all views of it."""
+    found = [node]
+    for name in found:
+        found += [u for u in name.users if _is_view(u) or _view_part(u)]
+    return found
+
+
+def _view_part(node: Node) -> bool:
+    return node.target is operator.getitem and _is_view(node.args[0])
+
+
+def _counts(user: Node) -> bool:
+    return not _is_view(user) and not _view_part(user)
+
+
+def _real(node: Node) -> list[Node]:
+    return [u for u in node.users if _counts(u)]
+
+
+def _is_view(node: Node) -> bool:
+    """Does ``node`` cost nothing? A widening cast happens where its result is read."""
+    if node.target in ALIASES:
+        return True
+    if is_cast(node):
+        return size(node) >= size(node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def _inputs(node: Node) -> list[Node]:
+    found = [base(n) for n in node.all_input_nodes]
+    return [n for n in found if _has_tensor(n) and not _constant(n)]
+
+
+def _constant(node: Node) -> bool:
+    """Made of nothing: ``full``, ``arange`` and the like."""
+    return node.op == "call_function" and not any(map(_has_tensor, node.all_input_nodes))
+
+
+def _has_tensor(node: Node) -> bool:
+    value = fake(node)
+    return isinstance(value, torch.Tensor) or _tuple(node)
+
+
+def _tuple(node: Node) -> bool:
+    return isinstance(fake(node), (tuple, list))
+
+
+def _fusible(node: Node) -> bool:
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in _ALSO or is_cast(node) or node.target in _casts()
+
+
+def _casts() -> tuple[Any, ...]:
+    return (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+
+
+def _kind(node: Node) -> str:
+    if node.target in _PRODUCTS:
+        return "gemm"
+    if node.target is torch.ops.coda_inductor.gemm_epilogue.default:
+        return "fused"
+    return "attention" if any(word in str(node.target) for word in _ATTENTION) else "other"
+
+
+def _out(node: Node) -> int:
+    value = fake(node)
+    tensors = value if isinstance(value, (tuple, list)) else [value]
+    sizes = [_numel(t) for t in tensors if isinstance(t, torch.Tensor)]
+    return max(sizes, default=0)
+
+
+def _space(node: Node) -> int:
+    """Elements that an op runs over: a reduction over those of its input."""
+    if node.target is operator.getitem:
+        return _out(node)
+    gathers = node.target in _GATHERS
+    read = (
+        []
+        if gathers
+        else [_numel(fake(n)) for n in node.all_input_nodes if not _tuple(n) and _has_tensor(n)]
+    )
+    return max([_out(node), *read])
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    total = 1
+    for extent in tensor.shape:
+        total *= hint(extent)
+    return total

@@ -1,0 +1,198 @@
+"""An explanation as one HTML page: everything inlined, nothing fetched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+import coda_inductor
+from coda_inductor.errors import KernelError
+from coda_inductor.explanation.block import Block
+from coda_inductor.explanation.diagram import draw, render
+from coda_inductor.explanation.folding import Row, general_path
+from coda_inductor.explanation.naming import epilogue_work, readable_bytes, shape_text
+from coda_inductor.explanation.result import Explanation, Saved, advised, gemm_count, places
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.render import render as render_kernel
+
+_TEMPLATES = Path(__file__).with_name("templates")
+#: Drawings wider than this stand below each other, not side by side.
+_HALF_PAGE = 690
+_ROLES = {"forward": "Forward", "input gradient": "Backward", "weight gradient": "Backward"}
+_HOW = {"kernel": "kernel", "reference": "fused", "unfused": "not fused"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One distinct program: its text, its kernel's source (highlighted) and who runs it."""
+
+    key: str
+    title: str
+    work: str
+    text: str
+    kernel: Markup
+    config: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A block before and after, drawn."""
+
+    title: str
+    before: Markup
+    after: Markup
+    facts: tuple[str, str]
+    stacked: bool
+
+
+def page(explanation: Explanation) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["bytes"] = readable_bytes
+    environment.filters["path"] = _breakable
+    groups: dict[str, list[Row]] = {}
+    for row in explanation.rows:
+        groups.setdefault(_ROLES[row.site.role], []).append(row)
+    return environment.get_template("page.html.j2").render(
+        e=explanation,
+        css=_own("style.css") + _code_css(),
+        js=_own("page.js"),
+        versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
+        figures=[_figure(before, after) for before, after in explanation.blocks],
+        groups=groups,
+        shape=shape_text,
+        work=epilogue_work,
+        time=_time,
+        how=_HOW,
+        gemm_count=gemm_count,
+        advised=advised([*explanation.near_misses, *explanation.unfused]),
+        places=places,
+        sources=_sources(explanation.rows),
+        saved=_saved_rows(explanation.saved_before, explanation.saved_after),
+    )
+
+
+def _own(name: str) -> Markup:
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
+
+
+def _figure(before: Block, after: Block) -> Figure:
+    where = before.name or "the whole model"
+    title = f"{before.direction.capitalize()}: {where}"
+    drawings = draw(before), draw(after)
+    texts = [
+        Markup(render(d, f"{title}, {when}"))  # noqa: S704 (our own SVG, its texts are escaped)
+        for d, when in zip(drawings, ("before", "after"), strict=True)
+    ]
+    facts = (_facts(before), _facts(after))
+    stacked = max(d.width for d in drawings) > _HALF_PAGE
+    return Figure(title, texts[0], texts[1], facts, stacked)
+
+
+def _facts(block: Block) -> str:
+    return f"{block.count} kernels, {readable_bytes(block.moved)} through memory"
+
+
+def _time(row: Row) -> dict[str, Any] | None:
+    """Expected microseconds on an H100, for one site of the row."""
+    estimate = row.site.estimate
+    if estimate is None:
+        return None
+    return {
+        "fused": estimate.fused_us,
+        "unfused": estimate.unfused_us,
+        "source": "measured shape" if estimate.measured else "modelled",
+        "config": estimate.config,
+        "refusal": estimate.refusal,
+        "sort": estimate.fused_us or estimate.unfused_us,
+    }
+
+
+def _sources(rows: list[Row]) -> list[Source]:
+    programs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.site.program is not None:
+            programs.setdefault(row.site.program.key, []).append(row)
+    found = []
+    for key, users in programs.items():
+        site = users[0].site
+        assert site.program is not None, "only rows with a program are here"
+        configs = {r.site.estimate.config for r in users if r.site.estimate}
+        configs |= {r.site.config for r in users if r.site.how == "kernel"}
+        found.append(
+            Source(
+                key,
+                ", ".join(dict.fromkeys(row.name for row in users)),
+                ", ".join(epilogue_work(site)),
+                str(site.program),
+                _kernel(site.program),
+                ", ".join(sorted(configs - {""})),
+                sum(row.times for row in users),
+            )
+        )
+    return found
+
+
+def _kernel(program: EpilogueProgram) -> Markup:
+    try:
+        source = render_kernel(program)
+    except KernelError as error:
+        source = f"# no kernel: {error}\n"
+    return Markup(highlight(source, PythonLexer(), HtmlFormatter(nowrap=True)))  # noqa: S704 (escapes)
+
+
+def _code_css() -> Markup:
+    light = HtmlFormatter(style="default").get_style_defs(".code")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".code")
+    plain = ".code { background: var(--code); color: var(--ink); }"
+    text = f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
+    return Markup(text)  # noqa: S704 (pygments' own styles)
+
+
+def _breakable(path: str) -> Markup:
+    """A dotted path that may break behind its dots."""
+    return (
+        Markup("<wbr>").join(f"{part}." for part in path.split(".")[:-1])
+        + Markup("<wbr>")
+        + (path.rpartition(".")[2])
+    )
+
+
+def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]:
+    """Saved tensors by module (layers folded), shape and dtype: how many and how large."""
+    counts: dict[tuple[str, tuple[int, ...], str], Counter[str]] = {}
+    for when, tensors in (("before", before), ("after", after)):
+        for tensor in tensors:
+            where = general_path(f"{tensor.where}.").rstrip(".") or tensor.name
+            found = counts.setdefault((where, tensor.shape, tensor.dtype), Counter())
+            found[when] += 1
+            found[f"{when} bytes"] += tensor.bytes
+    rows = [
+        {
+            "where": where,
+            "shape": " x ".join(map(str, shape)) or "scalar",
+            "dtype": dtype,
+            "before": found["before"],
+            "after": found["after"],
+            "bytes_before": found["before bytes"],
+            "bytes_after": found["after bytes"],
+        }
+        for (where, shape, dtype), found in counts.items()
+    ]
+    return sorted(rows, key=lambda r: -max(r["bytes_before"], r["bytes_after"]))

@@ -1,0 +1,367 @@
+"""What a user can do about each reason for which something was not fused.
+
+One table, from the text of a reason to a remedy. Reasons are made all over ``fuse``, ``rewrite``,
+``raising``, ``runtime.support`` and the pattern files; a reason without an entry here gets
+:data:`UNKNOWN`. Reasons nest ("nothing to absorb (view: ...)", "its GEMM mm is not fused: ..."): an
+entry that only wraps another one names the group ``inner``, whose remedy is looked up in turn.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: The project's own limits, or how the model is: nothing that a user should change.
+NOTHING = "Nothing to do"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``text`` says what to do; ``possible`` is False where there is nothing to do."""
+
+    text: str
+    possible: bool = True
+
+
+UNKNOWN = Remedy(
+    'No advice for this one yet. TORCH_LOGS="+coda_inductor" shows every decision; '
+    "docs/debugging.md says how to read it.",
+)
+
+
+def remedy(reason: str) -> Remedy:
+    """What to do about ``reason``; :data:`UNKNOWN` if the table does not know it."""
+    for pattern, text in _TABLE:
+        match = pattern.search(reason)
+        if match is None:
+            continue
+        if "inner" in pattern.groupindex:
+            return remedy(match["inner"])
+        return Remedy(text, not text.startswith(NOTHING))
+    return UNKNOWN
+
+
+_BUG = (
+    "This is a defect of coda_inductor: please report it with the message. "
+    "The site runs as Inductor would have had it."
+)
+_DTYPES = "Run the model in bfloat16: model.to(torch.bfloat16), or torch.autocast around the call."
+
+_ROWS: tuple[tuple[str, str], ...] = (
+    # wrappers first
+    (r"^nothing to absorb, and ", f"{NOTHING}: no elementwise work stands behind this GEMM."),
+    (r"^nothing to absorb \(\w+: (?P<inner>.*)\)$", ""),
+    (r"^its GEMM \w+ is not fused: (?P<inner>.*)$", ""),
+    (r"^the GEMM that makes its input, \w+, is not fused: (?P<inner>.*)$", ""),
+    (r"in our own passes: ", _BUG),
+    (r"^its kernel does not compile", _BUG),
+    (r"^raising idioms failed", _BUG),
+    # may it: dtype, shape, device, kernel stack
+    (
+        r"^device \w+ has no kernels",
+        (
+            "Run on an NVIDIA GPU (Hopper or newer): this device runs "
+            "the same programs as plain torch ops."
+        ),
+    ),
+    (r"^no CUDA device is available", "Run on an NVIDIA GPU (Hopper or newer)."),
+    (r"^compute capability .* is not supported", "Kernels need Hopper or newer."),
+    (r"^quack-kernels|^nvidia-cutlass-dsl", "pip install 'coda-inductor[cuda]'"),
+    (r"^a \S+ GEMM has no kernel", _DTYPES),
+    (r"has no epilogue program$", _DTYPES + " Both factors of a product need one floating dtype."),
+    (r"^float64 operands and stores", _DTYPES),
+    (
+        r"^N=\d+ and K=\d+ must be positive multiples of 8",
+        (
+            "Pad the layer's features (a "
+            "vocabulary, most often) to a multiple of 8, e.g. "
+            "model.resize_token_embeddings(pad_to_multiple_of=8)."
+        ),
+    ),
+    (
+        r"^N or K is symbolic",
+        (
+            "Keep weights static: mark only batch and sequence as dynamic "
+            "(torch._dynamo.mark_dynamic), not the feature dimension."
+        ),
+    ),
+    (r"^its operands are not tensors", f"{NOTHING}: this is no product of two dense tensors."),
+    (r"^options\['gate'\] is 'never'", "Leave options['gate'] at 'auto'."),
+    (
+        r"^too small: ",
+        (
+            "Use a larger batch or longer sequences, or mode='reduce-overhead' (CUDA "
+            "graphs lift the host's limit); options={'gate': 'always'} fuses anyway."
+        ),
+    ),
+    (
+        r"^expected .* us fused, .* us unfused",
+        (
+            f"{NOTHING}: fusing would cost time at this shape. "
+            "options={'gate': 'always'} fuses anyway; another batch size may change it."
+        ),
+    ),
+    (r"^a program without a tile store", f"{NOTHING}: nothing of the tile would be written."),
+    (r"is one value for the whole tile: nothing to fuse", f"{NOTHING}: the result is a constant."),
+    (
+        r"paired stores are 16-bit",
+        (
+            "Cast gate and up to the model's 16-bit dtype before they are "
+            "read elsewhere (a .float() behind them makes the kernel store float32)."
+        ),
+    ),
+    (
+        r"^paired weights must be K-major",
+        ("Keep both weights as nn.Linear stores them: (out_features, in_features), contiguous."),
+    ),
+    (
+        r"need more shared memory than",
+        (f"{NOTHING}: the epilogue loads and stores too much for one tile."),
+    ),
+    # the norm's algebra
+    (
+        r"^float16: the un-normalized operand may overflow",
+        (
+            "Use bfloat16; or "
+            "options={'fp16_norms': True}, if the residual stream stays far below 65504."
+        ),
+    ),
+    (
+        r"^its input is not made by a GEMM",
+        (
+            f"{NOTHING} for the first norm of a model: an embedding "
+            "or an input stands in front of it. Elsewhere, look for an op between the "
+            "GEMM and the norm "
+            "that is not elementwise (dropout, a gather, a graph break)."
+        ),
+    ),
+    (
+        r"^its input is not made in the epilogue of",
+        (
+            "Look at what lies between that GEMM and the "
+            "norm: an op outside of the vocabulary, a reshape of the rows, or a second "
+            "norm (sandwich "
+            "norms) stops the epilogue."
+        ),
+    ),
+    (
+        r"^no GEMM reads it",
+        (f"{NOTHING}: a norm without a projection behind it stays with Inductor."),
+    ),
+    (
+        r"\(.*\) reads it and is not a GEMM",
+        (
+            "The normalized tensor has another reader than "
+            "projections (an output, a router, a residual around it): let that one read "
+            "the input of the "
+            "norm, if the model allows it."
+        ),
+    ),
+    (r"reads it twice", f"{NOTHING}: the normalized tensor is multiplied by itself."),
+    (
+        r"reshapes its rows",
+        ("Split into heads behind the projection, not between norm and projection."),
+    ),
+    (r"^its result is not (read|used)", f"{NOTHING}: the result is not used."),
+    (
+        r"^its GEMMs run in different dtypes",
+        ("Give the projections behind one norm one dtype; under autocast, exclude none of them."),
+    ),
+    (r"^its rstd is read", f"{NOTHING}: a custom backward reads the norm's statistics."),
+    (
+        r"^its gradient is not a sum of GEMMs|^its gradient is read elsewhere",
+        (
+            "Something else than "
+            "projections takes part in this norm's gradient (a hook, a second loss): it "
+            "works without."
+        ),
+    ),
+    # growing an epilogue
+    (r"^it is an output of the graph", f"{NOTHING}: the GEMM's result leaves the graph as it is."),
+    (r"^it is a \w+", f"{NOTHING}: the value comes from outside of the graph."),
+    (
+        r"belongs to the other one of forward and backward",
+        (f"{NOTHING}: forward and backward are two graphs, a tile cannot wait for a gradient."),
+    ),
+    (
+        r"border of an activation checkpoint",
+        (
+            "Put the border of the checkpoint elsewhere, e.g. "
+            "around two layers at a time: what lies on both sides of it cannot share a kernel."
+        ),
+    ),
+    (
+        r"does not reduce one row or column",
+        (
+            f"{NOTHING}: only reductions over a whole row or column "
+            "of the result (norm statistics, bias gradients) happen in an epilogue."
+        ),
+    ),
+    (r"is not a reduction of floating values", f"{NOTHING}: the reduction is of integers."),
+    (
+        r"aten\.(permute|t|transpose)\S* (is not in|changes)",
+        (
+            f"{NOTHING}: the result is only "
+            "transposed (a weight's gradient, a layout change), which is no arithmetic."
+        ),
+    ),
+    (
+        r"changes the tile's shape",
+        (
+            f"{NOTHING}: what follows splits the result (into heads, say), "
+            "so that no elementwise work on the whole tile is left."
+        ),
+    ),
+    (r"with \(.*\) is a copy|with \[.*\] is a copy|is a copy$", f"{NOTHING}: the op only copies."),
+    (
+        r"is not in the epilogue vocabulary",
+        (
+            "Write it with elementwise ops that the vocabulary has "
+            "(coda_inductor/fuse/elementwise.py lists them), or leave it: Inductor runs it."
+        ),
+    ),
+    (
+        r"is not elementwise",
+        (f"{NOTHING}: what follows is no elementwise work (attention, another product, a gather)."),
+    ),
+    (
+        r"depends on this GEMM",
+        (
+            f"{NOTHING}: the operand is computed from this GEMM's own result "
+            "over a full row or column, which is only known when all tiles are done."
+        ),
+    ),
+    (
+        r"broadcasts over part of the leading dimensions",
+        (
+            "Expand the operand to the full batch "
+            "(.expand_as) or give it one value a row: a per-batch operand is neither tile, row nor "
+            "column."
+        ),
+    ),
+    (
+        r"^(?!the input)\S+ is \S+, not a floating type",
+        ("Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor."),
+    ),
+    (r"is on \S+, the GEMM on", "Move the operand to the GEMM's device."),
+    (r"^\S+ is not a tensor|is not a plain number", "Use a plain Python number or a tensor."),
+    (
+        r"^only a store more",
+        (f"{NOTHING}: Inductor computes it for free in the kernel that reads it."),
+    ),
+    (
+        r"more than \d+ (tiles would be stored|tile operands|vector operands)",
+        f"{NOTHING}: the epilogue is full; the rest stays with Inductor.",
+    ),
+    (
+        r"a paired tile reads only",
+        (
+            "Gate and up can take one value a row (the norm's scale) and "
+            "scalars: drop their biases, or leave them to the unpaired form."
+        ),
+    ),
+    (
+        r"is not laid out row by row",
+        ("Make the result contiguous: a transposed output is stored column by column."),
+    ),
+    (
+        r"read outside and is not a floating tile",
+        (f"{NOTHING}: a mask or an integer cannot be stored by an epilogue."),
+    ),
+    (
+        r"its bias or alpha/beta is not supported",
+        ("Use a bias with one value a column and no alpha or beta (F.linear)."),
+    ),
+    # attention masks: the first line wraps
+    (r"^the mask stays, (?P<inner>.*)$", ""),
+    (
+        r"^it depends on ",
+        (
+            f"{NOTHING} if the mask holds data (padding, packed documents). Without padding, pass "
+            "no mask: a causal model needs none."
+        ),
+    ),
+    (
+        r"^the sequence length is symbolic|^its size is symbolic",
+        "Compile with dynamic=False, or pad sequences to a few fixed lengths.",
+    ),
+    (
+        r"^a sliding window of|^it is constant, but neither|^it hides keys from all",
+        f"{NOTHING}: scaled_dot_product_attention has no flag for such a mask.",
+    ),
+    (
+        r"^it is not full, and there are",
+        f"{NOTHING}: with other queries than keys, causal means something else to SDPA.",
+    ),
+    (
+        r"^it adds numbers other than|is neither boolean nor additive",
+        f"{NOTHING}: the mask is a bias, which SDPA adds.",
+    ),
+    (r"^an in-place op changes it", "Build the mask out of place (torch.where, logical_and)."),
+    (r"draws random numbers", f"{NOTHING}: the mask is another one at every call."),
+    (
+        r"^is_causal is set beside it|^it is no tensor of this graph|^it comes from elsewhere"
+        r"|^it has more than \d+ elements|^it cannot be evaluated|^evaluating it failed",
+        f"{NOTHING}: the mask's values are not known while compiling.",
+    ),
+    # the loss
+    (r"^its logits take \d+ MiB only", f"{NOTHING}: the gradient of small logits is no burden."),
+    (
+        r"\(.*\) reads it too$",
+        (
+            "Something between the loss and the LM head (a soft cap, a bias, a z-loss) reads the "
+            "gradient of all logits: it is then made in one piece."
+        ),
+    ),
+    (
+        r"^it is not the gradient of one linear layer",
+        f"{NOTHING}: the logits are not one linear layer's.",
+    ),
+    (r"^logits, weight and operand differ in dtype", "Give the LM head one dtype."),
+    (
+        r"^the targets are probabilities|^the logits .* do not have their classes",
+        "Give class indices (M,), and logits (M, V) with the classes last.",
+    ),
+    (r"^\S+ is not a constant$", "Pass the loss's options as plain Python numbers."),
+    (
+        r"^the shape of (the logits|an input)",
+        f"{NOTHING}: torch.compile records too little here.",
+    ),
+    (r"^a gradient of the turns is wanted", f"{NOTHING}: learned rotations stay as they are."),
+    # raising idioms
+    (
+        r"in-place op or a grad/autocast mode change",
+        (
+            "Write it out of place (x = x * y, not x *= "
+            "y), and keep no_grad and autocast borders outside of the norm or gate."
+        ),
+    ),
+    (
+        r"^its intermediate \w+ is used elsewhere",
+        (
+            "Do not reuse values from inside the norm or "
+            "gate (its statistics, the float32 copy): compute them again where they are needed."
+        ),
+    ),
+    (r"^eps is not a constant", "Pass eps as a Python number, not as a tensor."),
+    (r"the weight is not one value a column", "Give the norm a weight of shape (hidden,)."),
+    (
+        r"is not shaped like the input",
+        ("The weight broadcasts the result to another shape: give it one value a column."),
+    ),
+    (r"^the input is \S+, not a floating type|^gate or up is not floating", _DTYPES),
+    (r"differ in shape", "Gate and up need one shape: no broadcast between them."),
+    (
+        r"^the result has another dtype|^dtype would change",
+        ("Remove the cast in the middle of the idiom, or cast behind it."),
+    ),
+    (
+        (
+            r"^(shape|device) would change|shape of the input is unknown|no fake value is recorded"
+            r"|^gate or up is not a tensor"
+        ),
+        f"{NOTHING}: torch.compile records too little here.",
+    ),
+)
+
+_TABLE = tuple((re.compile(pattern), text) for pattern, text in _ROWS)

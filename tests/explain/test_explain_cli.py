@@ -1,0 +1,80 @@
+"""``python -m coda_inductor explain``: targets, options, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from coda_inductor.__main__ import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).bfloat16()
+    return model, torch.ones(8, 16, dtype=torch.bfloat16)
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    path = tmp_path / "small_model.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def test_a_function_of_a_file_is_explained_and_saved(target, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code = main(["explain", f"{target}:make", "--option", "gate=always", "--out", str(page)])
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "Sequential on cpu: 1 of 2 GEMMs absorbed" in printed
+    assert "training" not in printed
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_train_explains_both_passes(target, capsys):
+    assert main(["explain", f"{target}:make", "--train"]) == 0
+    assert "per training step" in capsys.readouterr().out
+
+
+def test_a_hugging_face_model_needs_no_weights(capsys):
+    sizes = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "vocab_size=256",
+             "num_attention_heads=4", "num_key_value_heads=2")  # fmt: skip
+    settings = [word for size in sizes for word in ("--set", size)]
+    code = main(
+        ["explain", "--hf", "llama", *settings, "--tokens", "64", "--option", "gate=always"]
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM on cpu: 12 of 15 GEMMs absorbed" in printed
+    assert "64 x 64 x 64" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explain"], "give either"),
+        (["explain", "nowhere.py:make"], "no such file"),
+        (["explain", "no_such_module:make"], "No module named"),
+        (["explain", "make"], "names no function"),
+        (["explain", "TARGET:absent"], "has no function 'absent'"),
+        (["explain", "TARGET:wrong"], "must return (model, args)"),
+        (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
+        (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
+        (["explain", "--hf", "no_such_family"], "no_such_family"),
+    ],
+)
+def test_mistakes_are_messages_and_exit_code_1(target, arguments, says, capsys):
+    assert main([word.replace("TARGET", target) for word in arguments]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "coda_inductor", "explain", "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--hf FAMILY" in found.stdout

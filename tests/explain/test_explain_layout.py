@@ -1,0 +1,73 @@
+"""The layout of any small graph: nothing overlaps, arrows point down, few crossings."""
+
+import random
+
+import pytest
+from test_explain_page import apart, label, rectangle
+
+from coda_inductor.explanation.block import repeated, split
+from coda_inductor.explanation.layout import Box, Edge, _crossings, _isotonic, layout
+
+
+def random_graph(seed):
+    draw = random.Random(seed)  # noqa: S311 (a test's graph is no secret)
+    boxes = [Box(str(i), draw.uniform(60, 200), draw.uniform(20, 120)) for i in range(14)]
+    edges = [
+        Edge(str(j), str(i), "8.4 MB", 50.0)
+        for i in range(1, 14)
+        for j in draw.sample(range(i), min(i, draw.choice((1, 1, 2, 3))))
+    ]
+    return boxes, edges
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_overlaps(seed):
+    boxes, edges = random_graph(seed)
+    width, height = layout(boxes, edges)
+    where = {box.key: box for box in boxes}
+    for i, box in enumerate(boxes):
+        assert all(apart(rectangle(box), rectangle(other)) for other in boxes[:i])
+        assert 0 <= box.x <= box.x + box.width <= width + 0.01
+        assert 0 <= box.y <= box.y + box.height <= height + 0.01
+    labels = [label(edge) for edge in edges]
+    for i, one in enumerate(labels):
+        assert all(apart(one, other) for other in labels[:i])
+        assert all(apart(one, rectangle(box)) for box in boxes)
+    for edge in edges:
+        start, end = where[edge.source], where[edge.target]
+        assert start.y + start.height < end.y
+        assert start.x <= edge.points[0][0] <= start.x + start.width
+        assert end.x <= edge.points[-1][0] <= end.x + end.width
+
+
+def test_a_chain_hangs_straight():
+    boxes = [Box(str(i), 60.0 + 20 * (i % 3), 30.0) for i in range(12)]
+    layout(boxes, [Edge(str(i), str(i + 1)) for i in range(11)])
+    middles = [box.middle for box in boxes]
+    assert max(middles) - min(middles) < 0.5
+
+
+def test_crossings_are_undone():
+    boxes = [Box(k, 50, 20) for k in ("a", "b", "c", "d", "e", "f")]
+    edges = [Edge(*pair) for pair in ("af", "be", "cd")]
+    layout(boxes, edges)
+    where = {box.key: box for box in boxes}
+    links = [(where[e.source], where[e.target]) for e in edges]
+    rows = [sorted(boxes[:3], key=lambda b: b.x), sorted(boxes[3:], key=lambda b: b.x)]
+    assert _crossings(rows, links) == 0
+
+
+def test_isotonic_regression():
+    assert _isotonic([1, 2, 3]) == [1, 2, 3]
+    assert _isotonic([3, 1, 2]) == [2, 2, 2]
+    assert _isotonic([1, 4, 2, 5]) == [1, 3, 3, 5]
+
+
+def test_what_repeats_is_found():
+    layer = ["self_attn.q", "self_attn.o", "mlp.up", "mlp.down"]
+    model = [f"model.layers.{i}.{name}" for i in range(5) for name in layer]
+    assert repeated([*model, "lm_head"]) == "model.layers.2"
+    assert repeated(["0", "2", "4"]) is None  # nn.Sequential: products, not blocks
+    assert repeated(["enc.0.a", "enc.0.b", "lm_head"]) is None  # one layer does not repeat
+    assert repeated([f"{i}.{name}" for i in range(2) for name in layer]) == "1"
+    assert split("model.layers.3.mlp.up") == ("model.layers", 3, "mlp.up")

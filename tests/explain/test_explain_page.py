@@ -1,0 +1,159 @@
+"""The page: well-formed, self-contained, complete; drawings without overlaps or clipped text."""
+
+import html
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+from subjects import SUBJECTS, explained
+from torch import nn
+
+from coda_inductor import explain
+from coda_inductor.explanation.diagram import draw, render, text_width
+
+VOID = {"meta", "br", "wbr", "link", "img", "hr", "input"}
+#: Where a page may fetch something from.
+FETCHES = re.compile(r"""(?:src|href)=["'](?!#)|url\(|@import|//[a-z]+\.""", re.IGNORECASE)
+
+
+class Checker(HTMLParser):
+    """Balance of the tags, ids and local links; the text of cells and of SVG."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.problems, self.ids, self.links, self.text = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"][1:]] if "href" in found else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def checked(page):
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    return checker
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_page_is_well_formed_self_contained_and_complete(name):
+    found, page = explained(name)
+    checker = checked(page)
+    assert not checker.problems
+    assert not checker.open
+    assert len(set(checker.ids)) == len(checker.ids)
+    assert set(checker.links) <= set(checker.ids)
+    assert not FETCHES.search(page.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    text = "".join(checker.text)
+    assert all(row.name in text for row in found.rows)
+    assert all(s.program is None or f"p-{s.program.key}" in checker.ids for s in found.sites)
+    assert found.summary in text
+    assert page.count('role="img"') == 2 * len(found.blocks)
+    assert page.count("<svg") == page.count("<title>") - page.count('<g class="box') - 1
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_drawings_have_no_overlaps_and_no_clipped_text(name):
+    found, _ = explained(name)
+    assert found.blocks
+    for block in (b for pair in found.blocks for b in pair):
+        drawing = draw(block)
+        boxes = list(drawing.boxes.values())
+        for i, box in enumerate(boxes):
+            assert all(apart(rectangle(box), rectangle(other)) for other in boxes[:i])
+            assert box.x >= 0
+            assert box.x + box.width <= drawing.width + 0.01
+            for text in drawing.texts[box.key]:
+                room = box.width - (16 if text.style == "chip" else 4)
+                bold = text.style == "title"
+                assert text_width(text.text, text.size, bold=bold) <= room
+                assert text.size * 0.7 <= text.y <= box.height - 2
+        labels = [label(edge) for edge in drawing.edges if edge.label]
+        for i, one in enumerate(labels):
+            assert all(apart(one, other) for other in labels[:i])
+            assert all(apart(one, rectangle(box)) for box in boxes)
+            assert one[0] >= -0.01
+            assert one[2] <= drawing.width + 0.01
+        for edge in drawing.edges:
+            heights = [y for _, y in edge.points]
+            assert heights == sorted(heights)  # downwards only
+
+
+def rectangle(box):
+    return box.x, box.y, box.x + box.width, box.y + box.height
+
+
+def label(edge):
+    x, y = edge.label_at
+    return x - edge.label_width / 2, y - 7.5, x + edge.label_width / 2, y + 7.5
+
+
+def apart(one, other):
+    left, top, right, bottom = one
+    return (
+        right <= other[0] + 0.01
+        or other[2] <= left + 0.01
+        or bottom <= other[1] + 0.01
+        or other[3] <= top + 0.01
+    )
+
+
+def test_width_estimate_is_above_the_fonts():
+    """DejaVu Sans is the widest of the faces that the page may get; matplotlib ships it."""
+    found, _ = explained("llama, training")
+    drawings = [draw(block) for pair in found.blocks for block in pair]
+    texts = {t for d in drawings for lines in d.texts.values() for t in lines}
+    assert len(texts) > 20
+    for text in texts:
+        bold = text.style == "title"
+        font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+        measured = TextPath((0, 0), text.text, size=text.size, prop=font).get_extents().width
+        assert measured <= text_width(text.text, text.size, bold=bold) + 1, text
+
+
+def test_names_are_escaped():
+    model = nn.ModuleDict({"<b>&": nn.Linear(16, 16), "x": nn.ReLU()})
+    with torch.no_grad():
+        found = explain(lambda x: model["x"](model["<b>&"](x)), torch.ones(8, 16))
+    found.name = "<i>"
+    page = found.html()
+    assert not checked(page).problems
+    assert "<b>&" not in page
+    assert "<h1>&lt;i&gt;" in page
+    drawing = draw(found.blocks[0][0])
+    assert "<i>" not in render(drawing, "<i>")
+
+
+def test_layers_are_folded_so_that_depth_does_not_lengthen_the_page():
+    found, page = explained("llama")
+    assert page.count("<tr class=") < len(found.sites) + 10
+    assert "x 3 layers" in page
+
+
+def test_notebooks_get_the_page_in_a_frame_of_its_own():
+    found, page = explained("nothing")
+    framed = found._repr_html_()
+    assert framed.startswith("<iframe")
+    assert html.unescape(re.search(r'srcdoc="([^"]*)"', framed)[1]) == page
+
+
+def test_save_writes_one_file(tmp_path):
+    found, page = explained("nothing")
+    assert found.save(tmp_path / "page.html").read_text(encoding="utf-8") == page
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
