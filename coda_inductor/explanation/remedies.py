@@ -300,8 +300,10 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^an in-place op changes it", "Build the mask out of place (torch.where, logical_and)."),
     (r"draws random numbers", f"{NOTHING}: the mask is another one at every call."),
     (
-        r"^is_causal is set beside it|^it is no tensor of this graph|^it comes from elsewhere"
-        r"|^it has more than \d+ elements|^it cannot be evaluated|^evaluating it failed",
+        (
+            r"^is_causal is set beside it|^it is no tensor of this graph|^it comes from elsewhere"
+            r"|^it has more than \d+ elements|^it cannot be evaluated|^evaluating it failed"
+        ),
         f"{NOTHING}: the mask's values are not known while compiling.",
     ),
     # the loss
