@@ -26,7 +26,7 @@ from coda_inductor.errors import (
     ProgramError,
 )
 from coda_inductor.matching import Match, value
-from coda_inductor.patterns import Pattern
+from coda_inductor.patterns import Pattern, load_patterns
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport, SiteReport, reports
 
@@ -34,5 +34,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CodaError", "EpilogueProgram", "FallbackError", "GraphReport", "KernelError", "Match",
-    "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "reports", "value",
+    "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "load_patterns",
+    "reports", "value",
 ]  # fmt: skip

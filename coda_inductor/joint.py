@@ -29,7 +29,7 @@ from coda_inductor.report import record
 from coda_inductor.rewrite import defer_norms, recompute_in_backward, save_borders
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
-from coda_inductor.semantic import DEFINITIONS
+from coda_inductor.semantic import DEFINITIONS, NAMES
 from coda_inductor.sides import training
 
 
@@ -125,8 +125,9 @@ def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> Non
 def decompose(graph: Graph) -> None:
     """Semantic ops back to the aten ops that define them, as Inductor would have traced them."""
     for node in [n for n in graph.nodes if n.target in DEFINITIONS]:
-        pattern = node.target.__name__.split(".")[0]
-        meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
+        pattern = NAMES.get(node.target, node.target.__name__.split(".")[0])
+        rewritten = node.target not in NAMES and "rms_norm" in pattern  # counted by its own pass
+        meta = None if rewritten else {"coda_pattern": (pattern, node.name)}
         result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
         if isinstance(result, Node):
             node.replace_all_uses_with(result)

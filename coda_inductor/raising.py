@@ -115,8 +115,7 @@ def _mismatch(pattern: Pattern, match: Match) -> str | None:
     if not isinstance(want, torch.Tensor) or mode is None:
         return "no fake value is recorded"
     with mode:
-        have = pattern.op(*map(_fake, pattern.arguments(match)))
-    have = have if pattern.result is None else have[pattern.result]
+        have = pattern.call(*map(_fake, pattern.arguments(match)))
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
             return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"

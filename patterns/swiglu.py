@@ -62,4 +62,6 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(_shapes,),
     identities=_identities,
+    example={"gate": (4, 16), "up": (4, 16)},
+    rules=("R6",),
 )
