@@ -4,6 +4,7 @@
 
 Layer map (imports only point down)::
 
+    cli        the commands of ``python -m coda_inductor``
     backend    the entry point and the passes in order
     raising    idioms -> semantic ops (Dynamo graph)
     rewrite    algebra on semantic ops (aten graph)

@@ -41,7 +41,7 @@ def coda(
 
     Raises:
         OptionError: unknown option or mode, or a value of the wrong type.
-        PatternError: a pattern file is missing or, with ``options={"strict": True}``, does not load.
+        PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
     settings = parse(mode, options)

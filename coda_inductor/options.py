@@ -24,8 +24,8 @@ class Options:
         debug: write a folder a compiled graph (also ``CODA_DEBUG=1``).
         debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
-        patterns: extra pattern files, or folders of them, tried before the built-in ones (also ``CODA_PATTERNS``,
-            separated by ``os.pathsep``).
+        patterns: extra pattern files, or folders of them, tried before the built-in ones (also
+            ``CODA_PATTERNS``, separated by ``os.pathsep``).
         disable: pattern names that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.

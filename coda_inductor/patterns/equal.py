@@ -43,8 +43,8 @@ def difference(left: Any, right: Any, *, kinks: bool = True) -> str | None:
         return None
     if (found := _counterexample(left, right)) is not None:
         return found
-    for where, rest in _pieces(left - right, kinks):
-        rest = _normal(rest)
+    for where, piece in _pieces(left - right, kinks):
+        rest = _normal(piece)
         if rest != 0:
             return f"could not be proven: the difference{where} is {_short(rest)}"
     return None
@@ -75,8 +75,11 @@ def _counterexample(left: Any, right: Any) -> str | None:
         if abs(a - b) > _TOLERANCE * (1 + abs(a)):
             at = ", ".join(f"{s} = {float(v):g}" for s, v in point.items()) or "always"
             rest = _short(sympy.factor_terms(left - right))
-            return f"they differ: {float(a):.9g} against {float(b):.9g} at {at}; the difference is {rest}"
-    return None if tried else "neither side is a real number at any of the points that were tried"
+            return (
+                f"they differ: {float(a):.9g} against {float(b):.9g} at {at}; "
+                f"the difference is {rest}"
+            )
+    return None if tried else "neither side is a real number at any point that was tried"
 
 
 def _value(symbol: sympy.Symbol, chance: random.Random) -> sympy.Rational:

@@ -145,7 +145,9 @@ def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> An
     for node in tracer.graph.nodes:
         if node.op != "placeholder":
             results[node] = _evaluate(node, results, function)
-    return tree_map(lambda p: results[p.node] if isinstance(p, torch.fx.Proxy) else number(p), output)
+    return tree_map(
+        lambda p: results[p.node] if isinstance(p, torch.fx.Proxy) else number(p), output
+    )
 
 
 def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]) -> Any:

@@ -140,9 +140,7 @@ def _installed() -> tuple[Path, ...]:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             spec = importlib.util.find_spec(point.value)
-            if spec is None or spec.origin is None:
-                raise PatternError(f"there is no module {point.value}")
-            origin = Path(spec.origin)
+            origin = Path((spec.origin if spec else None) or f"module {point.value}")
             found += _expand(origin.parent if origin.name == "__init__.py" else origin)
         except Exception as error:  # another package's mistake must not stop a compile
             logger.debug("entry point %s", point.name, exc_info=True)

@@ -102,7 +102,9 @@ def define(
         return known.default
     definition = _backward_definition(meaning, gradient, signature)
     forward = _register(signature.schema(op_name), meaning, meaning)
-    backward = _register(signature.backward_schema(op_name), definition, _empty_gradients(signature))
+    backward = _register(
+        signature.backward_schema(op_name), definition, _empty_gradients(signature)
+    )
     NAMES[forward], NAMES[backward] = name, f"{name}_backward"
     _register_autograd(op_name, backward, signature)
     return forward
@@ -126,9 +128,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
-        return tree_map(
-            lambda r: r.clone() if _storage(r) in taken else r, function(*arguments)
-        )
+        return tree_map(lambda r: r.clone() if _storage(r) in taken else r, function(*arguments))
 
     return call
 
@@ -164,10 +164,10 @@ def _backward_definition(
             given = (given,) if isinstance(given, Tensor) else given
             found = dict(zip(signature.tensors, given, strict=True))
         elif wanted:
-            _, pull = torch.func.vjp(
+            pull = torch.func.vjp(
                 lambda *tensors: meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))}),
                 *(bound[n] for n in wanted),
-            )
+            )[1]
             found = dict(zip(wanted, pull(dy), strict=True))
         results = tuple(
             found[n].to(bound[n].dtype) if n in wanted else bound[n].new_empty(0)
@@ -223,7 +223,7 @@ def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
 
 
 def elementwise(signature: Signature) -> Callable[[Match], str | None]:
-    """The side condition that every meaning has: floating tensors of one shape, constant numbers."""
+    """The side condition of every meaning: floating tensors of one shape, constant numbers."""
 
     def condition(match: Match) -> str | None:
         shapes = {}

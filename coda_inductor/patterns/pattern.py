@@ -58,11 +58,11 @@ class Pattern:
     rules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
+        if not str(self.name).isidentifier():
             raise PatternError(f"pattern name {self.name!r} must be an identifier, as my_gate")
         if (self.op is None) == (self.meaning is None):
             raise PatternError(
-                f"pattern {self.name}: give one of meaning (a torch function) and op (a semantic op)"
+                f"pattern {self.name}: give either meaning (a torch function) or op (a semantic op)"
             )
         for what in ("idioms", "conditions", "rules"):
             if not isinstance(getattr(self, what), (tuple, list)):

@@ -10,7 +10,7 @@ dtypes) is the author's claim, which ``python -m coda_inductor check`` tries on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
     symbols = {name: sympy.Symbol(name, real=True) for name in signature.names}
     meaning = expression(pattern.meaning, symbols)
     for idiom in pattern.idioms:
-        names = _parameters(idiom)
+        names = parameters(idiom)
         if set(names) != set(signature.names):
             raise PatternError(
                 f"pattern {pattern.name}: idiom {idiom.__name__} takes {', '.join(names)}; the "
@@ -109,7 +109,7 @@ def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
     if pattern.gradient is None:
         return
     dy = sympy.Symbol("dy", real=True)
-    names = _parameters(pattern.gradient)
+    names = parameters(pattern.gradient)
     if len(names) != 1 + len(signature.names):
         raise PatternError(
             f"pattern {pattern.name}: gradient takes dy and then {', '.join(signature.names)}"
@@ -132,21 +132,23 @@ def _of_op(pattern: Pattern) -> Iterator[Claim]:
     rows = torch.Tag.pointwise not in pattern.op.tags
     definition = DEFINITIONS.get(pattern.op)
     if definition is None:
-        raise PatternError(f"pattern {pattern.name}: {pattern.op} is no semantic op of coda_inductor")
+        raise PatternError(
+            f"pattern {pattern.name}: {pattern.op} is no semantic op of coda_inductor"
+        )
     for idiom in pattern.idioms:
-        names = _parameters(idiom)
+        names = parameters(idiom)
         if missing := [n for n in names if n not in pattern.example]:
             raise PatternError(
                 f"pattern {pattern.name}: example has no {', '.join(missing)}, which idiom "
                 f"{idiom.__name__} takes"
             )
         symbols = {n: _symbol(n, pattern.example[n], rows) for n in names}
-        match, nodes = _stand_in(pattern, names)
+        match, nodes = stand_in(names, pattern.example)
         arguments = [
             symbols[nodes[a]] if isinstance(a, Node) else _literal(a)
             for a in pattern.arguments(match)
         ]
-        definition_names = _parameters(definition)
+        definition_names = parameters(definition)
         given = dict(zip(definition_names, arguments, strict=True))
         means = expression(definition, given)
         means = means if pattern.result is None else means[pattern.result]
@@ -166,23 +168,25 @@ def _literal(item: Any) -> Any:
     return item if plain else sympy.sympify(number(item))
 
 
-def _stand_in(pattern: Pattern, names: tuple[str, ...]) -> tuple[Match, dict[Node, str]]:
-    """A match that binds each tensor of the example to a node with a float64 value."""
+def stand_in(names: tuple[str, ...], example: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+    """A match that binds ``names`` as in an example: its numbers, and for each tensor a node with a
+    float64 value. Also returns the parameter that each node stands for."""
     graph, nodes, bound = Graph(), {}, {}
     result: Any = None
     for name in names:
-        example = pattern.example[name]
-        if not isinstance(example, (tuple, list)):
-            bound[name] = example
+        shape = example[name]
+        if not isinstance(shape, (tuple, list)):
+            bound[name] = shape
             continue
         node = graph.placeholder(name)
-        node.meta["example_value"] = torch.empty(tuple(example), dtype=torch.float64, device="meta")
+        node.meta["example_value"] = torch.empty(tuple(shape), dtype=torch.float64, device="meta")
         result = node if result is None else result
         nodes[node], bound[name] = name, node
     return Match(result, bound), nodes
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a plain function's parameters."""
     code = function.__code__
     return code.co_varnames[: code.co_argcount]
 

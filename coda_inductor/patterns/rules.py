@@ -16,9 +16,7 @@ Pairs = list[tuple[Any, Any]]
 
 
 def _matrix(name: str, rows: int, columns: int) -> sympy.Matrix:
-    return sympy.Matrix(
-        rows, columns, lambda i, j: sympy.Symbol(f"{name}{i}{j}", real=True)
-    )
+    return sympy.Matrix(rows, columns, lambda i, j: sympy.Symbol(f"{name}{i}{j}", real=True))
 
 
 def _vector(name: str, n: int) -> list[sympy.Symbol]:

@@ -40,32 +40,47 @@ def require_proof(source: Source) -> None:
     Raises:
         PatternError: it cannot be run or proven, or takes longer than :data:`LIMIT`.
     """
-    key = hashlib.sha256(f"{source.digest} {_prover()}".encode()).hexdigest()
+    key = _key(source)
     if source.digest in _shipped() or key in _proven:
         return
     if (refusal := _refused.get((key, str(source.path)))) is not None:
         raise PatternError(refusal)
-    record = cache_dir() / "proofs" / key
-    if not record.is_file():
+    if not (_folder() / key).is_file():
         refusal = _prove_elsewhere(source)
         if refusal is not None:
             _refused[key, str(source.path)] = refusal
             raise PatternError(refusal)
-        _remember(record, source)
+    record(source)
+
+
+def record(source: Source) -> None:
+    """Remember that the file is proven."""
+    key = _key(source)
     _proven.add(key)
-
-
-def _remember(record: Path, source: Source) -> None:
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(f"{source.path.name} is proven\n")
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).write_text(f"{source.path.name} is proven\n")
     except OSError:
         pass  # a cache that cannot be written costs time, no correctness
 
 
+def _folder() -> Path:
+    return cache_dir() / "proofs"
+
+
+def _key(source: Source) -> str:
+    return hashlib.sha256(f"{source.digest} {_prover()}".encode()).hexdigest()
+
+
 def _prove_elsewhere(source: Source) -> str | None:
     """Why the file is refused, or None."""
-    command = [sys.executable, "-m", "coda_inductor.patterns.worker", str(source.path), source.digest]
+    command = [
+        sys.executable,
+        "-m",
+        "coda_inductor.patterns.worker",
+        str(source.path),
+        source.digest,
+    ]
     package = str(_FOLDER.parent.parent)
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
@@ -90,8 +105,8 @@ def _prove_elsewhere(source: Source) -> str | None:
 def too_slow(doing: str) -> str:
     """The refusal of a file that takes too long."""
     return (
-        f"loading and proving it takes longer than {LIMIT} s ({doing}). Write the meaning with fewer "
-        "functions, or split the idiom"
+        f"loading and proving it takes longer than {LIMIT} s ({doing}). Write the meaning with "
+        "fewer functions, or split the idiom"
     )
 
 

@@ -1,0 +1,6 @@
+"""The commands of ``python -m coda_inductor``, one file each, and what they are made of.
+
+check   prove and try a pattern file
+trial   the backend's passes on a pattern's example, run without code generation
+speed   times of several functions, interleaved
+"""
