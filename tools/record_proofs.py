@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 
 from coda_inductor.patterns import builtin_folder
-from coda_inductor.patterns.files import read, run
 from coda_inductor.patterns.prove import prove
+from coda_inductor.patterns.source import read, run
 from coda_inductor.patterns.verdict import SHIPPED
 
 

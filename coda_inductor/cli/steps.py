@@ -15,8 +15,8 @@ from coda_inductor.cli.device import Layer, errors, times
 from coda_inductor.cli.trial import ROWS, N, cannot_run, example_of, try_out
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns import Pattern, verdict
-from coda_inductor.patterns.files import read
 from coda_inductor.patterns.prove import parameters, stand_in
+from coda_inductor.patterns.source import read
 from coda_inductor.patterns.worker import patterns_of
 from coda_inductor.render import render
 

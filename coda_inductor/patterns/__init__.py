@@ -9,12 +9,12 @@ Each file imports only from those above it::
     rules      the matrix identities R1 to R6 that rewrites rest on
     prove      what a pattern owes, and its proof
     lint       what a file may not contain
-    files      one file -> its patterns, not proven yet
+    source     one file -> its patterns, not proven yet
     verdict    a proof, remembered by content; made by worker in a process of its own
-    load       where files come from
+    loading    where files come from
 """
 
-from coda_inductor.patterns.load import builtin_folder, files, load, load_file, load_patterns
+from coda_inductor.patterns.loading import builtin_folder, files, load, load_file, load_patterns
 from coda_inductor.patterns.pattern import Condition, Pattern
 
 __all__ = [

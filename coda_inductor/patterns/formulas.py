@@ -94,7 +94,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "log": sympy.log, "log2": lambda x: sympy.log(x) / sympy.log(2),
     "log1p": lambda x: sympy.log(1 + x),
     "sin": sympy.sin, "cos": sympy.cos, "tanh": sympy.tanh, "erf": sympy.erf,
-    "sigmoid": _sigmoid, "logsigmoid": lambda x: -_softplus(-x), "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid, "log_sigmoid": lambda x: -_softplus(-x), "silu": lambda x: x * _sigmoid(x),
     "silu_backward": _silu_backward, "softplus": _softplus, "gelu": _gelu,
     "mish": lambda x: x * sympy.tanh(_softplus(x)),
     "abs": lambda x: _piecewise(x > 0, x, -x), "relu": lambda x: _maximum(x, sympy.Integer(0)),
@@ -193,6 +193,15 @@ def _rms_norm(x: Row, weight: Any, eps: Any) -> Row:
     return normalized if weight is None else _lift(operator.mul, [normalized, weight])
 
 
-_ROWS: dict[str, Callable[..., Any]] = {"mean_last": _mean, "rms_norm": _rms_norm}
+def _empty(*_: Any) -> sympy.Expr:
+    """Definitions return an empty tensor for a gradient that is not wanted."""
+    return sympy.nan
+
+
+_ROWS: dict[str, Callable[..., Any]] = {
+    "mean_last": _mean,
+    "rms_norm": _rms_norm,
+    "new_empty": _empty,
+}
 
 __all__ = ["FORMULAS", "Row", "called", "expression", "number"]

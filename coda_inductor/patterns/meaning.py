@@ -13,6 +13,7 @@ the author gives one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -100,6 +101,7 @@ def define(
     known = getattr(torch.ops.coda_inductor, op_name, None)
     if known is not None:
         return known.default
+    meaning = _in_one_dtype(meaning)
     definition = _backward_definition(meaning, gradient, signature)
     forward = _register(signature.schema(op_name), meaning, meaning)
     backward = _register(
@@ -108,6 +110,22 @@ def define(
     NAMES[forward], NAMES[backward] = name, f"{name}_backward"
     _register_autograd(op_name, backward, signature)
     return forward
+
+
+def _in_one_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` with all tensors in their promoted dtype: the matcher looks through casts, and
+    the op must not compute anything in a narrower type than the idiom did."""
+
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
+        wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        return function(*tree_map(_to(wide), arguments), **tree_map(_to(wide), named))
+
+    return call
+
+
+def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda a: a.to(dtype) if isinstance(a, Tensor) else a
 
 
 def _register(
@@ -160,7 +178,7 @@ def _backward_definition(
         bound, needs = _split(signature, arguments)
         wanted = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
         if gradient is not None:
-            given = gradient(dy, *bound.values())
+            given = _in_one_dtype(gradient)(dy, *bound.values())
             given = (given,) if isinstance(given, Tensor) else given
             found = dict(zip(signature.tensors, given, strict=True))
         elif wanted:
@@ -239,7 +257,7 @@ def elementwise(signature: Signature) -> Callable[[Match], str | None]:
             if not tensor.is_floating_point():
                 return f"{name} is {tensor.dtype}, not a floating type"
             shapes[name] = tensor.shape
-        if len(set(shapes.values())) > 1:
+        if any(shape != shapes[signature.tensors[0]] for shape in shapes.values()):
             said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             return f"{said} differ in shape"
         return None

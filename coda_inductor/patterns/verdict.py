@@ -22,10 +22,10 @@ import torch
 
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns.files import Source
+from coda_inductor.patterns.source import Source
 
-#: Seconds that running and proving one file may take.
-LIMIT = 20
+#: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
+LIMIT = 20.0
 _START = 60  # seconds for a process to import torch, on a busy machine
 _FOLDER = Path(__file__).resolve().parent
 SHIPPED = _FOLDER / "proven.json"
@@ -74,6 +74,7 @@ def _key(source: Source) -> str:
 
 def _prove_elsewhere(source: Source) -> str | None:
     """Why the file is refused, or None."""
+    limit = time_limit()
     command = [
         sys.executable,
         "-m",
@@ -87,7 +88,7 @@ def _prove_elsewhere(source: Source) -> str | None:
     try:
         done = subprocess.run(  # noqa: S603 (our own module)
             command, env=environment, capture_output=True, text=True, check=False,
-            timeout=_START + LIMIT, stdin=subprocess.DEVNULL,
+            timeout=_START + limit, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"{source.path}: {too_slow('it did not answer')}"
@@ -102,11 +103,27 @@ def _prove_elsewhere(source: Source) -> str | None:
         return f"{source.path}: the process that proves it ended with {done.returncode}: {said}"
 
 
+def time_limit() -> float:
+    """Seconds that one file may take.
+
+    Raises:
+        PatternError: ``CODA_PROOF_SECONDS`` is no positive number.
+    """
+    text = os.environ.get("CODA_PROOF_SECONDS", str(LIMIT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise PatternError(f"CODA_PROOF_SECONDS={text!r} must be a positive number")
+    return seconds
+
+
 def too_slow(doing: str) -> str:
     """The refusal of a file that takes too long."""
     return (
-        f"loading and proving it takes longer than {LIMIT} s ({doing}). Write the meaning with "
-        "fewer functions, or split the idiom"
+        f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the "
+        "meaning with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
     )
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns.files import Source, read, run
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
-from coda_inductor.patterns.verdict import LIMIT, too_slow
+from coda_inductor.patterns.source import Source, read, run
+from coda_inductor.patterns.verdict import time_limit, too_slow
 
 
 class _TooSlowError(BaseException):
@@ -29,15 +29,13 @@ class _TooSlowError(BaseException):
 Told = Callable[[str, str], None]
 
 
-def patterns_of(
-    source: Source, limit: float = LIMIT, told: Told = lambda *_: None
-) -> list[Pattern]:
+def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
     """Run a file and prove its patterns, in this thread, which must be the main one.
 
     ``told`` is called with (pattern, claim) before the proof of each.
 
     Raises:
-        PatternError: it does not run, is not proven, or takes more than ``limit`` seconds.
+        PatternError: it does not run, is not proven, or takes more than ``time_limit()`` seconds.
     """
     doing = "running the file"
 
@@ -53,7 +51,7 @@ def patterns_of(
     before = signal.signal(signal.SIGALRM, alarm) if timed else None
     try:
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, limit)
+            signal.setitimer(signal.ITIMER_REAL, time_limit())
         found = list(run(source))
         for pattern in found:
             try:

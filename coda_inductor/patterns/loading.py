@@ -15,8 +15,8 @@ from pathlib import Path
 from coda_inductor.errors import PatternError
 from coda_inductor.log import logger
 from coda_inductor.patterns import lint
-from coda_inductor.patterns.files import Source, read, run
 from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.patterns.source import Source, read, run
 from coda_inductor.patterns.verdict import require_proof
 
 #: Installed packages name their pattern modules under this group.
