@@ -112,11 +112,11 @@ def define(
     return forward
 
 
-def _in_one_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with all tensors in their promoted dtype: the matcher looks through casts, and
     the op must not compute anything in a narrower type than the idiom did."""
 
-    def call(*arguments: Any, **named: Any) -> Tensor:
+    def call(*arguments: Any, **named: Any) -> Any:
         tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
         wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         return function(*tree_map(_to(wide), arguments), **tree_map(_to(wide), named))
@@ -178,7 +178,7 @@ def _backward_definition(
         bound, needs = _split(signature, arguments)
         wanted = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
         if gradient is not None:
-            given = _in_one_dtype(gradient)(dy, *bound.values())
+            given: Any = _in_one_dtype(gradient)(dy, *bound.values())
             given = (given,) if isinstance(given, Tensor) else given
             found = dict(zip(signature.tensors, given, strict=True))
         elif wanted:

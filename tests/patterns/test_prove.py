@@ -45,7 +45,10 @@ EQUAL = {
         lambda gate, up: up * (gate * torch.tanh(F.softplus(gate))),
     ),
     "mish in exponentials": (lambda gate, up: F.mish(gate) * up, exponentials_of_mish),
-    "log1p": (lambda gate, up: F.softplus(gate) * up, lambda gate, up: torch.log1p(gate.exp()) * up),
+    "log1p": (
+        lambda gate, up: F.softplus(gate) * up,
+        lambda gate, up: torch.log1p(gate.exp()) * up,
+    ),
     "sigmoid as tanh": (
         lambda gate, up: torch.sigmoid(gate) * up,
         lambda gate, up: up * (0.5 * torch.tanh(gate / 2) + 0.5),
@@ -111,7 +114,8 @@ DIFFERENT = {
         lambda gate, up: F.relu6(gate) * up, lambda gate, up: F.relu(gate) * up, "they differ",
     ),
     "one point": (
-        lambda gate, up: torch.where(gate > 0, up, 0), lambda gate, up: torch.where(gate >= 0, up, 0),
+        lambda gate, up: torch.where(gate > 0, up, 0),
+        lambda gate, up: torch.where(gate >= 0, up, 0),
         "where gate = 0 is -up",
     ),
     "undefined": (
@@ -196,7 +200,7 @@ CALLS = {
     "clamp": lambda x: torch.clamp(x, -1.25, 0.75),
     "clamp_min": lambda x: torch.clamp_min(x, 0.75),
     "clamp_max": lambda x: torch.clamp_max(x, 0.75),
-    "log_sigmoid": lambda x: F.logsigmoid(x),
+    "log_sigmoid": F.logsigmoid,
     "where": lambda x: torch.where(x > 0.5, x * 2, x - 1),
 }  # fmt: skip
 POSITIVE = ("log", "log2", "log1p", "sqrt", "rsqrt", "reciprocal", "div", "pow")
@@ -209,7 +213,11 @@ def test_formula_is_what_torch_computes(name):
     points = [abs(x) for x in points] if name in POSITIVE else points
     call = CALLS.get(name) or getattr(torch, name, None) or getattr(F, name)
     want = call(torch.tensor(points, dtype=torch.float64)).tolist()
-    formula = expression(lambda x: call(x), {"x": G})
+
+    def function(x):
+        return call(x)
+
+    formula = expression(function, {"x": G})
     have = [float(sympy.N(formula.subs(G, sympy.Rational(str(x))), 20)) for x in points]
     assert have == pytest.approx(want, rel=1e-9, abs=1e-12)
 
@@ -276,7 +284,8 @@ REFUSED = {
     ),
     "other parameters": ({"idioms": (three,)}, "idiom three does not use its parameter more"),
     "fewer parameters": (
-        {"idioms": (lambda gate: torch.sigmoid(gate) * gate,)}, "takes gate; the meaning good takes",
+        {"idioms": (lambda gate: torch.sigmoid(gate) * gate,)},
+        "takes gate; the meaning good takes",
     ),
     "unused": ({"idioms": (unused,)}, "idiom unused does not use its parameter up"),
     "two results": ({"idioms": (returns_two,)}, "must return one tensor"),
@@ -315,8 +324,12 @@ def test_pattern_of_an_op_is_compared_with_its_definition():
         prove(pattern(lambda gate, up: up * F.gelu(gate), example=example))
     with pytest.raises(PatternError, match="example has no up"):
         prove(pattern(lambda gate, up: up * F.silu(gate), example={"gate": (4, 8)}))
-    with pytest.raises(PatternError, match="nothing to prove. Give example"):
+    with pytest.raises(PatternError, match="nothing to prove"):
         prove(pattern(lambda gate, up: up * F.silu(gate)))
+
+
+def scaled(c):
+    return lambda gate: gate * c
 
 
 MALFORMED = {
@@ -327,8 +340,8 @@ MALFORMED = {
     "default": (
         {"name": "a", "meaning": lambda gate, alpha=1.0: gate * alpha}, "without a default",
     ),
-    "no tensor": ({"name": "a", "meaning": eval("lambda: 1")}, "no parameter is a tensor"),
-    "closure": ({"name": "a", "meaning": (lambda c: lambda gate: gate * c)(2)}, "closes over c"),
+    "no tensor": ({"name": "a", "meaning": lambda: 1}, "no parameter is a tensor"),
+    "closure": ({"name": "a", "meaning": scaled(2)}, "closes over c"),
 }  # fmt: skip
 
 

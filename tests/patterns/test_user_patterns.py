@@ -1,4 +1,4 @@
-"""A user's pattern end to end: it fires, is the same function, trains, refuses, and makes a kernel."""
+"""A user's pattern end to end: it fires, is the same function, trains, refuses, makes a kernel."""
 
 from __future__ import annotations
 
