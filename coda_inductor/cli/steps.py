@@ -103,6 +103,7 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
     said = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
     missing = f"; no GEMM absorbs {', '.join(sorted(wanted - set(counted)))}"
     said += "" if wanted <= set(counted) else missing
+    said += f"; left to Inductor: {', '.join(sorted(set(ours.left)))}" if ours.left else ""
     yield _result(pattern, f"fires {name}", wanted <= set(counted), said)
     error = max(map(_distance, (ours.output, *ours.gradients), (eager.output, *eager.gradients)))
     said = f"output and {len(eager.gradients)} gradients within {error:.1e}"

@@ -87,13 +87,15 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
 
 @dataclass
 class Trial:
-    """One run: what the passes returned and what they did."""
+    """One run: what the passes returned and what they did. ``left`` are the pattern's aten ops that
+    no GEMM absorbed."""
 
     output: Tensor
     gradients: list[Tensor]
     raised: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     sites: list[SiteReport] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
 
 def try_out(
@@ -112,6 +114,7 @@ def try_out(
     counters["coda"].clear()
     rewritten = _run(torch.compile(model, backend=backend), model, x)
     rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])
+    rewritten.left = backend.left
     rewritten.sites = list(backend.recorder.report.sites)
     return rewritten, _run(model, model, x)
 
@@ -130,6 +133,7 @@ class _Passes:
 
     def __init__(self, pattern: Pattern, path: str):
         self.pattern, self.raised = pattern, 0
+        self.left: list[str] = []
         self.options = parse(None, {"strict": True, "patterns": [path]})
         self.recorder = Recorder("check", None)
 
@@ -150,4 +154,8 @@ class _Passes:
     def _partition(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         JointPass(self.options, self.recorder)(gm.graph)
         gm.recompile()
+        for node in gm.graph.nodes:
+            name, _ = node.meta.get("coda_pattern", ("", ""))
+            if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
+                self.left.append(str(node.target))
         return min_cut_rematerialization_partition(gm, inputs, **kwargs)

@@ -107,12 +107,18 @@ def test_wrong_gradient_fails_gradcheck(tmp_path):
     assert found["gradcheck"].outcome == "fail"
 
 
-def test_meaning_that_no_gemm_can_absorb_fails(tmp_path):
-    text = SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "torch.sigmoid(x) ** 2.5")
-    path = write(tmp_path, text)
-    found = outcomes(load(path), path)
-    assert found["match squared_sigmoid"].outcome == "pass"
-    assert found["fires squared_sigmoid"].outcome == "fail" or "epilogue" in str(found)
+def test_what_gemms_do_not_absorb_is_said(tmp_path):
+    """A fifth power has no epilogue step: alone nothing fires, behind a sigmoid that part does."""
+    alone = write(tmp_path, SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "x ** 5"))
+    found = outcomes(load(alone), alone)["fires squared_sigmoid"]
+    assert found.outcome == "fail"
+    assert "no GEMM absorbs squared_sigmoid" in found.detail
+    part = SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "torch.sigmoid(x) ** 5")
+    path = write(tmp_path, part, "part.py")
+    found = outcomes(load(path), path)["fires squared_sigmoid"]
+    assert "left to Inductor: aten.pow.Tensor_Scalar" in found.detail
+    whole = write(tmp_path, SQUARED_SIGMOID)
+    assert "left" not in outcomes(load(whole), whole)["fires squared_sigmoid"].detail
 
 
 def test_measurement_on_a_device(tmp_path, monkeypatch):
