@@ -22,18 +22,24 @@ class Layer:
     """The example of a pattern in bfloat16 and what runs it: eager, torch.compile and coda.
 
     Args:
-        pattern: its first idiom is what runs.
+        pattern: what the layer has,
+        idiom: in this spelling.
         path: the pattern's file.
         device: where.
         sizes: rows, K and N.
     """
 
     def __init__(
-        self, pattern: Pattern, path: str, device: torch.device, sizes: tuple[int, int, int] = SIZES
+        self,
+        pattern: Pattern,
+        idiom: Callable[..., Tensor],
+        path: str,
+        device: torch.device,
+        sizes: tuple[int, int, int] = SIZES,
     ):
         torch.manual_seed(0)
         rows, k, n = sizes
-        model = Example(pattern.idioms[0], example_of(pattern), k, n).to(device, torch.bfloat16)
+        model = Example(idiom, example_of(pattern), k, n).to(device, torch.bfloat16)
         self.model = model
         self.x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
         self.dy = torch.randn(rows, k, device=device, dtype=torch.bfloat16)

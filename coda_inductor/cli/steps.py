@@ -76,9 +76,10 @@ def _try(pattern: Pattern, path: str, told: Told) -> Iterator[Result]:
     steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
         *((f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs),
         ("gradcheck", functools.partial(_gradcheck, pattern)),
-        ("kernel", functools.partial(_kernel, pattern, path, runs[0] if runs else None)),
-        ("GPU", functools.partial(_on_gpu, pattern, path)),
     ]
+    if runs:
+        steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
+        steps.append(("GPU", functools.partial(_on_gpu, pattern, path, runs[0])))
     for name, step in steps:
         told(f"{pattern.name}: {name}")
         try:
@@ -152,10 +153,8 @@ def _small_arguments(pattern: Pattern) -> list[Any]:
     return values
 
 
-def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any] | None) -> Iterator[Result]:
+def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """The epilogue programs in bfloat16 and the source of their kernels."""
-    if idiom is None:
-        return
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
@@ -167,12 +166,12 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any] | None) -> It
     yield Result(pattern.name, "kernel source", outcome, said, listings)
 
 
-def _on_gpu(pattern: Pattern, path: str) -> Iterator[Result]:
+def _on_gpu(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """Error against float32 and time beside torch.compile's, forward and backward."""
     if not torch.cuda.is_available():
         yield Result(pattern.name, "GPU", "skip", "no CUDA device: error and speed not measured")
         return
-    layer = Layer(pattern, path, torch.device("cuda"))
+    layer = Layer(pattern, idiom, path, torch.device("cuda"))
     worst = errors(layer)
     ok = worst["coda"] <= SLACK * max(worst["torch.compile"], worst["eager"])
     said = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())

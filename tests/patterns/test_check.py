@@ -125,7 +125,8 @@ def test_measurement_on_a_device(tmp_path, monkeypatch):
     """What runs on a GPU, on the CPU and small: every variant computes the layer, and is timed."""
     path = write(tmp_path, MISH)
     monkeypatch.setattr(device.torch, "compile", lambda module, **options: module)
-    layer = device.Layer(load(path), path, torch.device("cpu"), sizes=(16, 8, 8))
+    pattern = load(path)
+    layer = device.Layer(pattern, pattern.idioms[0], path, torch.device("cpu"), sizes=(16, 8, 8))
     found = device.errors(layer)
     assert found.keys() == {"eager", "torch.compile", "coda"}
     assert all(0 < error < 0.05 for error in found.values())

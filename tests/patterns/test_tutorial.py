@@ -1,5 +1,5 @@
-"""docs/tutorial.md, word for word: its files are written, its commands and programs run, and what it
-says they print is printed. The example script that measures runs too, small and on the CPU."""
+"""docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
+what it says they print. The example script that measures runs too, small and on the CPU."""
 
 from __future__ import annotations
 

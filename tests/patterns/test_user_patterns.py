@@ -217,6 +217,25 @@ def test_own_conditions_come_after_the_common_ones(tmp_path):
     assert "differ in shape" in reasons(harness)
 
 
+def test_condition_that_fails_costs_its_own_pattern_only(tmp_path, caplog):
+    extra = "idioms=(mish_glu, spelled_out), conditions=(lambda m: 1 / 0,)"
+    path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
+
+    def function(x, g, u):
+        return mish(g, u) + F.silu(x) * u
+
+    with caplog.at_level("WARNING"):
+        harness = check(function, randn(4, D), randn(4, D), randn(4, D), patterns=[path])
+    assert not raised(harness, load(path))
+    assert raised(harness, swiglu_pattern()) != []
+    assert "the pattern itself failed: ZeroDivisionError" in reasons(harness)
+    assert "pattern mish_glu" in caplog.text
+
+
+def swiglu_pattern():
+    return next(p for p in patterns.load() if p.name == "swiglu")
+
+
 @pytest.mark.parametrize(
     ("written", "means"),
     [
