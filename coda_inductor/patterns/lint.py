@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,9 +37,12 @@ _ATTRIBUTES = frozenset(
     {
         "os", "sys", "subprocess", "socket", "shutil", "ctypes", "builtins", "importlib", "inspect",
         "system", "popen", "hub", "load", "save", "cpp_extension", "load_library", "lambdify",
-        "sympify", "parse_expr", "preview", "cache_dir", "runtime",
+        "sympify", "parse_expr", "preview", "cache_dir", "runtime", "pathlib", "Path", "tempfile",
+        "pickle", "urllib", "open", "exec", "eval", "write_text", "write_bytes", "unlink",
     }
 )  # fmt: skip
+#: sympy evaluates strings as Python: names that only an escape from it needs.
+_TEXTS = re.compile(r"__(import|builtins|class|bases?|mro|subclasses|globals|getattribute)__")
 _DUNDERS = frozenset({"__name__", "__doc__", "__all__", "__file__"})
 
 
@@ -80,6 +84,8 @@ def _objections(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Attribute):
         if node.attr in _ATTRIBUTES or _dunder(node.attr):
             yield f"it uses .{node.attr}"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from (f"it holds the text {m.group()}" for m in _TEXTS.finditer(node.value))
     elif isinstance(node, (ast.AsyncFunctionDef, ast.Await)):
         yield "it is asynchronous"
 

@@ -73,6 +73,8 @@ LOOKS_BAD = {
     "attribute": ("import torch\ntorch.os.system('true')", "it uses .system"),
     "getattr": ("import torch\ngetattr(torch, 'o' + 's')", "it uses getattr"),
     "hub": ("import torch\ntorch.hub.load('a', 'b')", "it uses .load"),
+    "a file": ("import coda_inductor as c\nc.patterns.loading.Path('a')", "it uses .Path"),
+    "text": ("import sympy\nsympy.sqrt(\"__import__('os')\")", "it holds the text __import__"),
     "async": ("async def f():\n    pass", "it is asynchronous"),
 }
 
