@@ -54,6 +54,12 @@ def test_wrong_idiom_fails_with_what_is_left(tmp_path, capsys):
     )
 
 
+def test_file_that_does_more_than_a_pattern_is_not_run(tmp_path, capsys):
+    code, found = results(write(tmp_path, f"import os\n{MISH}"), capsys)
+    assert code == 1
+    assert "it imports os" in found["proof"]["detail"]
+
+
 def test_missing_file_fails(tmp_path, capsys):
     code, found = results(str(tmp_path / "gone.py"), capsys)
     assert code == 1
@@ -97,6 +103,17 @@ def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
     assert found["fires mish_glu"].outcome == "fail"
     assert found["kernel source"].outcome == "fail"
     assert found["float64 mish_glu"].outcome == "pass"
+
+
+def test_rewriting_that_changes_a_number_fails(tmp_path, monkeypatch):
+    def off_by_little(*args, **options):
+        ours, eager = trial.try_out(*args, **options)
+        ours.gradients[-1] += 1e-9 * ours.gradients[-1].abs().max()
+        return ours, eager
+
+    monkeypatch.setattr(steps, "try_out", off_by_little)
+    path = write(tmp_path, SQUARED_SIGMOID)
+    assert outcomes(load(path), path)["float64 squared_sigmoid"].outcome == "fail"
 
 
 def test_wrong_gradient_fails_gradcheck(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ GATE = """
 import torch
 from coda_inductor import Pattern
 
+FACTOR = {factor}
+
 def meaning(gate, up):
-    return torch.sigmoid(gate) * up * {factor}
+    return torch.sigmoid(gate) * up * FACTOR
 
 PATTERN = Pattern(name="{name}", meaning=meaning)
 """
@@ -81,6 +84,7 @@ LOOKS_BAD = {
 
 @pytest.mark.parametrize("name", LOOKS_BAD)
 def test_file_that_does_more_than_a_pattern_is_not_run(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: "a process was started")
     text, said = LOOKS_BAD[name]
     marker = "RAN = coda_inductor.ran = True"
     path = write(tmp_path / "bad.py", text=f"import coda_inductor\n{text}\n{marker}\n{GATE}")
@@ -137,8 +141,10 @@ def test_slow_file_is_refused_when_its_time_is_up(name, tmp_path, prove_here, mo
     monkeypatch.setenv("CODA_PROOF_SECONDS", "0.3")
     text, said = SLOW[name]
     path = write(tmp_path / "slow.py", text=text)
+    start = time.monotonic()
     with pytest.raises(PatternError, match=r"takes longer than 0\.3 s") as caught:
         patterns.load_file(path)
+    assert time.monotonic() - start < 3
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
 
