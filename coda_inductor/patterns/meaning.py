@@ -13,15 +13,17 @@ the author gives one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from coda_inductor.errors import PatternError
@@ -146,9 +148,25 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
-        return tree_map(lambda r: r.clone() if _storage(r) in taken else r, function(*arguments))
+        with _isolated():
+            results = function(*arguments)
+            return tree_map(lambda r: r.clone() if _storage(r) in taken else r, results)
 
     return call
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """As if called at top level: a dispatch mode around the call has seen the op, and in its
+    handler functorch's keys are off, without which there is no gradient inside a kernel."""
+    full = torch._C._dispatch_keyset_full()
+    include = torch._C._dispatch_tls_local_include_set()
+    with (
+        torch.no_grad(),
+        _disable_current_modes(),
+        torch._C._ForceDispatchKeyGuard(include, full - full),
+    ):
+        yield
 
 
 def _storage(tensor: Tensor) -> int:

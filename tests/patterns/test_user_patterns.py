@@ -142,9 +142,8 @@ def test_op_is_what_torch_asks_of_one(text, tmp_path):
         checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
         torch.library.opcheck(pattern.op, (*x, *numbers), test_utils=checks)
         y = [t.detach() for t in x]
-        torch.library.opcheck(
-            backward_of(pattern), (y[0], *y, *numbers, True, False), test_utils=checks[:2]
-        )
+        given = (y[0], *y, *numbers, True, False)
+        torch.library.opcheck(backward_of(pattern), given, test_utils=checks[:2])
     x = op_examples(torch.float64)
     assert torch.autograd.gradcheck(lambda *t: pattern.op(*t, *numbers), x)
     assert pattern.op in DEFINITIONS
