@@ -1,7 +1,6 @@
 """``python -m coda_inductor COMMAND``: the table of commands, each in a file of its own in ``cli``.
 
-A command's module has ``add_arguments(parser)`` and ``run(arguments) -> exit code``; the first line
-of its docstring is what ``--help`` says of it.
+A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m coda_inductor")
+    parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
-    arguments = parser.parse_args(argv)
+        module.arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
+    chosen = parser.parse_args(argv)
     try:
-        return modules[arguments.command].run(arguments)
+        return modules[chosen.command].run(chosen)
     except CodaError as error:
-        sys.stderr.write(f"{parser.prog} {arguments.command}: {error}\n")
+        sys.stderr.write(f"{parser.prog} {chosen.command}: {error}\n")
         return 1
 
 

@@ -24,22 +24,25 @@ from coda_inductor.cli.steps import Result, check_file
 _COLOURS = {"pass": "green", "fail": "bold red", "skip": "yellow"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+HELP = "prove a pattern file and try it"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a pattern file")
     parser.add_argument("--json", action="store_true", help="print the results as JSON only")
     parser.add_argument("--quiet", action="store_true", help="no programs, no kernel sources")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Check every file; 0 if all pass."""
-    console = Console(quiet=arguments.json, highlight=False)
+    console = Console(quiet=chosen.json, highlight=False)
     results: list[Result] = []
-    for path in arguments.files:
+    for path in chosen.files:
         found = _watch(path, console)
         results += found
-        _show(path, found, console, quiet=arguments.quiet)
-    if arguments.json:
+        _show(path, found, console, quiet=chosen.quiet)
+    if chosen.json:
         sys.stdout.write(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     return int(any(r.outcome == "fail" for r in results))
 

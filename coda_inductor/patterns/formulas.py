@@ -153,6 +153,9 @@ def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> An
 def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]) -> Any:
     if node.target is operator.getitem:
         return results[node.args[0]][node.args[1]]
+    if node.target is torch.var_mean and node.kwargs == {"correction": 0, "keepdim": True}:
+        row, dim = node.args
+        return (_variance(results[row]), _mean(results[row])) if dim == -1 else None
     canon = normalize(node)
     formula = FORMULAS.get(canon.op) if canon is not None else None
     if canon is None or (formula is None and canon.op not in _ROWS):
@@ -187,6 +190,19 @@ def _mean(row: Any) -> sympy.Expr:
     return sum(row) / sympy.Integer(len(row))
 
 
+def _variance(row: Any) -> sympy.Expr:
+    """The biased one."""
+    mean = _mean(row)
+    return _mean(Row((c - mean) ** 2 for c in row))
+
+
+def _layer_norm(x: Row, weight: Any, bias: Any, eps: Any) -> Row:
+    mean, rstd = _mean(x), 1 / sympy.sqrt(_variance(x) + eps)
+    y = Row((c - mean) * rstd for c in x)
+    y = y if weight is None else _lift(operator.mul, [y, weight])
+    return y if bias is None else _lift(operator.add, [y, bias])
+
+
 def _rms_norm(x: Row, weight: Any, eps: Any) -> Row:
     rstd = 1 / sympy.sqrt(_mean(Row(c**2 for c in x)) + eps)
     normalized = Row(c * rstd for c in x)
@@ -200,7 +216,9 @@ def _empty(*_: Any) -> sympy.Expr:
 
 _ROWS: dict[str, Callable[..., Any]] = {
     "mean_last": _mean,
+    "var_last": _variance,
     "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     "new_empty": _empty,
 }
 

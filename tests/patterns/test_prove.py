@@ -222,6 +222,19 @@ def test_formula_is_what_torch_computes(name):
     assert have == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
+def test_statistics_of_a_row():
+    """What the definitions of norms are made of: three columns stand for all."""
+    x = Row(sympy.symbols("x0:3", real=True))
+
+    def moments(x):
+        var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        return var + mean.square(), mean
+
+    squares, mean = expression(moments, {"x": x})
+    assert difference(squares, sum(c**2 for c in x) / 3) is None
+    assert difference(mean, sum(x) / 3) is None
+
+
 def good(gate, up):
     return torch.sigmoid(gate) * up
 
