@@ -26,6 +26,8 @@ class Canon(NamedTuple):
 COMMUTATIVE = frozenset({"add", "mul"})
 
 _FUNCTIONS: dict[Any, str] = {
+    operator.gt: "gt", operator.ge: "ge", operator.lt: "lt", operator.le: "le",
+    operator.abs: "abs",
     operator.add: "add", torch.add: "add", operator.mul: "mul", torch.mul: "mul",
     torch.multiply: "mul", operator.sub: "sub", torch.sub: "sub",
     operator.truediv: "div", torch.div: "div", torch.true_divide: "div",
@@ -34,8 +36,6 @@ _FUNCTIONS: dict[Any, str] = {
     torch.reciprocal: "reciprocal", torch.mean: "mean", torch.sigmoid: "sigmoid",
     F.sigmoid: "sigmoid", F.silu: "silu", torch.ops.aten.silu.default: "silu",
     torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm",
-    operator.gt: "gt", operator.ge: "ge", operator.lt: "lt", operator.le: "le",
-    operator.abs: "abs",
 }  # fmt: skip
 _METHODS = {
     "add": "add", "mul": "mul", "multiply": "mul", "sub": "sub", "div": "div",
