@@ -88,7 +88,7 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
 @dataclass
 class Trial:
     """One run: what the passes returned and what they did. ``left`` are the pattern's aten ops that
-    no GEMM absorbed."""
+    no GEMM absorbed, ``refused`` the report's near misses."""
 
     output: Tensor
     gradients: list[Tensor]
@@ -96,6 +96,7 @@ class Trial:
     counts: dict[str, int] = field(default_factory=dict)
     sites: list[SiteReport] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
 
 def try_out(
@@ -114,7 +115,7 @@ def try_out(
     counters["coda"].clear()
     rewritten = _run(torch.compile(model, backend=backend), model, x)
     rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])
-    rewritten.left = backend.left
+    rewritten.left, rewritten.refused = backend.left, backend.recorder.report.near_misses
     rewritten.sites = list(backend.recorder.report.sites)
     return rewritten, _run(model, model, x)
 

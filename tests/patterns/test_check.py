@@ -152,6 +152,20 @@ def test_measurement_on_a_device(tmp_path, monkeypatch):
     assert all(ms > 0 for times in taken.values() for ms in times.values())
 
 
+def test_refusal_in_the_example_is_said(tmp_path):
+    """A condition that does not hold there: of a meaning it is a failure, with the reason."""
+    extra = 'meaning=squared_sigmoid, conditions=(lambda m: "not today",)'
+    path = write(tmp_path, SQUARED_SIGMOID.replace("meaning=squared_sigmoid", extra))
+    found = outcomes(load(path), path)
+    assert found["fires squared_sigmoid"].outcome == "fail"
+    assert "Refused: squared_sigmoid at" in found["fires squared_sigmoid"].detail
+    assert "not today" in found["fires squared_sigmoid"].detail
+    (norm,) = patterns.load_file(patterns.builtin_folder() / "rms_norm.py")
+    refused = trial.Trial(torch.zeros(1), [], refused=["rms_norm at x: not today"])
+    assert steps._fired(norm, refused)[0] == "skip"
+    assert steps._fired(norm, trial.Trial(torch.zeros(1), []))[0] == "fail"
+
+
 def test_functions_take_turns():
     calls: list[str] = []
     taken = speed.medians({n: lambda n=n: calls.append(n) for n in "ab"}, rounds=2)
