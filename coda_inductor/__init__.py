@@ -4,7 +4,7 @@
 
 Layer map (imports only point down)::
 
-    cli        python -m coda_inductor
+    cli        the commands of ``python -m coda_inductor``
     explanation   explain(): what the backend does with a model, as a table and a page
     backend    the entry point and the passes in order
     attention, constants   masks that are known, heads that are repeated (Dynamo graph)
@@ -31,7 +31,7 @@ from coda_inductor.errors import (
 )
 from coda_inductor.explanation import explain
 from coda_inductor.matching import Match, value
-from coda_inductor.patterns import Pattern
+from coda_inductor.patterns import Pattern, load_patterns
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport, SiteReport, reports
 
@@ -40,5 +40,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CodaError", "EpilogueProgram", "ExplainError", "FallbackError", "GraphReport", "KernelError",
     "Match", "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "explain",
+    "load_patterns",
     "reports", "value",
 ]  # fmt: skip

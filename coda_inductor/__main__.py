@@ -1,4 +1,7 @@
-"""``python -m coda_inductor COMMAND ...``: a table of subcommands and nothing else."""
+"""``python -m coda_inductor COMMAND``: the table of commands, each in a file of its own in ``cli``.
+
+A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,27 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-#: Subcommand -> the module that implements it.
+from coda_inductor.errors import CodaError
+
 COMMANDS = {
+    "check": "coda_inductor.cli.check",
     "explain": "coda_inductor.cli.explain",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code."""
+    """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: importlib.import_module(path) for name, path in COMMANDS.items()}
+    modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():
         module.arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
     chosen = parser.parse_args(argv)
-    return modules[chosen.command].run(chosen)
+    try:
+        return modules[chosen.command].run(chosen)
+    except CodaError as error:
+        sys.stderr.write(f"{parser.prog} {chosen.command}: {error}\n")
+        return 1
 
 
 if __name__ == "__main__":

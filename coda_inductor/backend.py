@@ -41,7 +41,7 @@ def coda(
 
     Raises:
         OptionError: unknown option or mode, or a value of the wrong type.
-        PatternError: a pattern file is missing or does not load.
+        PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
     settings = parse(mode, options)
@@ -65,10 +65,10 @@ def raise_pass(
 
     Raises:
         OptionError: ``disable`` names a pattern that is not loaded.
-        PatternError: a pattern file does not load.
+        PatternError: with ``strict``, when a pattern file does not load.
         FallbackError: with ``strict``, when a pattern fails.
     """
-    known = patterns.load(settings.patterns)
+    known = patterns.load(settings.patterns, strict=settings.strict)
     names = {*(p.name for p in known), *attention.NAMES}
     if unknown := set(settings.disable) - names:
         raise OptionError(

@@ -36,7 +36,7 @@ from coda_inductor.rewrite import (
 )
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
-from coda_inductor.semantic import DEFINITIONS
+from coda_inductor.semantic import DEFINITIONS, NAMES
 from coda_inductor.sides import training
 
 
@@ -155,8 +155,9 @@ def decompose(graph: Graph, keep: Collection[object] = ()) -> None:
 
 
 def _decompose_one(graph: Graph, node: Node) -> None:
-    pattern = node.target.__name__.split(".")[0]
-    meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
+    pattern = NAMES.get(node.target, node.target.__name__.split(".")[0])
+    rewritten = node.target not in NAMES and "rms_norm" in pattern  # counted by its own pass
+    meta = None if rewritten else {"coda_pattern": (pattern, node.name)}
     result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)

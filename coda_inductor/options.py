@@ -24,8 +24,8 @@ class Options:
         debug: write a folder a compiled graph (also ``CODA_DEBUG=1``).
         debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
-        patterns: extra pattern files, tried before the built-in ones (also ``CODA_PATTERNS``,
-            separated by ``os.pathsep``).
+        patterns: extra pattern files, or folders of them, tried before the built-in ones (also
+            ``CODA_PATTERNS``, separated by ``os.pathsep``).
         disable: pattern names that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
@@ -85,8 +85,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 "are accepted too"
             )
     for path in own["patterns"]:
-        if not Path(path).is_file():
-            raise PatternError(f"option 'patterns': no such file {path!r}; give paths of .py files")
+        if not Path(path).exists():
+            raise PatternError(
+                f"option 'patterns': no such file {path!r}; give paths of .py files or folders"
+            )
     return Options(**own, inductor=inductor)
 
 

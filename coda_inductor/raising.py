@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.log import logger
+from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import Match, bodies, epochs, value
 from coda_inductor.patterns import Pattern
 
@@ -60,15 +60,24 @@ def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:
         match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
         if match is None:
             continue
-        reason = _hazard(match, epoch) or pattern.refusal(match)
-        if reason is None and (expected := _mismatch(pattern, match)):
-            reason = expected
+        reason = _refusal(pattern, match, epoch)
         if reason is not None:
             logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
             refusals.append(Refusal(pattern.name, root.name, reason))
             continue
         _replace(graph, pattern, match, epoch)
     return refusals
+
+
+def _refusal(pattern: Pattern, match: Match, epoch: dict[Node, int]) -> str | None:
+    """Why ``pattern`` must not fire at ``match``, or None. A pattern that fails does so alone:
+    nothing has been changed yet."""
+    try:
+        return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
+    except Exception as error:
+        reason = f"the pattern itself failed: {type(error).__name__}: {error}"
+        warn_once(f"pattern {pattern.name}", reason)
+        return reason
 
 
 def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
@@ -95,8 +104,7 @@ def _mismatch(pattern: Pattern, match: Match) -> str | None:
     if not isinstance(want, torch.Tensor) or mode is None:
         return "no fake value is recorded"
     with mode:
-        have = pattern.op(*map(_fake, pattern.arguments(match)))
-    have = have if pattern.result is None else have[pattern.result]
+        have = pattern.call(*map(_fake, pattern.arguments(match)))
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
             return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"

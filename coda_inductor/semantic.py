@@ -19,6 +19,9 @@ LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 #: Semantic op -> the torch function that defines it.
 DEFINITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
 
+#: Semantic op -> what counters call it, where that is not the op's own name.
+NAMES: dict[torch._ops.OpOverload, str] = {}
+
 
 def define(
     schema: str, function: Callable[..., object], *, pointwise: bool = False

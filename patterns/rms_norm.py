@@ -111,4 +111,6 @@ PATTERN = Pattern(
     conditions=(_constant_eps, _shapes),
     result=0,
     identities=_identities,
+    example={"x": (4, 16), "weight": (16,), "eps": 1e-5},
+    rules=("R1", "R2", "R3", "R4"),
 )

@@ -13,7 +13,8 @@ Why it is valid: it is the definition, computed in float32.
 What it enables: gate and up projections of one input meet in one tile (rule R6), so that neither
 is written to memory.
 
-Refuses: gate and up of different shapes (a broadcast) or not floating.
+Refuses: gate and up of different shapes (a broadcast) or not floating; inputs of two dtypes with a
+cast between them, for the op computes the gate in its input's dtype.
 """
 
 import sympy
@@ -46,6 +47,8 @@ def _shapes(match: Match):
         return "gate or up is not floating"
     if value(match.root).dtype != torch.promote_types(gate.dtype, up.dtype):
         return "the result has another dtype than gate and up"
+    if gate.dtype != up.dtype and match.casts:
+        return "the gate is computed in another dtype than its input's"
     return None
 
 
@@ -62,4 +65,6 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(_shapes,),
     identities=_identities,
+    example={"gate": (4, 16), "up": (4, 16)},
+    rules=("R6",),
 )

@@ -46,3 +46,14 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
         patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
         yield
+
+
+@pytest.fixture
+def prove_here(monkeypatch: pytest.MonkeyPatch):
+    """Pattern files are proven in this process: a new one takes seconds to start."""
+    from coda_inductor.patterns import verdict, worker
+
+    def prove(source):
+        return worker.main(str(source.path), source.digest)
+
+    monkeypatch.setattr(verdict, "_prove_elsewhere", prove)

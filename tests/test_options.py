@@ -17,16 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PATTERN = """
 import torch
 from coda_inductor import Pattern
-from coda_inductor.semantic import swiglu
+
+def meaning(x, y):
+    return IDIOM
 
 PATTERN = Pattern(
     name="users_own",
-    idioms=(lambda x, y: IDIOM,),
-    op=swiglu,
-    arguments=lambda match: (match.bound["x"], match.bound["y"]),
+    meaning=meaning,
     conditions=(lambda match: REASON,),
 )
 """
+
+
+@pytest.fixture(autouse=True)
+def _proven_in_this_process(prove_here):
+    """Files are proven without a process of their own, which would take seconds each."""
 
 
 def idiom(x):
@@ -36,19 +41,18 @@ def idiom(x):
 def pattern_file(
     folder: Path, reason: str | None = None, text: str = "torch.sigmoid(x) + torch.sqrt(y)"
 ) -> str:
-    """A user's pattern. It maps the idiom to swiglu, so that firing shows in the value."""
+    """A user's pattern."""
     path = folder / "users_own.py"
     path.write_text(PATTERN.replace("REASON", repr(reason)).replace("IDIOM", text))
     return str(path)
 
 
-def run_idiom(**options) -> tuple[bool, Harness]:
-    """Did the user's pattern fire?"""
+def run_idiom(function=idiom, **options) -> tuple[bool, Harness]:
+    """Did the user's pattern fire? The value is right either way."""
     harness, x = Harness(**options), torch.rand(3, 4)
-    result = harness.run(idiom, x)
-    fired = torch.allclose(result, torch.nn.functional.silu(x) * x)
-    assert fired or torch.allclose(result, idiom(x))
-    return fired, harness
+    torch.testing.assert_close(harness.run(function, x), function(x))
+    targets = [str(n.target) for n in harness.raised.nodes]
+    return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
 
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
@@ -141,7 +145,7 @@ def test_missing_pattern_file_is_named(tmp_path):
 BROKEN = {
     "syntax": ("x = 1\ndef f(:\n", "{path}:2: SyntaxError"),
     "exception": ("x = 1\n\ny = x / 0\n", "{path}:3: ZeroDivisionError"),
-    "missing import": ("import no_such_module\n", "{path}:1: ModuleNotFoundError"),
+    "missing import": ("import torch.no_such_module\n", "{path}:1: ModuleNotFoundError"),
     "no pattern": ("x = 1\n", "{path}: define PATTERN"),
     "not a pattern": ("PATTERN = 3\n", "{path}: define PATTERN"),
     "empty list": ("PATTERNS = []\n", "{path}: define PATTERN"),
@@ -158,12 +162,16 @@ def test_broken_pattern_file_names_file_and_line(name, tmp_path):
     assert message.format(path=path) in str(caught.value)
 
 
-def test_broken_pattern_file_is_an_error_even_without_strict(tmp_path):
+def test_broken_pattern_file_fails_alone(tmp_path, caplog):
     path = tmp_path / "broken.py"
     path.write_text("PATTERN = 1 / 0\n")
-    harness = Harness(patterns=[str(path)], strict=False)
+    good = pattern_file(tmp_path)
+    with caplog.at_level("WARNING"):
+        assert run_idiom(patterns=[str(path), good], strict=False)[0]
+    (said,) = [r.getMessage() for r in caplog.records if "broken.py" in r.getMessage()]
+    assert f"{path}:1: ZeroDivisionError" in said
     with pytest.raises(Exception, match="ZeroDivisionError") as caught:
-        harness.run(torch.sin, torch.randn(3))
+        run_idiom(patterns=[str(path), good], strict=True)
     assert isinstance(caught.value.inner_exception, PatternError)
 
 
@@ -191,9 +199,7 @@ def test_edited_pattern_file_is_read_again(tmp_path):
 
 def test_pattern_of_any_torch_function_fires(tmp_path):
     path = pattern_file(tmp_path, text="torch.sin(x) * y.cos()")
-    x = torch.rand(3, 4)
-    result = Harness(patterns=[path]).run(lambda x: x.sin() * torch.cos(x), x)
-    torch.testing.assert_close(result, torch.nn.functional.silu(x) * x)
+    assert run_idiom(lambda x: x.sin() * torch.cos(x), patterns=[path])[0]
 
 
 def test_unknown_pattern_name_in_disable_is_named():
@@ -209,13 +215,3 @@ def test_higher_priority_comes_first(tmp_path):
     later = tmp_path / "later.py"
     later.write_text(path.read_text().replace("name=", "priority=-1, name="))
     assert [p.name for p in patterns.load((str(later),))] == [*builtin, "users_own"]
-
-
-def test_builtin_patterns_prove_their_identities():
-    import sympy
-
-    for pattern in patterns.load():
-        pairs = pattern.identities()
-        assert pairs
-        for left, right in pairs:
-            assert sympy.simplify(left - right) == 0, pattern.name

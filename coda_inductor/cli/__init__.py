@@ -1,2 +1,7 @@
-"""Subcommands of ``python -m coda_inductor``, a module each, with ``HELP``, ``arguments(parser)``
-and ``run(arguments) -> exit code``."""
+"""The commands of ``python -m coda_inductor``, one file each, and what they are made of.
+
+check    prove and try a pattern file
+explain  what the backend does with a model
+trial    the backend's passes on a pattern's example, run without code generation
+speed    times of several functions, interleaved
+"""

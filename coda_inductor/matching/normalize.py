@@ -26,6 +26,8 @@ class Canon(NamedTuple):
 COMMUTATIVE = frozenset({"add", "mul"})
 
 _FUNCTIONS: dict[Any, str] = {
+    operator.gt: "gt", operator.ge: "ge", operator.lt: "lt", operator.le: "le",
+    operator.abs: "abs",
     operator.add: "add", torch.add: "add", operator.mul: "mul", torch.mul: "mul",
     torch.multiply: "mul", operator.sub: "sub", torch.sub: "sub",
     operator.truediv: "div", torch.div: "div", torch.true_divide: "div",
@@ -43,6 +45,24 @@ _METHODS = {
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast",
     "bfloat16": "cast", "double": "cast", "reshape": "view",
 }  # fmt: skip
+
+#: Functions with options: what may stand behind the input, and the default. An option left out and
+#: one that says the default are the same spelling. ``inplace=True`` is another function.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "clamp": {"min": None, "max": None},
+    "clamp_min": {"min": None},
+    "clamp_max": {"max": None},
+    "elu": {"alpha": 1.0, "inplace": False},
+    "gelu": {"approximate": "none"},
+    "hardsigmoid": {"inplace": False},
+    "hardswish": {"inplace": False},
+    "hardtanh": {"min_val": -1.0, "max_val": 1.0, "inplace": False},
+    "leaky_relu": {"negative_slope": 0.01, "inplace": False},
+    "mish": {"inplace": False},
+    "relu": {"inplace": False},
+    "relu6": {"inplace": False},
+    "softplus": {"beta": 1.0, "threshold": 20.0},
+}
 
 
 def value(node: Any) -> Any:
@@ -68,6 +88,8 @@ def normalize(node: Node) -> Canon | None:
     special = _SPECIAL.get(name)
     if special is not None:
         return special(node)
+    if name in _OPTIONS:
+        return _with_options(name, node)
     allowed = {"inplace": False} if name == "silu" else {"alpha": 1}
     for key, item in node.kwargs.items():
         if allowed.get(key, _MISSING) != item and key not in ("input", "other"):
@@ -92,6 +114,19 @@ def _torch_name(target: Any) -> str | None:
     name = getattr(target, "__name__", "")
     known = module.startswith("torch") or getattr(torch, name, None) is target
     return name if name and known else None
+
+
+def _with_options(name: str, node: Node) -> Canon | None:
+    """A function of :data:`_OPTIONS` with every option in its place, given or not."""
+    options = _OPTIONS[name]
+    named = dict(zip(("input", *options), node.args, strict=False))
+    named.update(node.kwargs)
+    if set(named) - {"input", *options} or "input" not in named:
+        return None
+    named = {**options, **named}
+    if named.pop("inplace", False):
+        return None
+    return Canon(name, (named.pop("input"), *(named[key] for key in options if key in named)))
 
 
 def _cast(node: Node) -> Canon | None:

@@ -257,6 +257,15 @@ def test_gate_in_higher_precision_is_refused():
     assert "another dtype" in reasons(harness)
 
 
+def test_gate_that_is_widened_to_meet_a_wide_up_is_refused():
+    def function(g, u):
+        return F.silu(g.float()) * u
+
+    harness = check(function, randn(3, D, dtype=torch.bfloat16), randn(3, D, dtype=torch.float32))
+    assert raised(harness, swiglu) == 0
+    assert "in another dtype than its input's" in reasons(harness)
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu"])
 def test_disabled_pattern_does_not_fire(name):
     def function(x, w):

@@ -1,0 +1,190 @@
+"""What ``check`` checks of a pattern: each step returns what passed, failed or was skipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.gradcheck import GradcheckError
+
+from coda_inductor.cli.device import Layer, errors, times
+from coda_inductor.cli.trial import ROWS, N, Trial, cannot_run, example_of, try_out
+from coda_inductor.errors import PatternError
+from coda_inductor.patterns import Pattern, verdict
+from coda_inductor.patterns.prove import parameters, stand_in
+from coda_inductor.patterns.source import read
+from coda_inductor.patterns.worker import patterns_of
+from coda_inductor.render import render
+
+#: The rewritten graph in float64 against the original, relative to the largest element.
+TOLERANCE = 1e-10
+#: A kernel's error against float32 may be this many times that of the same ops unfused.
+SLACK = 2.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check. ``outcome`` is "pass", "fail" or "skip"; ``listings`` are (title, source)."""
+
+    pattern: str
+    check: str
+    outcome: str
+    detail: str
+    listings: tuple[tuple[str, str], ...] = ()
+
+
+Told = Callable[[str], None]
+
+
+def check_file(path: Path, told: Told) -> Iterator[Result]:
+    """Every check of every pattern in a file; ``told`` hears what comes next."""
+    claims: list[tuple[str, str]] = []
+
+    def proving(pattern: str, claim: str) -> None:
+        claims.append((pattern, claim))
+        told(f"{pattern}: proving {claim}")
+
+    told("reading the file")
+    try:
+        source = read(path)
+        patterns = patterns_of(source, told=proving)
+    except PatternError as error:
+        yield from (Result(p, "proof", "pass", c) for p, c in claims[:-1])
+        yield Result(claims[-1][0] if claims else path.stem, "proof", "fail", str(error))
+        return
+    verdict.record(source)
+    for pattern in patterns:
+        yield from (Result(p, "proof", "pass", c) for p, c in claims if p == pattern.name)
+        if not example_of(pattern):
+            why = "the pattern gives no example: a shape for each tensor, a value for each number"
+            yield Result(pattern.name, "example", "skip", why)
+            continue
+        yield from _try(pattern, str(path), told)
+
+
+def _try(pattern: Pattern, path: str, told: Told) -> Iterator[Result]:
+    runs = [f for f in pattern.idioms if cannot_run(pattern, f) is None]
+    for idiom in pattern.idioms:
+        if idiom not in runs:
+            why = cannot_run(pattern, idiom) or ""
+            outcome = "skip" if pattern.meaning is None and runs else "fail"
+            yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
+    steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
+        *((f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs),
+        ("gradcheck", functools.partial(_gradcheck, pattern)),
+    ]
+    if runs:
+        steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
+        steps.append(("GPU", functools.partial(_on_gpu, pattern, path, runs[0])))
+    for name, step in steps:
+        told(f"{pattern.name}: {name}")
+        try:
+            yield from step()
+        except Exception as error:
+            yield Result(pattern.name, name, "fail", _said(error))
+
+
+def _said(error: Exception) -> str:
+    """Its kind and the first line of what it says: torch's go on for a page."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+    """It is found, absorbed by GEMMs, and the rewritten graph is the same function."""
+    ours, eager = try_out(pattern, path, idiom, dtype=torch.float64)
+    name = idiom.__name__
+    said = "found in its example" if ours.raised == 1 else f"found {ours.raised} times, not once"
+    yield _result(pattern, f"match {name}", ours.raised == 1, said)
+    outcome, said = _fired(pattern, ours)
+    yield Result(pattern.name, f"fires {name}", outcome, said)
+    error = max(map(_distance, (ours.output, *ours.gradients), (eager.output, *eager.gradients)))
+    said = f"output and {len(eager.gradients)} gradients within {error:.1e}"
+    yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{said} (limit {TOLERANCE:.0e})")
+
+
+def _fired(pattern: Pattern, ours: Trial) -> tuple[str, str]:
+    """(outcome, what GEMMs absorbed). An op's rewrite may have conditions that its example, one
+    GEMM on either side, does not meet: that is said, and no failure."""
+    counted = {key: times for key, times in ours.counts.items() if key.startswith(pattern.name)}
+    said = ", ".join(f"{times} x {key}" for key, times in counted.items()) or "nothing"
+    missing = sorted({pattern.name, f"{pattern.name}_backward"} - set(counted))
+    said += f"; no GEMM absorbs {', '.join(missing)}" if missing else ""
+    said += f"; left to Inductor: {', '.join(sorted(set(ours.left)))}" if ours.left else ""
+    said += f". Refused: {'; '.join(ours.refused)}" if ours.refused else ""
+    excused = pattern.meaning is None and ours.refused
+    return ("pass" if not missing else "skip" if excused else "fail"), said
+
+
+def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    return ((have - want).abs().max() / want.abs().max()).item()
+
+
+def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
+    return Result(pattern.name, check, "pass" if ok else "fail", detail)
+
+
+def _gradcheck(pattern: Pattern) -> Iterator[Result]:
+    """Torch's finite differences against the gradient of the op, at random points."""
+    torch.manual_seed(0)
+    arguments = _small_arguments(pattern)
+    inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        given = iter(tensors)
+        values = [next(given) if isinstance(a, torch.Tensor) else a for a in arguments]
+        return pattern.call(*values)
+
+    try:
+        torch.autograd.gradcheck(function, inputs)
+    except GradcheckError as error:
+        yield Result(pattern.name, "gradcheck", "fail", str(error).strip())
+    else:
+        yield Result(pattern.name, "gradcheck", "pass", f"{len(inputs)} inputs, float64")
+
+
+def _small_arguments(pattern: Pattern) -> list[Any]:
+    """Arguments of the op: the example's, with 3 x 4 tensors that require gradients."""
+    example = example_of(pattern)
+    match, nodes = stand_in(parameters(pattern.idioms[0]), example)
+    sizes = {N: 4, ROWS: 3}
+    values: list[Any] = []
+    for argument in pattern.arguments(match):
+        if isinstance(argument, torch.fx.Node):
+            shape = [sizes.get(s, min(s, 4)) for s in example[nodes[argument]]]
+            values.append(torch.randn(shape, dtype=torch.float64, requires_grad=True))
+        else:
+            values.append(argument)
+    return values
+
+
+def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+    """The epilogue programs in bfloat16 and the source of their kernels."""
+    ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
+    listings = tuple(
+        (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
+        for site in ours.sites
+        if site.program is not None and any(p.startswith(pattern.name) for p in site.patterns)
+    )
+    said = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
+    outcome = "pass" if listings else _fired(pattern, ours)[0]
+    yield Result(pattern.name, "kernel source", outcome, said, listings)
+
+
+def _on_gpu(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
+    """Error against float32 and time beside torch.compile's, forward and backward."""
+    if not torch.cuda.is_available():
+        yield Result(pattern.name, "GPU", "skip", "no CUDA device: error and speed not measured")
+        return
+    layer = Layer(pattern, idiom, path, torch.device("cuda"))
+    worst = errors(layer)
+    ok = worst["coda"] <= SLACK * max(worst["torch.compile"], worst["eager"])
+    said = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())
+    yield _result(pattern, "error", ok, f"against float32: {said}")
+    for what, taken in times(layer).items():
+        ratio = taken["torch.compile"] / taken["coda"]
+        said = ", ".join(f"{name} {ms:.3f} ms" for name, ms in taken.items())
+        yield Result(pattern.name, what, "pass", f"{said}; {ratio:.2f} x torch.compile")

@@ -1,0 +1,162 @@
+"""A pattern tried on its own example: the backend's passes, run eagerly, so that nothing but the
+rewriting can change a number.
+
+The example is the smallest graph around a pattern: its tensors are made by GEMMs of one input, and
+a GEMM reads the result::
+
+    result = idiom(x @ w0, x @ w1) @ down
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from coda_inductor.backend import raise_pass
+from coda_inductor.debug import Recorder
+from coda_inductor.joint import JointPass
+from coda_inductor.options import parse
+from coda_inductor.patterns import Pattern
+from coda_inductor.patterns.meaning import Signature
+from coda_inductor.patterns.prove import parameters
+from coda_inductor.report import SiteReport
+
+ROWS, K, N = 24, 32, 40
+
+
+class Example(nn.Module):
+    """``idiom`` between GEMMs, with ``rows`` x ``k`` inputs and tensors of ``rows`` x ``n``.
+
+    Args:
+        idiom: one spelling of the pattern.
+        example: a shape for each tensor and a value for each number, by parameter. Tensors shaped
+            like the first one are made by a GEMM; others are parameters of the last n columns.
+    """
+
+    def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any], k: int, n: int):
+        super().__init__()
+        names = parameters(idiom)
+        shapes = {p: tuple(example[p]) for p in names if isinstance(example[p], (tuple, list))}
+        first = next(iter(shapes.values()))
+        self.idiom = idiom
+        self.numbers = {p: example[p] for p in names if p not in shapes}
+        self.made = [p for p, shape in shapes.items() if shape == first]
+        scale = k**-0.5
+        self.weights = nn.ParameterDict({p: torch.randn(k, n) * scale for p in self.made})
+        self.others = nn.ParameterDict(
+            {p: torch.randn(*(n for _ in s)) for p, s in shapes.items() if p not in self.made}
+        )
+        self.down = nn.Parameter(torch.randn(n, k) * n**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, k) -> (rows, k)."""
+        made = {p: x @ self.weights[p] for p in self.made}
+        others = {p: self.others[p] for p in self.others}
+        return self.idiom(**made, **others, **self.numbers) @ self.down
+
+
+def example_of(pattern: Pattern) -> dict[str, Any]:
+    """The pattern's example, completed from its meaning: shapes for tensors, 1.5, 1.75, ... for
+    numbers."""
+    found = dict(pattern.example)
+    if pattern.meaning is not None:
+        signature = Signature(pattern.meaning)
+        for i, name in enumerate(signature.names):
+            value = 1.5 + 0.25 * i if signature.is_number(name) else (ROWS, N)
+            found.setdefault(name, value)
+    return found
+
+
+def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
+    """Why the example does not run with ``idiom``, or None: some idioms are only to be matched."""
+    try:
+        Example(idiom, example_of(pattern), K, N)(torch.randn(ROWS, K))
+    except Exception as error:
+        return f"its example does not run: {type(error).__name__}: {error}"
+    return None
+
+
+@dataclass
+class Trial:
+    """One run: what the passes returned and what they did. ``left`` are the pattern's aten ops that
+    no GEMM absorbed, ``refused`` the report's near misses."""
+
+    output: Tensor
+    gradients: list[Tensor]
+    raised: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    sites: list[SiteReport] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def try_out(
+    pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype
+) -> tuple[Trial, Trial]:
+    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``.
+
+    Raises:
+        CodaError: whatever fails inside the passes.
+    """
+    torch.manual_seed(0)
+    model = Example(idiom, example_of(pattern), K, N).to(dtype)
+    x = torch.randn(ROWS, K, dtype=dtype)
+    backend = _Passes(pattern, path)
+    torch._dynamo.reset()
+    counters["coda"].clear()
+    rewritten = _run(torch.compile(model, backend=backend), model, x)
+    rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])
+    rewritten.left, rewritten.refused = backend.left, backend.recorder.report.near_misses
+    rewritten.sites = list(backend.recorder.report.sites)
+    return rewritten, _run(model, model, x)
+
+
+def _run(function: Callable[..., Tensor], model: nn.Module, x: Tensor) -> Trial:
+    x = x.clone().requires_grad_()
+    output = function(x)
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    leaves = [x, *model.parameters()]
+    return Trial(output.detach(), list(torch.autograd.grad(output, leaves, given)))
+
+
+class _Passes:
+    """A torch.compile backend: the passes of ``backend="coda"``, then aten graphs as they are."""
+
+    def __init__(self, pattern: Pattern, path: str):
+        self.pattern, self.raised = pattern, 0
+        self.left: list[str] = []
+        self.options = parse(None, {"strict": True, "patterns": [path]})
+        self.recorder = Recorder("check", None)
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise_pass(gm, self.options, self.recorder)
+        self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
+
+        def as_is(part: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+            return make_boxed_func(part.forward)
+
+        return aot_autograd(
+            fw_compiler=as_is,
+            bw_compiler=as_is,
+            partition_fn=self._partition,
+            decompositions=select_decomp_table(),
+        )(gm, inputs)
+
+    def _partition(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        JointPass(self.options, self.recorder)(gm.graph)
+        gm.recompile()
+        for node in gm.graph.nodes:
+            name, _ = node.meta.get("coda_pattern", ("", ""))
+            if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
+                self.left.append(str(node.target))
+        return min_cut_rematerialization_partition(gm, inputs, **kwargs)

@@ -1,0 +1,22 @@
+"""Pattern files: what they hold, their proof, and how they are found and loaded.
+
+Each file imports only from those above it::
+
+    meaning    a plain torch function -> a semantic op with its gradient
+    pattern    Pattern, what a file defines
+    formulas   a torch function -> its sympy expression
+    equal      are two expressions the same? proven, refuted or neither
+    rules      the matrix identities R1 to R6 that rewrites rest on
+    prove      what a pattern owes, and its proof
+    lint       what a file may not contain
+    source     one file -> its patterns, not proven yet
+    verdict    a proof, remembered by content; made by worker in a process of its own
+    loading    where files come from
+"""
+
+from coda_inductor.patterns.loading import builtin_folder, files, load, load_file, load_patterns
+from coda_inductor.patterns.pattern import Condition, Pattern
+
+__all__ = [
+    "Condition", "Pattern", "builtin_folder", "files", "load", "load_file", "load_patterns",
+]  # fmt: skip

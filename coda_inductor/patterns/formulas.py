@@ -1,0 +1,225 @@
+"""From a torch function to its sympy expression: run on symbols, in the matcher's dialect.
+
+A tensor is one symbol where everything is elementwise, and a :class:`Row` of symbols where means
+over the last dimension occur: three columns stand for all. Numbers are exact: 0.1 is 1/10, and the
+few irrational constants that activations are made of are recognized. What is said is the real
+function; where torch switches formulas for the sake of floating point (softplus beyond its
+threshold) the exact one stands.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_map
+
+from coda_inductor.errors import PatternError
+from coda_inductor.matching import normalize
+
+_CONSTANTS = (
+    sympy.sqrt(2 / sympy.pi), sympy.sqrt(2), sympy.sqrt(sympy.Rational(1, 2)), sympy.pi, sympy.E,
+    sympy.sqrt(sympy.pi), 2 / sympy.sqrt(sympy.pi), sympy.log(2), 1 / sympy.log(2),
+    sympy.sqrt(1 / (2 * sympy.pi)), sympy.sqrt(2 * sympy.pi), 1 / sympy.pi, 1 / sympy.E,
+)  # fmt: skip
+_KNOWN = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)}
+
+
+class Row(tuple):
+    """The columns of one row of a tensor, as expressions."""
+
+    __slots__ = ()
+
+
+def number(x: Any) -> Any:
+    """An exact sympy number for a Python one; anything else passes through."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, sympy.Float)):
+        return x
+    if isinstance(x, int):
+        return sympy.Integer(x)
+    near = next((c for f, c in _KNOWN.items() if math.isclose(f, x, rel_tol=1e-15)), None)
+    return sympy.Rational(str(x)) if near is None else near
+
+
+def _piecewise(condition: Any, yes: Any, no: Any) -> sympy.Expr:
+    return sympy.Piecewise((yes, condition), (no, True))
+
+
+def _maximum(x: Any, y: Any) -> sympy.Expr:
+    return _piecewise(x > y, x, y)
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+    x = x if low is None else _maximum(x, low)
+    return x if high is None else _piecewise(x > high, high, x)
+
+
+def _sigmoid(x: Any) -> sympy.Expr:
+    return 1 / (1 + sympy.exp(-x))
+
+
+def _softplus(x: Any, beta: Any = 1, _threshold: Any = 20) -> sympy.Expr:
+    return sympy.log(1 + sympy.exp(beta * x)) / beta
+
+
+def _gelu(x: Any, approximate: str = "none") -> sympy.Expr:
+    """Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415), section 2."""
+    if approximate == "tanh":
+        cubic = x + sympy.Rational("0.044715") * x**3
+        return x / 2 * (1 + sympy.tanh(sympy.sqrt(2 / sympy.pi) * cubic))
+    return x / 2 * (1 + sympy.erf(x / sympy.sqrt(2)))
+
+
+def _hardsigmoid(x: Any) -> sympy.Expr:
+    return _clamp(x + 3, sympy.Integer(0), sympy.Integer(6)) / 6
+
+
+def _silu_backward(dy: Any, x: Any) -> sympy.Expr:
+    """The derivative of x sigmoid(x), by the product rule."""
+    s = _sigmoid(x)
+    return dy * s * (1 + x * (1 - s))
+
+
+#: Canonical name -> its meaning on expressions. This is the vocabulary of meanings and idioms.
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "neg": operator.neg, "pow": operator.pow, "square": lambda x: x**2,
+    "reciprocal": lambda x: 1 / x, "rsqrt": lambda x: 1 / sympy.sqrt(x), "sqrt": sympy.sqrt,
+    "exp": sympy.exp, "exp2": lambda x: 2**x, "expm1": lambda x: sympy.exp(x) - 1,
+    "log": sympy.log, "log2": lambda x: sympy.log(x) / sympy.log(2),
+    "log1p": lambda x: sympy.log(1 + x),
+    "sin": sympy.sin, "cos": sympy.cos, "tanh": sympy.tanh, "erf": sympy.erf,
+    "sigmoid": _sigmoid, "log_sigmoid": lambda x: -_softplus(-x), "silu": lambda x: x * _sigmoid(x),
+    "silu_backward": _silu_backward, "softplus": _softplus, "gelu": _gelu,
+    "mish": lambda x: x * sympy.tanh(_softplus(x)),
+    "abs": lambda x: _piecewise(x > 0, x, -x), "relu": lambda x: _maximum(x, sympy.Integer(0)),
+    "relu6": lambda x: _clamp(x, sympy.Integer(0), sympy.Integer(6)),
+    "leaky_relu": lambda x, slope: _piecewise(x > 0, x, slope * x),
+    "elu": lambda x, alpha: _piecewise(x > 0, x, alpha * (sympy.exp(x) - 1)),
+    "hardtanh": _clamp, "hardsigmoid": _hardsigmoid, "hardswish": lambda x: x * _hardsigmoid(x),
+    "maximum": _maximum, "minimum": lambda x, y: _piecewise(x > y, y, x),
+    "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
+    "where": _piecewise, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+    "ge": operator.ge, "cast": lambda x: x,
+}  # fmt: skip
+
+
+class _Proxy(torch.fx.Proxy):
+    """A traced tensor of known dtype: definitions ask for it."""
+
+    dtype = torch.float64
+
+
+class _Tracer(torch.fx.proxy.GraphAppendingTracer):
+    def proxy(self, node: Node) -> torch.fx.Proxy:
+        return _Proxy(node, self)
+
+
+def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """``function`` on ``arguments``, by the names of its parameters: expressions, rows and numbers
+    are traced; None, bools and dtypes are passed as they are.
+
+    Raises:
+        PatternError: the function is not traceable, or calls what has no formula here.
+    """
+    tracer = _Tracer(torch.fx.Graph())
+    results: dict[Node, Any] = {}
+    given: dict[str, Any] = {}
+    for name, item in arguments.items():
+        given[name] = item
+        if isinstance(item, (sympy.Basic, Row)):
+            given[name] = tracer.create_proxy("placeholder", name, (), {})
+            results[given[name].node] = item
+    try:
+        output = function(**given)
+    except Exception as error:
+        raise PatternError(
+            f"{function.__name__} cannot be traced: {type(error).__name__}: {error}. Write it "
+            "without control flow on tensors and without reading their shapes"
+        ) from error
+    for node in tracer.graph.nodes:
+        if node.op != "placeholder":
+            results[node] = _evaluate(node, results, function)
+    return tree_map(
+        lambda p: results[p.node] if isinstance(p, torch.fx.Proxy) else number(p), output
+    )
+
+
+def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]) -> Any:
+    if node.target is operator.getitem:
+        return results[node.args[0]][node.args[1]]
+    if node.target is torch.var_mean and node.kwargs == {"correction": 0, "keepdim": True}:
+        row, dim = node.args
+        return (_variance(results[row]), _mean(results[row])) if dim == -1 else None
+    canon = normalize(node)
+    formula = FORMULAS.get(canon.op) if canon is not None else None
+    if canon is None or (formula is None and canon.op not in _ROWS):
+        raise PatternError(
+            f"{function.__name__} uses {called(node)}, for which the prover has no formula. It "
+            f"knows {', '.join(sorted(FORMULAS))}"
+        )
+    args = [number(results[a] if isinstance(a, Node) else a) for a in canon.args]
+    return _ROWS[canon.op](*args) if canon.op in _ROWS else _lift(formula, args)
+
+
+def called(node: Node) -> str:
+    """The function or method of a node as a user wrote it, with its options."""
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
+    return f"{'.' if node.op == 'call_method' else ''}{name}(...{options})"
+
+
+def _lift(formula: Any, args: list[Any]) -> Any:
+    """Elementwise over the columns, if any argument is a row."""
+    widths = {len(a) for a in args if isinstance(a, Row)}
+    if not widths:
+        return formula(*args)
+    (n,) = widths
+    columns = [a if isinstance(a, Row) else (a,) * n for a in args]
+    return Row(formula(*column) for column in zip(*columns, strict=True))
+
+
+def _mean(row: Any) -> sympy.Expr:
+    if not isinstance(row, Row):
+        raise PatternError("a mean over the last dimension is not elementwise: no meaning of ours")
+    return sum(row) / sympy.Integer(len(row))
+
+
+def _variance(row: Any) -> sympy.Expr:
+    """The biased one."""
+    mean = _mean(row)
+    return _mean(Row((c - mean) ** 2 for c in row))
+
+
+def _layer_norm(x: Row, weight: Any, bias: Any, eps: Any) -> Row:
+    mean, rstd = _mean(x), 1 / sympy.sqrt(_variance(x) + eps)
+    y = Row((c - mean) * rstd for c in x)
+    y = y if weight is None else _lift(operator.mul, [y, weight])
+    return y if bias is None else _lift(operator.add, [y, bias])
+
+
+def _rms_norm(x: Row, weight: Any, eps: Any) -> Row:
+    rstd = 1 / sympy.sqrt(_mean(Row(c**2 for c in x)) + eps)
+    normalized = Row(c * rstd for c in x)
+    return normalized if weight is None else _lift(operator.mul, [normalized, weight])
+
+
+def _empty(*_: Any) -> sympy.Expr:
+    """Definitions return an empty tensor for a gradient that is not wanted."""
+    return sympy.nan
+
+
+_ROWS: dict[str, Callable[..., Any]] = {
+    "mean_last": _mean,
+    "var_last": _variance,
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "new_empty": _empty,
+}
+
+__all__ = ["FORMULAS", "Row", "called", "expression", "number"]

@@ -1,0 +1,148 @@
+"""Where pattern files come from; each is checked, proven and run alone.
+
+In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to
+:func:`load_patterns`, installed packages' (entry points), and the built-in ones, which live in
+``patterns/`` of the repository and are shipped inside the wheel. All go through the same door.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from coda_inductor.errors import PatternError
+from coda_inductor.log import logger
+from coda_inductor.patterns import lint
+from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.patterns.source import Source, read, run
+from coda_inductor.patterns.verdict import require_proof
+
+#: Installed packages name their pattern modules under this group.
+ENTRY_POINTS = "coda_inductor.patterns"
+
+_registered: dict[Path, None] = {}  # what load_patterns was given, in order
+
+
+def builtin_folder() -> Path:
+    """Where the shipped pattern files are: in the installed package, else beside the checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_patterns", package.parent / "patterns"):
+        if folder.is_dir():
+            return folder
+    raise PatternError(f"no built-in pattern files beside {package}: reinstall coda-inductor")
+
+
+def load_file(path: str | Path) -> tuple[Pattern, ...]:
+    """Load one pattern file: read it, refuse what no pattern needs, prove it, run it.
+
+    Raises:
+        PatternError: the file is missing, fails to run, defines no pattern, looks like something
+            else, takes too long, or cannot be proven. The message names file and line, or what is
+            left of the proof.
+    """
+    return _load(read(Path(path)))
+
+
+@functools.lru_cache(maxsize=256)
+def _load(source: Source) -> tuple[Pattern, ...]:
+    lint.check(source.path, source.text)  # needs no other process; running it does: it may hang
+    require_proof(source)
+    return run(source)
+
+
+def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, ...]:
+    """Add a pattern file, or every ``*.py`` of a folder, for this process; returns their patterns.
+
+    Models that are compiled from now on use them, before the built-in ones. A file that is given
+    twice is used once. Of a folder, a file that does not load is one warning, and the others load;
+    with ``strict`` it raises, and nothing is added.
+
+    Raises:
+        PatternError: ``path`` does not exist, or the one file that it names does not load.
+    """
+    path = Path(path).resolve()
+    found: list[Pattern] = []
+    good: list[Path] = []
+    for file in _expand(path):
+        try:
+            found += load_file(file)
+            good.append(file)
+        except PatternError as error:
+            if strict or file == path:
+                raise
+            _warn(error)
+    _registered.update(dict.fromkeys(good))
+    return tuple(found)
+
+
+def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, ...]:
+    """All patterns in use, higher priority first. An edited file is read again.
+
+    Without ``strict``, a file that does not load is one warning, and the others load.
+
+    Raises:
+        PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
+    """
+    found: list[Pattern] = []
+    for file in files(extra):
+        try:
+            found += load_file(file)
+        except PatternError as error:
+            if strict:
+                raise
+            _warn(error)
+    return tuple(sorted(found, key=lambda p: -p.priority))
+
+
+def _warn(error: PatternError) -> None:
+    _warn_once(f"{error}. The file is left out; the others are used")
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
+    """All pattern files in use, each once, in the order in which they are tried (cache keys cover
+    their content). ``extra`` are files and folders.
+
+    Raises:
+        PatternError: a file or folder of ``extra`` does not exist.
+    """
+    given = [file for path in extra for file in _expand(Path(path))]
+    ordered = (*given, *_registered, *_installed(), *sorted(builtin_folder().glob("*.py")))
+    unique: dict[Path, Path] = {}
+    for file in ordered:
+        unique.setdefault(file.resolve(), file)
+    return tuple(unique.values())
+
+
+def _expand(path: Path) -> list[Path]:
+    """A file, or the pattern files of a folder."""
+    if path.is_dir():
+        found = [p for p in sorted(path.glob("*.py")) if p.name != "__init__.py"]
+        if not found:
+            raise PatternError(f"no pattern files (*.py) in the folder {path}")
+        return found
+    if not path.is_file():
+        raise PatternError(f"no such pattern file: {path}")
+    return [path]
+
+
+@functools.lru_cache(maxsize=1)
+def _installed() -> tuple[Path, ...]:
+    """Pattern files of installed packages. An entry point's value is a module, or a package, whose
+    modules then all are pattern files; it is found, not imported."""
+    found: list[Path] = []
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            spec = importlib.util.find_spec(point.value)
+            origin = Path((spec.origin if spec else None) or f"module {point.value}")
+            found += _expand(origin.parent if origin.name == "__init__.py" else origin)
+        except Exception as error:  # another package's mistake must not stop a compile
+            logger.debug("entry point %s", point.name, exc_info=True)
+            _warn_once(f"entry point {point.name} = {point.value} of {ENTRY_POINTS}: {error}")
+    return tuple(found)

@@ -1,0 +1,283 @@
+"""A plain torch function becomes a semantic op: schema, fake, decomposition and gradient.
+
+A pattern's author writes what the idiom *means* as an elementwise torch function of tensors and,
+where annotated ``float``, numbers::
+
+    def mish_glu(gate, up): return F.mish(gate) * up
+
+and gets ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, both of which joint graphs show
+as one node. The digest is of the file's content: an edited file has another op and other cache
+keys, and two files never share one by accident. The gradient is torch's own, of the meaning, unless
+the author gives one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from coda_inductor.errors import PatternError
+from coda_inductor.matching import Match, value
+from coda_inductor.semantic import DEFINITIONS, LIB, NAMES
+
+#: Where the loader leaves the digest of a file's content, for the functions defined in it.
+DIGEST = "__coda_digest__"
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)
+
+
+class Signature:
+    """The parameters of a meaning: tensors, and numbers where annotated ``float``.
+
+    Attributes:
+        names: all of them, in order.
+        tensors: those that are tensors, in order.
+
+    Raises:
+        PatternError: a default value, ``*args``, a keyword-only parameter, or no tensor at all.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
+            plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if not plain or parameter.default is not parameter.empty:
+                raise PatternError(
+                    f"meaning {function.__name__}: parameter {parameter} must be a plain one, "
+                    "without a default (a number that varies is a parameter annotated float)"
+                )
+        self.names = tuple(p.name for p in parameters)
+        numbers = (float, int, "float", "int")
+        self.tensors = tuple(p.name for p in parameters if p.annotation not in numbers)
+        if not self.tensors:
+            raise PatternError(f"meaning {function.__name__}: no parameter is a tensor")
+
+    def is_number(self, name: str) -> bool:
+        """Is this parameter a number?"""
+        return name not in self.tensors
+
+    def schema(self, name: str) -> str:
+        """The schema of the op."""
+        return f"{name}({self._arguments()}) -> Tensor"
+
+    def backward_schema(self, name: str) -> str:
+        """The schema of its gradient: one flag and one result for each tensor."""
+        needs = ", ".join(f"bool need_{t}" for t in self.tensors)
+        results = ", ".join("Tensor" for _ in self.tensors)
+        return f"{name}_backward(Tensor dy, {self._arguments()}, {needs}) -> ({results})"
+
+    def _arguments(self) -> str:
+        return ", ".join(f"{'float' if self.is_number(n) else 'Tensor'} {n}" for n in self.names)
+
+
+def define(
+    name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
+) -> torch._ops.OpOverload:
+    """The semantic op of ``meaning``, made on the first call for its name and content.
+
+    Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.
+    ``gradient(dy, *parameters)`` returns one gradient for each tensor parameter; without it, it is
+    torch's vector-Jacobian product of ``meaning``. Gradients are typed like their inputs; one that
+    is not needed comes back as an empty tensor.
+
+    Raises:
+        PatternError: the meaning closes over variables, or has parameters that an op cannot have.
+    """
+    if meaning.__closure__:
+        raise PatternError(
+            f"meaning {meaning.__name__} closes over {', '.join(meaning.__code__.co_freevars)}: "
+            "make them parameters or module constants"
+        )
+    signature = Signature(meaning)
+    op_name = f"{name}_{_digest(name, meaning)}"
+    known = getattr(torch.ops.coda_inductor, op_name, None)
+    if known is not None:
+        return known.default
+    meaning = _in_one_dtype(meaning)
+    definition = _backward_definition(meaning, gradient, signature)
+    forward = _register(signature.schema(op_name), meaning, meaning)
+    backward = _register(
+        signature.backward_schema(op_name), definition, _empty_gradients(signature)
+    )
+    NAMES[forward], NAMES[backward] = name, f"{name}_backward"
+    _register_autograd(op_name, backward, signature)
+    return forward
+
+
+def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with all tensors in their promoted dtype: the matcher looks through casts, and
+    the op must not compute anything in a narrower type than the idiom did."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
+        wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        return function(*tree_map(_to(wide), arguments), **tree_map(_to(wide), named))
+
+    return call
+
+
+def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda a: a.to(dtype) if isinstance(a, Tensor) else a
+
+
+def _register(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    name = schema.split("(", maxsplit=1)[0]
+    LIB.define(schema, tags=_TAGS)
+    LIB.impl(name, _fresh(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"coda_inductor::{name}", fake, lib=LIB)
+    op = getattr(torch.ops.coda_inductor, name).default
+    DEFINITIONS[op] = function
+    return op
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, its results in memory of their own: an op may not return one of its inputs, and
+    a gradient such as that of ``gate + up`` is one."""
+
+    def call(*arguments: Any) -> Any:
+        taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
+        with _isolated():
+            results = function(*arguments)
+            return tree_map(lambda r: r.clone() if _storage(r) in taken else r, results)
+
+    return call
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """As if called at top level: a dispatch mode around the call has seen the op, and in its
+    handler functorch's keys are off, without which there is no gradient inside a kernel."""
+    full = torch._C._dispatch_keyset_full()
+    include = torch._C._dispatch_tls_local_include_set()
+    with (
+        torch.no_grad(),
+        _disable_current_modes(),
+        torch._C._ForceDispatchKeyGuard(include, full - full),
+    ):
+        yield
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _digest(name: str, meaning: Callable[..., Any]) -> str:
+    content = meaning.__globals__.get(DIGEST)
+    if content is None:  # not from a pattern file: a test, a notebook
+        source = inspect.getsourcefile(meaning)
+        known = source is not None and Path(source).is_file()
+        content = Path(str(source)).read_bytes().hex() if known else repr(meaning.__code__.co_code)
+    code = meaning.__code__
+    unique = (name, content, meaning.__qualname__, code.co_firstlineno, repr(code.co_consts))
+    return hashlib.sha256(repr(unique).encode()).hexdigest()[:8]
+
+
+def _split(signature: Signature, arguments: tuple[Any, ...]) -> tuple[dict[str, Any], list[bool]]:
+    count = len(signature.names)
+    return dict(zip(signature.names, arguments[:count], strict=True)), list(arguments[count:])
+
+
+def _backward_definition(
+    meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None, signature: Signature
+) -> Callable[..., Any]:
+    def backward(dy: Tensor, *arguments: Any) -> Any:
+        bound, needs = _split(signature, arguments)
+        wanted = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
+        if gradient is not None:
+            given: Any = _in_one_dtype(gradient)(dy, *bound.values())
+            given = (given,) if isinstance(given, Tensor) else given
+            found = dict(zip(signature.tensors, given, strict=True))
+        elif wanted:
+            pull = torch.func.vjp(
+                lambda *tensors: meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))}),
+                *(bound[n] for n in wanted),
+            )[1]
+            found = dict(zip(wanted, pull(dy), strict=True))
+        results = tuple(
+            found[n].to(bound[n].dtype) if n in wanted else bound[n].new_empty(0)
+            for n in signature.tensors
+        )
+        return results[0] if len(results) == 1 else results
+
+    return backward
+
+
+def _empty_gradients(signature: Signature) -> Callable[..., Any]:
+    def fake(_dy: Tensor, *arguments: Any) -> Any:
+        bound, needs = _split(signature, arguments)
+        results = tuple(
+            torch.empty_like(bound[n]) if need else bound[n].new_empty(0)
+            for n, need in zip(signature.tensors, needs, strict=True)
+        )
+        return results[0] if len(results) == 1 else results
+
+    return fake
+
+
+def _register_autograd(name: str, backward: torch._ops.OpOverload, signature: Signature) -> None:
+    tensors = [i for i, n in enumerate(signature.names) if not signature.is_number(n)]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's)
+        ctx.save_for_backward(*(inputs[i] for i in tensors))
+        ctx.numbers = {i: v for i, v in enumerate(inputs) if i not in tensors}
+
+    def differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        arguments = {**ctx.numbers, **dict(zip(tensors, ctx.saved_tensors, strict=True))}
+        needs = [ctx.needs_input_grad[i] for i in tensors]
+        found = backward(dy, *(arguments[i] for i in range(len(arguments))), *needs)
+        found = (found,) if isinstance(found, Tensor) else found
+        of = {i: g if n else None for i, g, n in zip(tensors, found, needs, strict=True)}
+        return tuple(of.get(i) for i in range(len(arguments)))
+
+    torch.library.register_autograd(
+        f"coda_inductor::{name}", differentiate, setup_context=save, lib=LIB
+    )
+
+
+def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
+    """From a match to the op's arguments: what the idiom bound, in the meaning's order."""
+
+    def arguments(match: Match) -> tuple[Any, ...]:
+        return tuple(
+            float(match.bound[n]) if signature.is_number(n) else match.bound[n]
+            for n in signature.names
+        )
+
+    return arguments
+
+
+def elementwise(signature: Signature) -> Callable[[Match], str | None]:
+    """The side condition of every meaning: floating tensors of one shape, constant numbers."""
+
+    def condition(match: Match) -> str | None:
+        shapes = {}
+        for name in signature.names:
+            bound = match.bound[name]
+            if signature.is_number(name):
+                if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+                    return f"{name} is not a constant number"
+                continue
+            tensor = value(bound)
+            if not isinstance(tensor, Tensor):
+                return f"{name} is not a tensor"
+            if not tensor.is_floating_point():
+                return f"{name} is {tensor.dtype}, not a floating type"
+            shapes[name] = tensor.shape
+        if any(shape != shapes[signature.tensors[0]] for shape in shapes.values()):
+            said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            return f"{said} differ in shape"
+        return None
+
+    return condition

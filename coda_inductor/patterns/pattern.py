@@ -1,0 +1,104 @@
+"""What a pattern file defines: an idiom in its spellings, and what it means."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coda_inductor.errors import PatternError
+from coda_inductor.matching import Idiom, Match
+from coda_inductor.patterns.meaning import Signature, arguments_of, define, elementwise
+
+#: A side condition: None if it holds, else the reason why the pattern must not fire.
+Condition = Callable[[Match], "str | None"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An idiom in its spellings, and what it means: an elementwise torch function or a semantic op.
+
+    With ``meaning``, that is all: the semantic op, its gradient, its arguments and the conditions
+    that tensors have one shape and numbers are constant follow from it.
+
+    Attributes:
+        name: what counters, logs and ``options["disable"]`` call it; an identifier.
+        idioms: plain PyTorch functions, one a spelling, most specific first. With ``meaning``,
+            their parameters have its names; without any, the meaning is the only spelling.
+        op: the semantic op, an OpOverload of ``coda_inductor.semantic``.
+        arguments: a function from a match to the op's arguments (graph nodes and literals).
+        conditions: checked in order; the first reason wins and is shown to the user.
+        result: index of the op's output that replaces the idiom, or None for a single output.
+        priority: patterns with a higher number are tried first.
+        identities: returns sympy pairs (left, right), expressions or matrices, that must be equal.
+        meaning: an elementwise torch function of tensors of one shape, and of numbers where a
+            parameter is annotated ``float``; instead of ``op`` and ``arguments``.
+        gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
+            derivative of ``meaning``. Without it the gradient is derived.
+        example: values for parameters of the idioms: a shape for a tensor, or a number. What is
+            not given is derived from ``meaning``; an ``op`` needs it to be compared with idioms.
+        rules: names of the matrix identities that rewriting it rests on ("R1" to "R6").
+
+    Raises:
+        PatternError: when made with a name that is none, or not exactly one of op and meaning.
+    """
+
+    name: str
+    idioms: tuple[Callable[..., Any], ...] = ()
+    op: Any = None
+    arguments: Any = None
+    conditions: tuple[Condition, ...] = ()
+    result: int | None = None
+    priority: int = 0
+    identities: Callable[[], Sequence[tuple[Any, Any]]] | None = None
+    meaning: Callable[..., Any] | None = None
+    gradient: Callable[..., Any] | None = None
+    example: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not str(self.name).isidentifier():
+            raise PatternError(f"pattern name {self.name!r} must be an identifier, as my_gate")
+        if (self.op is None) == (self.meaning is None):
+            raise PatternError(
+                f"pattern {self.name}: give either meaning (a torch function) or op (a semantic op)"
+            )
+        for what in ("idioms", "conditions", "rules"):
+            if not isinstance(getattr(self, what), (tuple, list)):
+                raise PatternError(f"pattern {self.name}: {what} must be a tuple, as (first,)")
+        if self.meaning is not None:
+            self._define()
+        elif self.arguments is None or not self.idioms:
+            raise PatternError(f"pattern {self.name}: with op, give idioms and arguments too")
+
+    def _define(self) -> None:
+        """Fill in what follows from the meaning."""
+        assert self.meaning is not None
+        if self.arguments is not None or self.result is not None:
+            raise PatternError(f"pattern {self.name}: arguments and result go with op, not meaning")
+        signature = Signature(self.meaning)
+        self._set(
+            idioms=tuple(self.idioms) or (self.meaning,),
+            op=define(self.name, self.meaning, self.gradient),
+            arguments=arguments_of(signature),
+            conditions=(elementwise(signature), *self.conditions),
+        )
+
+    def _set(self, **fields: Any) -> None:
+        for name, item in fields.items():
+            object.__setattr__(self, name, item)  # it is frozen
+
+    @functools.cached_property
+    def traced(self) -> tuple[Idiom, ...]:
+        """The idioms as the matcher reads them."""
+        return tuple(Idiom(function) for function in self.idioms)
+
+    def call(self, *arguments: Any) -> Any:
+        """The semantic op on ``arguments``; its output that replaces the idiom."""
+        found = self.op(*arguments)
+        return found if self.result is None else found[self.result]
+
+    def refusal(self, match: Match) -> str | None:
+        """The first side condition that does not hold, or None."""
+        return next((why for c in self.conditions if (why := c(match)) is not None), None)

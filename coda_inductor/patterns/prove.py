@@ -1,0 +1,211 @@
+"""What a pattern owes, and its proof.
+
+- Each idiom equals the meaning (or the semantic op's definition, at the pattern's example).
+- A gradient that is given equals the derivative of the meaning, wherever that has one.
+- The pairs that ``identities`` returns are equal, and so are those of the named rules.
+
+Nothing here looks at the side conditions: that they suffice for what the op cannot know (shapes,
+dtypes) is the author's claim, which ``python -m coda_inductor check`` tries on the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.errors import PatternError
+from coda_inductor.matching import Match, normalize
+from coda_inductor.patterns.equal import difference
+from coda_inductor.patterns.formulas import Row, called, expression, number
+from coda_inductor.patterns.meaning import Signature
+from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.patterns.rules import RULES
+from coda_inductor.semantic import DEFINITIONS
+
+_COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that must be equal. ``kinks``: also at the points where a condition changes."""
+
+    what: str
+    left: Any
+    right: Any
+    kinks: bool = True
+
+
+def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Prove everything that ``pattern`` owes; returns what was proven, a line each.
+
+    ``step`` is told each claim before its proof starts.
+
+    Raises:
+        PatternError: a claim is refuted or could not be proven; it shows the difference that is
+            left. Or the pattern claims nothing that can be proven.
+    """
+    proven = []
+    for claim in claims(pattern):
+        step(claim.what)
+        rest = difference(claim.left, claim.right, kinks=claim.kinks)
+        if rest is not None:
+            raise PatternError(f"pattern {pattern.name}: {claim.what}: {rest}")
+        proven.append(claim.what)
+    if not proven:
+        raise PatternError(
+            f"pattern {pattern.name}: nothing to prove. Give example, so that the idioms are "
+            "compared with the definition of the op, or identities"
+        )
+    return proven
+
+
+def claims(pattern: Pattern) -> Iterator[Claim]:
+    """Everything that ``pattern`` owes.
+
+    Raises:
+        PatternError: an idiom cannot be traced or matched, or has other parameters than the
+            meaning; a rule or a formula is not known.
+    """
+    for idiom in pattern.idioms:
+        _check_matchable(idiom)
+    if pattern.meaning is not None:
+        yield from _of_meaning(pattern)
+    elif pattern.example:
+        yield from _of_op(pattern)
+    if pattern.identities is not None:
+        for i, (left, right) in enumerate(pattern.identities(), 1):
+            yield Claim(f"identity {i}", left, right)
+    for name in pattern.rules:
+        if name not in RULES:
+            raise PatternError(
+                f"pattern {pattern.name}: no rule is called {name!r}; known are {', '.join(RULES)}"
+            )
+        for left, right in RULES[name]():
+            yield Claim(f"rule {name}", left, right)
+
+
+def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
+    assert pattern.meaning is not None
+    signature = Signature(pattern.meaning)
+    symbols = {name: sympy.Symbol(name, real=True) for name in signature.names}
+    meaning = expression(pattern.meaning, symbols)
+    for idiom in pattern.idioms:
+        names = parameters(idiom)
+        if set(names) != set(signature.names):
+            raise PatternError(
+                f"pattern {pattern.name}: idiom {idiom.__name__} takes {', '.join(names)}; the "
+                f"meaning {pattern.meaning.__name__} takes {', '.join(signature.names)}"
+            )
+        if idiom is pattern.meaning:
+            yield Claim(f"{idiom.__name__} has a formula", meaning, meaning)
+            continue
+        what = f"{idiom.__name__} = {pattern.meaning.__name__}"
+        yield Claim(what, expression(idiom, symbols), meaning)
+    if pattern.gradient is None:
+        return
+    dy = sympy.Symbol("dy", real=True)
+    names = parameters(pattern.gradient)
+    if len(names) != 1 + len(signature.names):
+        raise PatternError(
+            f"pattern {pattern.name}: gradient takes dy and then {', '.join(signature.names)}"
+        )
+    bound = dict(zip(names, (dy, *symbols.values()), strict=True))
+    given = expression(pattern.gradient, bound)
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    if len(given) != len(signature.tensors):
+        raise PatternError(
+            f"pattern {pattern.name}: gradient returns {len(given)} values, one each is wanted for "
+            f"{', '.join(signature.tensors)}"
+        )
+    for name, have in zip(signature.tensors, given, strict=True):
+        want = dy * sympy.diff(meaning, symbols[name])
+        yield Claim(f"gradient with respect to {name}", have, want, kinks=False)
+
+
+def _of_op(pattern: Pattern) -> Iterator[Claim]:
+    """Each idiom against the definition of the op, on symbols in place of the example's tensors."""
+    rows = torch.Tag.pointwise not in pattern.op.tags
+    definition = DEFINITIONS.get(pattern.op)
+    if definition is None:
+        raise PatternError(
+            f"pattern {pattern.name}: {pattern.op} is no semantic op of coda_inductor"
+        )
+    for idiom in pattern.idioms:
+        names = parameters(idiom)
+        if missing := [n for n in names if n not in pattern.example]:
+            raise PatternError(
+                f"pattern {pattern.name}: example has no {', '.join(missing)}, which idiom "
+                f"{idiom.__name__} takes"
+            )
+        symbols = {n: _symbol(n, pattern.example[n], rows) for n in names}
+        match, nodes = stand_in(names, pattern.example)
+        arguments = [
+            symbols[nodes[a]] if isinstance(a, Node) else _literal(a)
+            for a in pattern.arguments(match)
+        ]
+        definition_names = parameters(definition)
+        given = dict(zip(definition_names, arguments, strict=True))
+        means = expression(definition, given)
+        means = means if pattern.result is None else means[pattern.result]
+        yield Claim(f"{idiom.__name__} = {pattern.op}", expression(idiom, symbols), means)
+
+
+def _symbol(name: str, example: Any, rows: bool) -> Any:
+    if not isinstance(example, (tuple, list)):
+        return number(example)
+    if rows:
+        return Row(sympy.symbols(f"{name}_0:{_COLUMNS}", real=True))
+    return sympy.Symbol(name, real=True)
+
+
+def _literal(item: Any) -> Any:
+    plain = item is None or isinstance(item, (bool, torch.dtype))
+    return item if plain else sympy.sympify(number(item))
+
+
+def stand_in(names: tuple[str, ...], example: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+    """A match that binds ``names`` as in an example: its numbers, and for each tensor a node with a
+    float64 value. Also returns the parameter that each node stands for."""
+    graph, nodes, bound = Graph(), {}, {}
+    result: Any = None
+    for name in names:
+        shape = example[name]
+        if not isinstance(shape, (tuple, list)):
+            bound[name] = shape
+            continue
+        node = graph.placeholder(name)
+        node.meta["example_value"] = torch.empty(tuple(shape), dtype=torch.float64, device="meta")
+        result = node if result is None else result
+        nodes[node], bound[name] = name, node
+    return Match(result, bound), nodes
+
+
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a plain function's parameters."""
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
+def _check_matchable(idiom: Callable[..., Any]) -> None:
+    """An idiom that the matcher cannot read would never fire, silently."""
+    try:
+        graph = torch.fx.symbolic_trace(idiom).graph
+    except Exception as error:
+        raise PatternError(
+            f"idiom {idiom.__name__} cannot be traced: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(graph.output_node().args[0], Node):
+        raise PatternError(f"idiom {idiom.__name__} must return one tensor")
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and normalize(node) is None:
+            raise PatternError(
+                f"idiom {idiom.__name__} uses {called(node)}, which the matcher cannot read: "
+                "write it without in-place forms and unusual options"
+            )
+        if node.op == "placeholder" and not node.users:
+            raise PatternError(f"idiom {idiom.__name__} does not use its parameter {node.target}")

@@ -1,0 +1,141 @@
+"""May a file be loaded? Its proof, made once for each content, where a hang harms nobody.
+
+A file that nobody has seen is run and proven in a process of its own, which is ended when its time
+is up; only then is it run in this one. The verdict is remembered by the content of the file and of
+the prover: in this process, and for proven files on disk (``proofs/`` in the cache directory). The
+built-in files' verdicts are shipped in ``proven.json``, so that they cost nothing; a test keeps it
+true, and an edited built-in is proven like any other file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import sympy
+import torch
+
+from coda_inductor.cache_dir import cache_dir
+from coda_inductor.errors import PatternError
+from coda_inductor.patterns.source import Source
+
+#: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
+LIMIT = 20.0
+_START = 60  # seconds for a process to import torch, on a busy machine
+_FOLDER = Path(__file__).resolve().parent
+SHIPPED = _FOLDER / "proven.json"
+
+_refused: dict[tuple[str, str], str] = {}
+_proven: set[str] = set()
+
+
+def require_proof(source: Source) -> None:
+    """Return if the file is proven, now or before.
+
+    Raises:
+        PatternError: it cannot be run or proven, or takes longer than :data:`LIMIT`.
+    """
+    key = _key(source)
+    if source.digest in _shipped() or key in _proven:
+        return
+    if (refusal := _refused.get((key, str(source.path)))) is not None:
+        raise PatternError(refusal)
+    if not (_folder() / key).is_file():
+        refusal = _prove_elsewhere(source)
+        if refusal is not None:
+            _refused[key, str(source.path)] = refusal
+            raise PatternError(refusal)
+    record(source)
+
+
+def record(source: Source) -> None:
+    """Remember that the file is proven."""
+    key = _key(source)
+    _proven.add(key)
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).write_text(f"{source.path.name} is proven\n")
+    except OSError:
+        pass  # a cache that cannot be written costs time, no correctness
+
+
+def _folder() -> Path:
+    return cache_dir() / "proofs"
+
+
+def _key(source: Source) -> str:
+    return hashlib.sha256(f"{source.digest} {_prover()}".encode()).hexdigest()
+
+
+def _prove_elsewhere(source: Source) -> str | None:
+    """Why the file is refused, or None."""
+    limit = time_limit()
+    command = [
+        sys.executable,
+        "-m",
+        "coda_inductor.patterns.worker",
+        str(source.path),
+        source.digest,
+    ]
+    package = str(_FOLDER.parent.parent)
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(  # noqa: S603 (our own module)
+            command, env=environment, capture_output=True, text=True, check=False,
+            timeout=_START + limit, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"{source.path}: {too_slow('it did not answer')}"
+    except OSError as error:
+        return f"{source.path}: no process could be started to prove it: {error}"
+    lines = done.stdout.splitlines()
+    try:
+        answer = json.loads(lines[-1])
+        return answer["refused"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        return f"{source.path}: the process that proves it ended with {done.returncode}: {said}"
+
+
+def time_limit() -> float:
+    """Seconds that one file may take.
+
+    Raises:
+        PatternError: ``CODA_PROOF_SECONDS`` is no positive number.
+    """
+    text = os.environ.get("CODA_PROOF_SECONDS", str(LIMIT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise PatternError(f"CODA_PROOF_SECONDS={text!r} must be a positive number")
+    return seconds
+
+
+def too_slow(doing: str) -> str:
+    """The refusal of a file that takes too long."""
+    return (
+        f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the "
+        "meaning with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _prover() -> str:
+    """What a proof depends on besides the file."""
+    sources = sorted((*_FOLDER.glob("*.py"), _FOLDER.parent / "semantic.py",
+                      *_FOLDER.parent.glob("matching/*.py")))  # fmt: skip
+    text = "".join(hashlib.sha256(p.read_bytes()).hexdigest() for p in sources)
+    return f"{text} {sympy.__version__} {torch.__version__}"
+
+
+@functools.lru_cache(maxsize=1)
+def _shipped() -> frozenset[str]:
+    return frozenset(json.loads(SHIPPED.read_text()).values()) if SHIPPED.is_file() else frozenset()

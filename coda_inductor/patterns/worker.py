@@ -1,0 +1,91 @@
+"""The process that runs and proves one file: ``python -m ...worker FILE DIGEST``.
+
+Its last line of output is ``{"refused": why or null}``. It ends itself when its time is up; the
+alarm interrupts Python code, also sympy's, and the parent's own limit is for what it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from coda_inductor.errors import PatternError
+from coda_inductor.patterns.pattern import Pattern
+from coda_inductor.patterns.prove import prove
+from coda_inductor.patterns.source import Source, read, run
+from coda_inductor.patterns.verdict import time_limit, too_slow
+
+
+class _TooSlowError(BaseException):
+    """Not an Exception: a file's own handlers must not catch it."""
+
+
+Told = Callable[[str, str], None]
+
+
+def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
+    """Run a file and prove its patterns, in this thread, which must be the main one.
+
+    ``told`` is called with (pattern, claim) before the proof of each.
+
+    Raises:
+        PatternError: it does not run, is not proven, or takes more than ``time_limit()`` seconds.
+    """
+    doing = "running the file"
+
+    def step(pattern: str, claim: str) -> None:
+        nonlocal doing
+        doing = f"proving {pattern}: {claim}"
+        told(pattern, claim)
+
+    def alarm(_number: int, _frame: FrameType | None) -> None:
+        raise _TooSlowError
+
+    timed = hasattr(signal, "SIGALRM")
+    before = signal.signal(signal.SIGALRM, alarm) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, time_limit())
+        found = list(run(source))
+        for pattern in found:
+            try:
+                prove(pattern, functools.partial(step, pattern.name))
+            except PatternError as error:
+                raise PatternError(f"{source.path}: {error}") from error
+        return found
+    except _TooSlowError:
+        raise PatternError(f"{source.path}: {too_slow(doing)}") from None
+    except PatternError:
+        raise
+    except Exception as error:
+        raise PatternError(
+            f"{source.path}: {type(error).__name__} while {doing}: {error}"
+        ) from error
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def main(path: str, digest: str) -> str | None:
+    """Why the file is refused, or None."""
+    try:
+        source = read(Path(path))
+        if source.digest != digest:
+            return f"{path}: it changed while it was being loaded"
+        patterns_of(source)
+    except PatternError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # a file's own prints are no answer
+        _refused = main(*sys.argv[1:])
+    print(json.dumps({"refused": _refused}), flush=True)  # noqa: T201 (the answer)

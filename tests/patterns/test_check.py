@@ -1,0 +1,184 @@
+"""``python -m coda_inductor check``: what it says and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gates import MISH, SQUARED_SIGMOID, SWISH, write
+
+from coda_inductor import patterns
+from coda_inductor.__main__ import main
+from coda_inductor.cli import device, speed, steps, trial
+from coda_inductor.patterns.source import read, run
+
+
+@pytest.fixture(autouse=True)
+def _proven_in_this_process(prove_here):
+    """A process for each file would take seconds."""
+
+
+def results(path: str, capsys) -> tuple[int, dict[str, dict]]:
+    code = main(["check", "--json", path])
+    found = json.loads(capsys.readouterr().out)
+    return code, {r["check"]: r for r in found}
+
+
+@pytest.mark.parametrize("text", [SWISH, SQUARED_SIGMOID], ids=["gate", "activation"])
+def test_good_file_passes_every_check(text, tmp_path, capsys):
+    code, found = results(write(tmp_path, text), capsys)
+    assert code == 0
+    failed = {name: r["detail"] for name, r in found.items() if r["outcome"] == "fail"}
+    assert not failed
+    kinds = {name.split()[0] for name in found}
+    assert kinds >= {"proof", "match", "fires", "float64", "gradcheck", "kernel", "GPU"} - (
+        {"GPU"} if torch.cuda.is_available() else set()
+    )
+    sources = [source for _, source in found["kernel source"]["listings"]]
+    assert len(sources) == 2  # forward and backward
+    assert all("def epilogue(acc" in source for source in sources)
+
+
+def test_wrong_idiom_fails_with_what_is_left(tmp_path, capsys):
+    text = MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus")
+    path = write(tmp_path, text)
+    code, found = results(path, capsys)
+    assert code == 1
+    assert found["proof"]["outcome"] == "fail"
+    assert (
+        f"{path}: pattern mish_glu: spelled_out = mish_glu: they differ" in found["proof"]["detail"]
+    )
+
+
+def test_file_that_does_more_than_a_pattern_is_not_run(tmp_path, capsys):
+    code, found = results(write(tmp_path, f"import os\n{MISH}"), capsys)
+    assert code == 1
+    assert "it imports os" in found["proof"]["detail"]
+
+
+def test_missing_file_fails(tmp_path, capsys):
+    code, found = results(str(tmp_path / "gone.py"), capsys)
+    assert code == 1
+    assert "no such pattern file" in found["proof"]["detail"]
+
+
+def test_good_file_after_a_bad_one_is_still_checked(tmp_path, capsys):
+    good, bad = write(tmp_path, MISH), write(tmp_path, "PATTERN = 1 / 0", "bad.py")
+    assert main(["check", "--quiet", bad, good]) == 1
+    said = capsys.readouterr().out
+    assert "ZeroDivisionError" in said
+    assert "float64 mish_glu" in said
+
+
+def test_text_reads_well_without_a_terminal(tmp_path, capsys):
+    path = write(tmp_path, SQUARED_SIGMOID)
+    assert main(["check", path]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said  # no colours, no cursor movements
+    assert "def epilogue(acc" in said
+    assert "all passed" in said
+    assert "proof" in said
+
+
+def load(path: str):
+    (pattern,) = patterns.load_file(path)
+    return pattern
+
+
+def outcomes(pattern, path) -> dict[str, steps.Result]:
+    return {r.check: r for r in steps._try(pattern, path, lambda what: None)}
+
+
+def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
+    """Each step fails when what it checks is broken: here the pattern is not used at all."""
+    path = write(tmp_path, MISH)
+    pattern = load(path)
+    monkeypatch.setattr(trial, "raise_pass", lambda *args: None)
+    found = outcomes(pattern, path)
+    assert found["match mish_glu"].outcome == "fail"
+    assert found["fires mish_glu"].outcome == "fail"
+    assert found["kernel source"].outcome == "fail"
+    assert found["float64 mish_glu"].outcome == "pass"
+
+
+def test_rewriting_that_changes_a_number_fails(tmp_path, monkeypatch):
+    def off_by_little(*args, **options):
+        ours, eager = trial.try_out(*args, **options)
+        ours.gradients[-1] += 1e-9 * ours.gradients[-1].abs().max()
+        return ours, eager
+
+    monkeypatch.setattr(steps, "try_out", off_by_little)
+    path = write(tmp_path, SQUARED_SIGMOID)
+    assert outcomes(load(path), path)["float64 squared_sigmoid"].outcome == "fail"
+
+
+def test_wrong_gradient_fails_gradcheck(tmp_path):
+    text = SWISH.replace("return dy * up", "return 1.01 * dy * up")
+    path = write(tmp_path, text)
+    (unproven,) = run(read(Path(path)))  # a proof would have refused it
+    found = {r.check: r for r in steps._gradcheck(unproven)}
+    assert found["gradcheck"].outcome == "fail"
+
+
+def test_what_gemms_do_not_absorb_is_said(tmp_path):
+    """A fifth power has no epilogue step: alone nothing fires, behind a sigmoid that part does."""
+    alone = write(tmp_path, SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "x ** 5"))
+    found = outcomes(load(alone), alone)["fires squared_sigmoid"]
+    assert found.outcome == "fail"
+    assert "no GEMM absorbs squared_sigmoid" in found.detail
+    part = SQUARED_SIGMOID.replace("torch.sigmoid(x) ** 2", "torch.sigmoid(x) ** 5")
+    path = write(tmp_path, part, "part.py")
+    found = outcomes(load(path), path)["fires squared_sigmoid"]
+    assert "left to Inductor: aten.pow.Tensor_Scalar" in found.detail
+    whole = write(tmp_path, SQUARED_SIGMOID)
+    assert "left" not in outcomes(load(whole), whole)["fires squared_sigmoid"].detail
+
+
+def test_measurement_on_a_device(tmp_path, monkeypatch):
+    """What runs on a GPU, on the CPU and small: every variant computes the layer, and is timed."""
+    path = write(tmp_path, MISH)
+    monkeypatch.setattr(device.torch, "compile", lambda module, **options: module)
+    pattern = load(path)
+    layer = device.Layer(pattern, pattern.idioms[0], path, torch.device("cpu"), sizes=(16, 8, 8))
+    found = device.errors(layer)
+    assert found.keys() == {"eager", "torch.compile", "coda"}
+    assert all(0 < error < 0.05 for error in found.values())
+    taken = device.times(layer, rounds=2)
+    assert taken.keys() == {"forward", "forward and backward"}
+    assert all(ms > 0 for times in taken.values() for ms in times.values())
+
+
+def test_refusal_in_the_example_is_said(tmp_path):
+    """A condition that does not hold there: of a meaning it is a failure, with the reason."""
+    extra = 'meaning=squared_sigmoid, conditions=(lambda m: "not today",)'
+    path = write(tmp_path, SQUARED_SIGMOID.replace("meaning=squared_sigmoid", extra))
+    found = outcomes(load(path), path)
+    assert found["fires squared_sigmoid"].outcome == "fail"
+    assert "Refused: squared_sigmoid at" in found["fires squared_sigmoid"].detail
+    assert "not today" in found["fires squared_sigmoid"].detail
+    (norm,) = patterns.load_file(patterns.builtin_folder() / "rms_norm.py")
+    refused = trial.Trial(torch.zeros(1), [], refused=["rms_norm at x: not today"])
+    assert steps._fired(norm, refused)[0] == "skip"
+    assert steps._fired(norm, trial.Trial(torch.zeros(1), []))[0] == "fail"
+
+
+def test_functions_take_turns():
+    calls: list[str] = []
+    taken = speed.medians({n: lambda n=n: calls.append(n) for n in "ab"}, rounds=2)
+    assert "".join(calls) == "ab" * 5
+    assert taken.keys() == {"a", "b"}
+
+
+def test_command_line(tmp_path):
+    """The module runs as a program; wrong usage has an exit code of its own."""
+    missing = [sys.executable, "-m", "coda_inductor", "check", str(tmp_path / "gone.py")]
+    done = subprocess.run(missing, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "no such pattern file" in done.stdout
+    with pytest.raises(SystemExit) as caught:
+        main(["no such command"])
+    assert caught.value.code == 2

@@ -1,0 +1,338 @@
+"""Where pattern files come from, what refuses to load, and that a bad file harms no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import coda_inductor
+from coda_inductor import PatternError, patterns
+from coda_inductor.debug import Recorder
+from coda_inductor.joint import JointPass
+from coda_inductor.options import parse
+from coda_inductor.patterns import lint, loading, verdict, worker
+from coda_inductor.patterns.source import read, run
+
+GATE = """
+import torch
+from coda_inductor import Pattern
+
+FACTOR = {factor}
+
+def meaning(gate, up):
+    return torch.sigmoid(gate) * up * FACTOR
+
+PATTERN = Pattern(name="{name}", meaning=meaning)
+"""
+HANGS = "from coda_inductor import Pattern\nwhile True:\n    pass\n"
+
+
+def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text.replace("{name}", name).replace("{factor}", str(factor)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+    """No files of other tests, and no verdicts."""
+    monkeypatch.setattr(loading, "_registered", {})
+    monkeypatch.setattr(verdict, "_proven", set())
+    monkeypatch.setattr(verdict, "_refused", {})
+    monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path / "cache")
+    loading._load.cache_clear()
+    loading._installed.cache_clear()
+    loading._warn_once.cache_clear()
+    yield
+    loading._installed.cache_clear()
+
+
+def names(found) -> list[str]:
+    return [p.name for p in found]
+
+
+BUILTIN = names(patterns.load())
+
+
+LOOKS_BAD = {
+    "os": ("import os", "it imports os"),
+    "subprocess": ("x = 1\nimport math, subprocess as s", "it imports subprocess"),
+    "from socket": ("from socket import socket", "it imports socket"),
+    "ctypes": ("def f():\n    import ctypes", "it imports ctypes"),
+    "relative": ("from . import helper", "it imports ."),
+    "through torch": ("from torch import os", "it imports os"),
+    "an extension": ("import torch.utils.cpp_extension", "it imports torch.utils.cpp_extension"),
+    "exec": ("exec('x = 1')", "it uses exec"),
+    "eval": ("y = (eval)('1')", "it uses eval"),
+    "open": ("open('file', 'w')", "it uses open"),
+    "import function": ("__import__('os')", "it uses __import__"),
+    "dunder": ("x = ().__class__.__bases__", "it uses .__bases__"),
+    "builtins": ("b = __builtins__", "it uses __builtins__"),
+    "attribute": ("import torch\ntorch.os.system('true')", "it uses .system"),
+    "getattr": ("import torch\ngetattr(torch, 'o' + 's')", "it uses getattr"),
+    "hub": ("import torch\ntorch.hub.load('a', 'b')", "it uses .load"),
+    "a file": ("import coda_inductor as c\nc.patterns.loading.Path('a')", "it uses .Path"),
+    "text": ("import sympy\nsympy.sqrt(\"__import__('os')\")", "it holds the text __import__"),
+    "async": ("async def f():\n    pass", "it is asynchronous"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_BAD)
+def test_file_that_does_more_than_a_pattern_is_not_run(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: "a process was started")
+    text, said = LOOKS_BAD[name]
+    marker = "RAN = coda_inductor.ran = True"
+    path = write(tmp_path / "bad.py", text=f"import coda_inductor\n{text}\n{marker}\n{GATE}")
+    line = 1 + len(text.splitlines())
+    if name in ("os", "def", "an extension"):
+        line = 2
+    with pytest.raises(PatternError) as caught:
+        patterns.load_file(path)
+    message = str(caught.value)
+    assert said in message
+    assert f"{path}:" in message
+    assert int(message.split(":")[1]) in (line, line - 1)
+    assert f"set {lint.TRUST}=1" in message
+    assert not hasattr(coda_inductor, "ran")
+    monkeypatch.setenv(lint.TRUST, "1")
+    lint.check(path, path.read_text())  # no objection
+
+
+def test_built_in_files_pass_the_lint():
+    for path in patterns.builtin_folder().glob("*.py"):
+        lint.check(path, path.read_text())
+
+
+def test_unreadable_files_are_named(tmp_path, prove_here):
+    path = tmp_path / "latin.py"
+    path.write_bytes(b"# \xe9\n")
+    with pytest.raises(PatternError, match=r"latin\.py: not a UTF-8 text"):
+        patterns.load_file(path)
+    with pytest.raises(PatternError, match=r"no such pattern file: .*gone\.py"):
+        patterns.load_file(tmp_path / "gone.py")
+    with pytest.raises(PatternError, match=r"cannot be read: "):
+        patterns.load_file(tmp_path)
+    for text in ("raise SystemExit(0)", "import sys_exit"):
+        with pytest.raises(PatternError, match=r"leaves\.py:1: "):
+            patterns.load_file(write(tmp_path / "leaves.py", text=text))
+
+
+SLOW = {
+    "while it runs": (HANGS, "running the file"),
+    "while it runs, and catches": (
+        "while True:\n    try:\n        pass\n    except Exception:\n        pass\n",
+        "running the file",
+    ),
+    "in its proof": (
+        GATE + "\ndef forever():\n    while True:\n        pass\n"
+        "PATTERN = Pattern(name='slow', meaning=meaning, identities=forever)\n",
+        "proving slow: meaning has a formula",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_file_is_refused_when_its_time_is_up(name, tmp_path, prove_here, monkeypatch):
+    monkeypatch.setenv("CODA_PROOF_SECONDS", "0.3")
+    text, said = SLOW[name]
+    path = write(tmp_path / "slow.py", text=text)
+    start = time.monotonic()
+    with pytest.raises(PatternError, match=r"takes longer than 0\.3 s") as caught:
+        patterns.load_file(path)
+    assert time.monotonic() - start < 3
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_time_limit_must_be_a_number(monkeypatch):
+    for text in ("soon", "0", "-3"):
+        monkeypatch.setenv("CODA_PROOF_SECONDS", text)
+        with pytest.raises(PatternError, match="CODA_PROOF_SECONDS"):
+            verdict.time_limit()
+
+
+def test_files_are_proven_in_a_process_of_their_own(tmp_path, monkeypatch):
+    """The real thing: a file that hangs is ended, a good one loads, and both are remembered."""
+    good, slow = write(tmp_path / "good.py"), write(tmp_path / "slow.py", text=HANGS)
+    monkeypatch.setenv("CODA_PROOF_SECONDS", "0.5")
+    with pytest.raises(PatternError, match=r"takes longer than 0\.5 s"):
+        patterns.load_file(slow)
+    monkeypatch.delenv("CODA_PROOF_SECONDS")
+    assert names(patterns.load_file(good)) == ["mine"]
+
+    def started(source):
+        raise AssertionError(f"{source.path} is proven again")
+
+    monkeypatch.setattr(verdict, "_prove_elsewhere", started)
+    with pytest.raises(PatternError, match=r"takes longer than 0\.5 s"):
+        patterns.load_file(slow)  # refused once, refused for this process
+    for forget in (loading._load.cache_clear, verdict._proven.clear):
+        forget()
+        assert names(patterns.load_file(good)) == ["mine"]
+    with pytest.raises(AssertionError, match="proven again"):  # another content
+        patterns.load_file(write(tmp_path / "good.py", factor=3.0))
+
+
+def test_process_that_dies_is_a_refusal(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdict.sys, "executable", "/bin/false")
+    with pytest.raises(PatternError, match="the process that proves it ended with 1"):
+        patterns.load_file(write(tmp_path / "a.py"))
+    monkeypatch.setattr(verdict.sys, "executable", str(tmp_path / "no python"))
+    with pytest.raises(PatternError, match="no process could be started"):
+        patterns.load_file(write(tmp_path / "b.py"))
+
+
+def test_unproven_file_shows_what_is_left(tmp_path, prove_here):
+    text = GATE + "\ndef other(gate, up):\n    return torch.tanh(gate) * up\n"
+    text += "PATTERN = Pattern(name='mine', meaning=meaning, idioms=(other,))\n"
+    path = write(tmp_path / "wrong.py", text=text)
+    with pytest.raises(PatternError) as caught:
+        patterns.load_file(path)
+    assert f"{path}: pattern mine: other = meaning: they differ" in str(caught.value)
+    assert "the difference is up*(" in str(caught.value)
+
+
+def test_built_in_files_are_recorded_as_proven():
+    """Run tools/record_proofs.py after editing one."""
+    recorded = json.loads(verdict.SHIPPED.read_text())
+    files = sorted(patterns.builtin_folder().glob("*.py"))
+    assert recorded == {path.name: read(path).digest for path in files}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(patterns.builtin_folder().glob("*.py")), ids=lambda p: p.stem
+)
+def test_built_in_file_is_proven(path):
+    claims = []
+    worker.patterns_of(read(path), told=lambda pattern, claim: claims.append(claim))
+    assert any(" = " in claim for claim in claims)  # each idiom against the op's definition
+
+
+def test_built_in_files_start_no_process(monkeypatch):
+    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: f"{source.path} was proven")
+    assert names(patterns.load()) == BUILTIN
+
+
+def test_edited_copy_of_a_built_in_is_proven_like_any_other(tmp_path, prove_here):
+    text = (patterns.builtin_folder() / "swiglu.py").read_text()
+    assert names(patterns.load_file(write(tmp_path / "a.py", text=text))) == ["swiglu"]
+    wrong = text.replace("return F.silu(gate) * up", "return F.silu(gate) * up * 2")
+    with pytest.raises(PatternError, match="they differ"):
+        patterns.load_file(write(tmp_path / "a.py", text=wrong))
+
+
+def test_folder_loads_what_loads(tmp_path, prove_here, caplog):
+    write(tmp_path / "folder" / "a.py", "first")
+    broken = write(tmp_path / "folder" / "b.py", text="PATTERN = 1 / 0")
+    write(tmp_path / "folder" / "c.py", "third", factor=3.0)
+    with pytest.raises(PatternError, match="ZeroDivisionError"):
+        coda_inductor.load_patterns(tmp_path / "folder", strict=True)
+    assert names(patterns.load()) == BUILTIN
+    with caplog.at_level("WARNING"):
+        found = coda_inductor.load_patterns(tmp_path / "folder")
+    assert names(found) == ["first", "third"]
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert f"{broken}:1: ZeroDivisionError" in said
+    assert names(patterns.load()) == ["first", "third", *BUILTIN]
+    with pytest.raises(PatternError, match="ZeroDivisionError"):
+        coda_inductor.load_patterns(broken)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PatternError, match="no pattern files"):
+        coda_inductor.load_patterns(tmp_path / "empty")
+    with pytest.raises(PatternError, match="no such pattern file"):
+        coda_inductor.load_patterns(tmp_path / "nowhere")
+
+
+def test_file_counts_once_and_the_options_files_come_first(tmp_path, prove_here, monkeypatch):
+    first, second = (
+        write(tmp_path / "a.py", "first"),
+        write(tmp_path / "b.py", "second", factor=3.0),
+    )
+    coda_inductor.load_patterns(first)
+    coda_inductor.load_patterns(str(first))
+    coda_inductor.load_patterns(second)
+    assert names(patterns.load()) == ["first", "second", *BUILTIN]
+    assert names(patterns.load((str(second),))) == ["second", "first", *BUILTIN]
+    monkeypatch.setenv("CODA_PATTERNS", str(tmp_path))
+    settings = parse(None, None)
+    assert settings.patterns == (str(tmp_path),)
+    monkeypatch.setattr(loading, "_registered", {})
+    assert names(patterns.load(settings.patterns)) == ["first", "second", *BUILTIN]
+
+
+def key(**options) -> object:
+    return JointPass(parse(None, options), Recorder("test", None)).uuid()
+
+
+def test_patterns_are_part_of_cache_keys(tmp_path, prove_here):
+    bare = key()
+    path = write(tmp_path / "a.py")
+    given = key(patterns=[path])
+    coda_inductor.load_patterns(path)
+    registered = key()
+    assert len({bare, given, registered}) == 3
+    assert key() == registered
+    write(tmp_path / "a.py", factor=3.0)
+    assert key() != registered
+    assert key(patterns=[path]) != given
+
+
+def test_ops_are_named_by_content(tmp_path, prove_here):
+    """An edited file gets a new op; the same content is the same op; two files never collide."""
+
+    def op(path: Path, **options):
+        (pattern,) = patterns.load_file(write(path, **options))
+        return pattern.op
+
+    one = op(tmp_path / "a.py")
+    assert str(one).startswith("coda_inductor.mine_")
+    assert op(tmp_path / "b.py") is one
+    other = op(tmp_path / "a.py", factor=3.0)
+    assert other is not one
+    x = torch.rand(3)
+    torch.testing.assert_close(other(x, x) / one(x, x), torch.full((3,), 1.5))
+
+
+def install(folder: Path, value: str) -> None:
+    """What an installed package leaves: its metadata."""
+    info = folder / "their_gates-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-gates\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[coda_inductor.patterns]\ntheirs = {value}\n")
+
+
+@pytest.mark.parametrize("value", ["their_gate", "their_gates"])
+def test_installed_packages_bring_patterns(value, tmp_path, prove_here, monkeypatch):
+    install(tmp_path / "site", value)
+    write(tmp_path / "site" / "their_gate.py", "theirs")
+    write(tmp_path / "site" / "their_gates" / "gate.py", "theirs")
+    (tmp_path / "site" / "their_gates" / "__init__.py").write_text("raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert names(patterns.load()) == ["theirs", *BUILTIN]
+
+
+def test_entry_point_of_a_missing_module_fails_alone(tmp_path, monkeypatch, caplog):
+    install(tmp_path / "site", "no_such_module_at_all")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with caplog.at_level("WARNING"):
+        assert names(patterns.load()) == BUILTIN
+    assert "entry point theirs = no_such_module_at_all" in caplog.text
+
+
+def test_cache_that_cannot_be_written_costs_only_time(tmp_path, prove_here, monkeypatch):
+    monkeypatch.setattr(verdict, "cache_dir", lambda: Path(os.devnull))
+    assert names(patterns.load_file(write(tmp_path / "a.py"))) == ["mine"]
+
+
+def test_file_is_run_as_it_was_read(tmp_path, prove_here):
+    """What was proven is what runs, whatever stands on disk by then."""
+    path = write(tmp_path / "a.py")
+    source = read(path)
+    path.write_text("PATTERN = 1 / 0")
+    assert names(run(source)) == ["mine"]
+    assert "it changed while" in worker.main(str(path), source.digest)

@@ -1,0 +1,84 @@
+"""docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
+what it says they print. The example script that measures runs too, small and on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from coda_inductor.__main__ import main
+from coda_inductor.backend import coda
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a document, in order."""
+    return BLOCK.findall((ROOT / "docs" / name).read_text())
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def _in_tmp(tmp_path, monkeypatch, prove_here):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
+        from torch._dynamo.backends import registry
+
+        monkeypatch.setitem(registry._BACKENDS, "coda", None)
+        monkeypatch.setitem(registry._COMPILER_FNS, "coda", coda)
+
+
+@pytest.mark.usefixtures("_in_tmp")
+def test_tutorial(capsys):
+    said, codes, seen = "", [], set()
+    for language, text in blocks("tutorial.md"):
+        seen.add(language)
+        if language == "python" and text.startswith("# "):
+            Path(text.split("\n")[0].removeprefix("# ")).write_text(text)
+        elif language == "python":
+            torch._dynamo.utils.counters.clear()  # a reader's program is a process of its own
+            Path("tutorial_program.py").write_text(text)
+            importlib.import_module("tutorial_program")
+            said = capsys.readouterr().out
+        elif language == "sh":
+            command = shlex.split(text)
+            assert command[:3] == ["python", "-m", "coda_inductor"]
+            codes.append(main(command[3:]))
+            said = capsys.readouterr().out
+        elif language == "text":
+            for line in text.splitlines():
+                assert words(line) in words(said)
+    assert codes == [0, 1]
+    assert seen == {"python", "sh", "text"}
+    assert len(Path("mish_glu.py").read_text().splitlines()) < 30
+
+
+def test_example_script_measures_the_tutorials_gate(tmp_path, monkeypatch, capsys, prove_here):
+    """Without code generation: that is what the real runs are for."""
+    ((_, text), *_) = blocks("tutorial.md")
+    path = tmp_path / "mish_glu.py"
+    path.write_text(text)
+    script = runpy.run_path(str(ROOT / "examples" / "tutorial_gate.py"))
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(script["SIZES"], "cpu", (16, 8, 16))
+    monkeypatch.setattr(sys, "argv", ["tutorial_gate.py", str(path), "--rounds", "2"])
+    script["main"]()
+    said = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
+    for name in ("eager", "torch.compile", "coda"):
+        figures = [float(cell) for cell in rows[name].split("|")[2:5]]
+        assert all(figure > 0 for figure in figures)
+    assert "x as fast" in said
