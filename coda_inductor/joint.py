@@ -85,15 +85,19 @@ class JointPass(CustomGraphPass):
         record(report)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
-        if "rms_norm" in self.options.disable:
-            return
-        refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
-        for name, why in refused.items():
-            self.recorder.report.near_misses.append(f"rms_norm at {name}: {why}")
+        refused = defer_norms(
+            graph,
+            policy.legal,
+            fp16=self.options.fp16_norms,
+            loses=policy.norm_loses,
+            disabled=self.options.disable,
+        )
+        for where, why in refused.items():
+            self.recorder.report.near_misses.append(f"{where}: {why}")
             if isinstance(why, Failure):
                 if self.options.strict:
-                    raise FallbackError(f"rms_norm at {name}: {why}")
-                warn_once(f"rms_norm at {name}", why)
+                    raise FallbackError(f"{where}: {why}")
+                warn_once(where, why)
 
     def _fuse(self, graph: Graph, policy: Policy) -> None:
         sites, fired = fuse_gemms(graph, policy)
@@ -126,7 +130,7 @@ def decompose(graph: Graph) -> None:
     """Semantic ops back to the aten ops that define them, as Inductor would have traced them."""
     for node in [n for n in graph.nodes if n.target in DEFINITIONS]:
         pattern = node.target.__name__.split(".")[0]
-        meta = {"coda_pattern": (pattern, node.name)} if "rms_norm" not in pattern else None
+        meta = {"coda_pattern": (pattern, node.name)} if "norm" not in pattern else None
         result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
         if isinstance(result, Node):
             node.replace_all_uses_with(result)

@@ -86,6 +86,15 @@ class Policy:
             return Failure(failure)
         return self.small
 
+    def norm_loses(self, gemms: list[Node], training: bool) -> str | None:
+        """Why putting a LayerNorm off past ``gemms`` costs more than it saves, or None."""
+        a, _ = gemm_inputs(gemms[0])
+        if self.options.gate != "auto" or not self._kernels(fake(a)):
+            return None
+        m, k = fake(a).shape
+        n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
+        return gate.norm_loses(hint(m), n, k, fake(a).element_size(), training=training)
+
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
         return a.device.type == "cuda" and not self.options.reference
