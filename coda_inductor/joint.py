@@ -26,7 +26,7 @@ from coda_inductor.graph import fake, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
-from coda_inductor.rewrite import defer_norms, recompute_in_backward, save_borders
+from coda_inductor.rewrite import defer_norms, recompute_in_backward, save_borders, split_packed
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.semantic import DEFINITIONS
@@ -85,7 +85,8 @@ class JointPass(CustomGraphPass):
         record(report)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
-        refused = defer_norms(
+        refused = split_packed(graph, policy.legal, policy.split_loses)
+        refused |= defer_norms(
             graph,
             policy.legal,
             fp16=self.options.fp16_norms,

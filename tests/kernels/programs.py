@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, verify
@@ -77,6 +79,35 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
+def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
+    """SwiGLU behind a LayerNorm: scale, shift and offset of both projections, sums both ways, the
+    one over N with a mask."""
+    row = functools.partial(Operand, kind="row")
+    return EpilogueProgram(
+        accs=("acc0", "acc1"),
+        in_dtype=dtype,
+        operands=(
+            Operand("rstd", "col", "float32"),
+            row("wg", dtype="float32"),
+            row("wu", dtype="float32"),
+            row("bias", dtype=dtype),
+        ),
+        steps=(
+            Step("g0", "mul", ("acc0", "rstd")),
+            Step("g", "add", ("g0", "wg")),
+            Step("u0", "mul", ("acc1", "rstd")),
+            Step("u1", "mul", ("rstd", "wu")),
+            Step("u2", "add", ("u0", "u1")),
+            Step("u", "add", ("u2", "bias")),
+            Step("s", "sigmoid", ("g",)),
+            Step("act", "mul", ("g", "s")),
+            Step("y", "mul", ("act", "u")),
+        ),
+        stores=(Store("out0", "y", dtype), Store("out1", "g", dtype), Store("out2", "u", dtype)),
+        reduces=(Reduce("rows", "y"), Reduce("cols", "u", "col")),
+    )
+
+
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
 _DOMAIN = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log1p", "reciprocal"), "positive"),
@@ -123,6 +154,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "chain": activation_chain(dtype),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
+        "paired_rows": paired_rows(dtype),
     }
     return {name: verify(program) for name, program in named.items()}
 
@@ -157,4 +189,10 @@ def inputs(
         b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
-    return as_, bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    operands = [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    if program.paired:  # its rows are (2N,), every value twice
+        operands = [
+            x.repeat_interleave(2) if o.kind == "row" else x
+            for o, x in zip(program.operands, operands, strict=True)
+        ]
+    return as_, bs, operands
