@@ -17,13 +17,13 @@ Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; th
 which precision. The op computes in float32 (float64 for float64), never less than the idiom did.
 
 What it enables (coda_inductor.rewrite.layer_norms): rule R5,
-LN(x) W = D_rstd (x.weight) W - (rstd mean)(weight^T W) + bias^T W: both statistics leave the GEMM in
-front as partials and are applied behind the GEMMs that read the norm.
+LN(x) W = D_rstd (x.weight) W - (rstd mean)(weight^T W) + bias^T W: both statistics leave the GEMM
+in front as partials and are applied behind the GEMMs that read the norm.
 
 Refuses: statistics not over the whole last dimension; an unbiased variance; eps that is not a
 number; a weight or bias that is not one value a column; a result whose shape is not x's; an input
-that is not floating. Files are tried in the order of their names: this one before ``rms_norm``, which
-is the same idiom of x - mean.
+that is not floating. Files are tried in the order of their names: this one before ``rms_norm``,
+which is the same idiom of x - mean.
 """
 
 import sympy

@@ -40,8 +40,8 @@ _METHODS = {
     "add": "add", "mul": "mul", "multiply": "mul", "sub": "sub", "div": "div",
     "true_divide": "div", "neg": "neg", "pow": "pow", "square": "square", "rsqrt": "rsqrt",
     "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "var": "var",
-    "sigmoid": "sigmoid", "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast",
-    "bfloat16": "cast", "double": "cast",
+    "sigmoid": "sigmoid", "to": "cast", "type": "cast", "type_as": "cast", "float": "cast",
+    "half": "cast", "bfloat16": "cast", "double": "cast",
 }  # fmt: skip
 
 

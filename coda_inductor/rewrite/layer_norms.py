@@ -74,12 +74,14 @@ class Means:
 def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> None:
     """Apply the rewrite to a ``layer_norm`` node that has a pivot and whose readers are ``found``,
     and to its gradient."""
-    x, gamma, beta, eps, _ = norm.args
+    x, gamma, _, eps, _ = norm.args
     wide, pattern = wide_of(x), ("layer_norm", norm.name)
     pivot = means.pivot(norm)
     assert pivot is not None, "asked before"
     put = Put(graph, like=norm, pattern=pattern)
     with graph.inserting_before(norm):
+        if not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
+            pivot = put(aten.reshape.default, pivot, [*put.sizes(x)[:-1], 1])
         v = put(aten.sub.Tensor, put.cast(x, wide), pivot)
         m = put(aten.mean.dim, v, [-1], True)
         rstd = put(aten.rsqrt.default, put(aten.add.Tensor, _variance(put, v, m), eps))
@@ -106,8 +108,8 @@ def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> Non
 
 def _fits(mean: Node, norm: Node) -> bool:
     """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
-    here = checkpoint(mean) == checkpoint(norm)
-    return here and same(fake(mean).shape[:-1], fake(norm.args[0]).shape[:-1])
+    rows = fake(norm.args[0]).shape[:-1].numel()
+    return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)
 
 
 def _variance(put: Put, x: Node, mean: Node) -> Node:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph import ALIASES, Put, aten, fake, prune, settle

@@ -27,7 +27,6 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import grow
-from coda_inductor.fuse.region import gemm_inputs
 from coda_inductor.fuse.sums import Legal, producer
 from coda_inductor.graph import Put, aten, fake, module_path, prune, same
 from coda_inductor.log import Failure, logger
@@ -49,7 +48,7 @@ def defer_norms(
     legal: Legal,
     *,
     fp16: bool = False,
-    loses: Loses = lambda gemms, training: None,
+    loses: Loses | None = None,
     disabled: Sequence[str] = (),
 ) -> dict[str, str]:
     """Apply the rewrite to every norm where it is valid; returns where -> refusal reason, where
@@ -110,13 +109,15 @@ def _refusal(norm: Node, found: Uses, scope: Scope, legal: Legal, fp16: bool) ->
     return None
 
 
-def _refusal_of_layer_norm(norm: Node, found: Uses, means: Means, loses: Loses) -> str | None:
+def _refusal_of_layer_norm(
+    norm: Node, found: Uses, means: Means, loses: Loses | None
+) -> str | None:
     if means.pivot(norm) is None:
         return (
             "no LayerNorm in front of it has computed the mean of a tensor that its input is made "
             "from: its operand would round at the size of the mean"
         )
-    return loses(found.gemms, found.backward is not None)
+    return None if loses is None else loses(found.gemms, found.backward is not None)
 
 
 def _defer(graph: Graph, norm: Node, found: Uses) -> None:

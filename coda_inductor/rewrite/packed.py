@@ -89,12 +89,12 @@ def _packed(gemm: Node) -> _Packed | None:
     if not is_transpose(weight) or not isinstance(width, int) or width % 2:
         return None
     halves: tuple[list[Node], list[Node]] = ([], [])
-    names, users = readers(gemm, through=lambda u: u.target in ALIASES and _keeps_width(u, width))
+    _, users = readers(gemm, through=lambda u: u.target in ALIASES and _keeps_width(u, width))
     for user in users:
         if (parts := _parts(user, width)) is None:
             return None
-        for half, nodes in zip(halves, parts, strict=True):
-            half += nodes
+        halves[0].extend(parts[0])
+        halves[1].extend(parts[1])
     if not all(halves) or not _meet(*halves):
         return None
     if any(_sizes(node) is None for half in halves for node in half):
@@ -108,7 +108,8 @@ def _keeps_width(view: Node, width: int) -> bool:
 
 
 def _parts(user: Node, width: int) -> tuple[list[Node], list[Node]] | None:
-    """(lower, upper) halves of the last dimension that ``user`` takes; None if it does otherwise."""
+    """(lower, upper) halves of the last dimension that ``user`` takes; None if it does anything
+    else."""
     source = user.args[0] if user.args else None
     if not isinstance(source, Node):
         return None
@@ -192,8 +193,8 @@ def _sizes(half: Node) -> list[Any] | None:
 
 
 def _gradients(found: _Packed, scope: Scope) -> list[Node]:
-    """The ``cat`` nodes that are the product's gradient: read by nothing but the GEMMs that make the
-    gradients of the weight and of the input, and the bias's sum."""
+    """The ``cat`` nodes that are the product's gradient: read by nothing but the GEMMs that make
+    the gradients of the weight and of the input, and the bias's sum."""
     base = found.weight
     dgrads = [
         user

@@ -54,6 +54,8 @@ def loses(
     Fusing then only saves it from reading the products.
     ``copied``: elements that are concatenated for the fused GEMM at every call.
     """
+    if followed and _only_statistics(program):
+        return "its product is stored as it is for an elementwise kernel: statistics save nothing"
     fused = estimate_us(program, m, n, k, terms=terms)
     if copied:
         fused += 2 * copied * WIDTHS[program.in_dtype] / _BYTES_PER_US + _LAUNCH_US
@@ -94,6 +96,13 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | N
     if lost <= won:
         return None
     return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
+
+
+def _only_statistics(program: EpilogueProgram) -> bool:
+    """Are the products stored unchanged, and only sums over N made of them? So it is with a norm
+    between a GEMM and a residual (Gemma 2): its kernel reads the product, statistics or not."""
+    unchanged = all(store.value in program.accs for store in program.stores)
+    return unchanged and all(reduce.axis == "row" for reduce in program.reduces)
 
 
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:

@@ -148,6 +148,14 @@ def product_read_twice(x, w, gamma, beta, a):
     return z.sin() * z.cumsum(0), z
 
 
+def rows_flattened(x, w, gamma, beta, up, down):
+    """OPT: the second norm of a block reads the stream as a matrix."""
+    x = stream(x, w)
+    flat = x.flatten(0, 1)
+    n = F.layer_norm(flat, (D,), gamma, beta, EPS)
+    return (flat + F.linear(F.relu(F.linear(n, up)), down)).view(x.shape)
+
+
 UP, DOWN = (HIDDEN, D), (D, HIDDEN)
 # name: (function, shapes of its weights behind w, gamma and beta, norms that are deferred)
 CASES = {
@@ -162,6 +170,7 @@ CASES = {
     "residual MLP, two norms": (residual, (UP, (HIDDEN,), DOWN), 2),
     "two norms of one stream": (two_norms_of_one_stream, (UP,), 2),
     "SwiGLU": (gated, (UP, UP, DOWN), 1),
+    "rows flattened": (rows_flattened, (UP, DOWN), 1),
     "product read twice": (product_read_twice, (UP,), 1),
 }
 
