@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from coda_inductor.fuse.region import OPTIONAL
 from coda_inductor.graph import ALIASES, Put, aten, fake, prune, settle
 from coda_inductor.rewrite.behind import Shift
 from coda_inductor.rewrite.norm_uses import Uses
@@ -106,6 +107,7 @@ class _Correction:
             else:
                 turned = put(aten.permute.default, zs, [1, 0])
                 product = put(aten.mm.default, turned, self.stats.h)
+            product.meta[OPTIONAL] = True
             # (d, N), or (N, d) where n is on the right
             across = [1, -1] if n_is_left else [-1, 1]
             along = [-1, 1] if n_is_left else [1, -1]

@@ -1,9 +1,8 @@
 """Model families of Hugging Face's, tiny: how each is made and called, and what fires in it.
 
 ``FAMILIES`` maps a name to a function from the number of layers to (model, call, inputs):
-``call(model, *inputs)`` returns one tensor. ``COUNTS`` says which of them are tests, with what fires
-in an inference graph and, beyond that, in training, as functions of the number of layers L.
-``tools/families.py`` makes the table of ``docs/models.md`` of all of them.
+``call(model, *inputs)`` returns one tensor. ``test_families`` tests some of them;
+``tools/model_table.py`` makes the table of ``docs/models.md`` of all.
 """
 
 from __future__ import annotations

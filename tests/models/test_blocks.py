@@ -142,7 +142,7 @@ def test_training(name):
 
 
 def test_encoder_layer_in_eval_mode():
-    """torch's fast path is an op of its own; Dynamo traces the layer as it is in training."""
+    """Torch's fast path is an op of its own; Dynamo traces the layer as it is in training."""
     model = encoder(1, norm_first=True).double().eval()
     assert check(model, randn(2, 8, D)).counts["layer_norm"] == 1
 

@@ -35,7 +35,7 @@ COUNTS = {
     "Granite": llama_like,
     "Phi-3": llama_like,  # gate and up in one weight
     "Gemma": pre_norm("rms_norm"),
-    # Norms behind the projections are read by residuals: their statistics, the gate, the capped head.
+    # Norms behind projections are read by residuals: their statistics; the gate; the capped head.
     "Gemma 2": lambda L: {"epilogue": 3 * L + 1},
     # The statistics of q's and k's norm, and of the two behind the projections.
     "OLMo 2": lambda L: {"epilogue": 4 * L, "swiglu": L},

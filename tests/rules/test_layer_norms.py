@@ -25,6 +25,9 @@ from checking import (
 from harness import Harness
 from torch import nn
 
+from coda_inductor.fuse import Policy
+from coda_inductor.fuse.region import gemm_inputs
+from coda_inductor.log import Failure
 from coda_inductor.runtime import gate
 from coda_inductor.semantic import layer_norm, rms_norm
 
@@ -262,6 +265,22 @@ def test_gate_charges_reading_the_weights_again(training):
     assert reason is not None
     assert "reading its weights again" in reason
     assert gate.norm_loses(16384, n, k, 2, training=training) is None
+
+
+def test_weight_gradients_without_a_kernel_are_no_failure(monkeypatch):
+    """Their K is the number of rows, which need not suit a kernel; strict would raise."""
+    legal = Policy.legal
+
+    def no_weight_gradients(self, gemm):
+        # Only a weight's gradient has the number of rows, 10, as its K.
+        k = gemm_inputs(gemm)[0].meta["val"].shape[1]
+        return Failure("no kernel") if k == 10 else legal(self, gemm)
+
+    monkeypatch.setattr(Policy, "legal", no_weight_gradients)
+    function, x, _ = case("one GEMM")
+    harness = check_gradients(function, x)
+    assert harness.counts["layer_norm_backward"] == 1
+    assert "no kernel" in reasons(harness)
 
 
 class Block(nn.Module):
