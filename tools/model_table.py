@@ -29,8 +29,8 @@ NORMS = ("rms_norm", "layer_norm")
 TEXT = """# Models
 
 What fires in tiny models of {layers} layers (transformers {version}, float32, on a CPU, where no
-gate decides; `python3 tools/model_table.py > docs/models.md` makes this page again). Every row agrees
-with eager, forward and backward, to rounding.
+gate decides; `python3 tools/model_table.py > docs/models.md` makes this page again). Every row
+agrees with eager, forward and backward, to rounding.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *fused*:
 GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward

@@ -46,10 +46,10 @@ def run(call, model, xs, training):
             return list(call(*xs))
     outputs = call(*xs)
     generator = torch.Generator("cuda").manual_seed(1)
-    gradients = [torch.randn(o.shape, generator=generator, device="cuda") for o in outputs]
-    torch.autograd.backward(
-        outputs, [g.to(o.dtype) for g, o in zip(gradients, outputs, strict=True)]
-    )
+    tangents = [
+        torch.randn(o.shape, generator=generator, device="cuda").to(o.dtype) for o in outputs
+    ]
+    torch.autograd.backward(outputs, tangents)
     return [*outputs, *(x.grad for x in xs), *(p.grad for p in model.parameters())]
 
 

@@ -56,6 +56,18 @@ def test_mode_reduce_overhead_lifts_the_limit():
     assert Policy.of(parse("reduce-overhead", None), graph_of(512)).small is None
 
 
+@pytest.mark.parametrize(("m", "loses"), [(512, True), (8192, False)])
+def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
+    """The first GEMM of the layer has K = 2048."""
+    gemm = next(n for n in graph_of(m).nodes if n.op == "call_function")
+    policy, always = (Policy(parse(None, {"gate": g})) for g in ("auto", "always"))
+    assert (policy.split_loses(gemm, training=True) is not None) == loses
+    assert (policy.norm_loses([gemm] * 4, training=True) is not None) == loses
+    assert policy.split_loses(gemm, training=False) is None
+    assert always.split_loses(gemm, training=True) is None
+    assert always.norm_loses([gemm] * 4, training=True) is None
+
+
 def test_copying_the_weights_of_a_sum_is_charged():
     program = kinds()["norm_bwd"]
     assert gate.loses(program, 8192, 2048, 3072, copied=2048 * 3072) is None

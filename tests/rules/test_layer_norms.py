@@ -75,6 +75,8 @@ def test_every_spelling_raises_once(name, dtype):
     x, vectors = 2 + randn(2, 3, D), [randn(D, dtype=dtype) for _ in range(2)]
     harness = check(SPELLINGS[name], x.to(dtype), *vectors)
     assert (raised(harness, layer_norm), raised(harness, rms_norm)) == (1, 0)
+    (op,) = [n for n in harness.raised.nodes if n.target is layer_norm]
+    assert op.args[3] == (1e-5 if name == "default eps" else EPS)
 
 
 NOT_LAYER_NORM = {
