@@ -47,7 +47,8 @@ def run(call, model, xs, training):
     outputs = call(*xs)
     generator = torch.Generator("cuda").manual_seed(1)
     tangents = [
-        torch.randn(o.shape, generator=generator, device="cuda").to(o.dtype) for o in outputs
+        torch.randn(o.shape, generator=generator, device="cuda").bfloat16().to(o.dtype)
+        for o in outputs
     ]
     torch.autograd.backward(outputs, tangents)
     return [*outputs, *(x.grad for x in xs), *(p.grad for p in model.parameters())]
