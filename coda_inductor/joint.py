@@ -33,6 +33,7 @@ from coda_inductor.rewrite import (
     recompute_in_backward,
     save_borders,
     slice_loss_gradient,
+    split_packed,
 )
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
@@ -108,15 +109,20 @@ class JointPass(CustomGraphPass):
             if sliced and not self.dry:
                 count("cross_entropy_backward", sliced)
             near_misses += kept
-        if "rms_norm" in self.options.disable:
-            return
-        refused = defer_norms(graph, policy.legal, fp16=self.options.fp16_norms)
-        for name, why in refused.items():
-            near_misses.append(f"rms_norm at {name}: {why}")
+        refused = split_packed(graph, policy.legal, policy.split_loses)
+        refused |= defer_norms(
+            graph,
+            policy.legal,
+            fp16=self.options.fp16_norms,
+            loses=policy.norm_loses,
+            disabled=self.options.disable,
+        )
+        for where, why in refused.items():
+            near_misses.append(f"{where}: {why}")
             if isinstance(why, Failure) and not self.dry:
                 if self.options.strict:
-                    raise FallbackError(f"rms_norm at {name}: {why}")
-                warn_once(f"rms_norm at {name}", why)
+                    raise FallbackError(f"{where}: {why}")
+                warn_once(where, why)
 
     def _fuse(self, graph: Graph, policy: Policy) -> None:
         sites, fired = fuse_gemms(graph, policy)
@@ -156,7 +162,7 @@ def decompose(graph: Graph, keep: Collection[object] = ()) -> None:
 
 def _decompose_one(graph: Graph, node: Node) -> None:
     pattern = NAMES.get(node.target, node.target.__name__.split(".")[0])
-    rewritten = node.target not in NAMES and "rms_norm" in pattern  # counted by its own pass
+    rewritten = node.target not in NAMES and "norm" in pattern  # counted by its own pass
     meta = None if rewritten else {"coda_pattern": (pattern, node.name)}
     result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
     if isinstance(result, Node):

@@ -40,7 +40,8 @@ def run(
     With one accumulator it is the sum of all ``as_[j] @ bs[j]``; the two of a paired program are
     ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
-    ``operands`` follow ``program.operands``: tile (M, N), row (N,), col (M,), scalar ().
+    ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
+    every value twice, col (M,), scalar ().
     With ``exact`` the GEMM itself runs in the compute dtype (the oracle); without, in the
     inputs' dtype, which is what an unfused graph does and costs no more than it.
 
@@ -60,6 +61,8 @@ def run(
         env[program.accs[0]] = functools.reduce(torch.add, products)
     for operand, tensor in zip(program.operands, operands, strict=True):
         value = tensor.to(wide)
+        if operand.kind == "row" and program.paired:
+            value = value[::2]
         env[operand.name] = value[:, None] if operand.kind == "col" else value
     shape = env[program.accs[0]].shape
     for step in program.steps:

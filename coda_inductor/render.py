@@ -110,6 +110,9 @@ def _signature(program: EpilogueProgram, mapping: Ports, swap_lanes: bool) -> li
     lines = ["", f"def epilogue({', '.join(names)}):"]
     if program.paired:
         lines.append(f"    {'acc1, acc0' if swap_lanes else 'acc0, acc1'} = unpack(acc)")
+        # A row vector lies under both accumulators, every value twice: either lane has it.
+        rows = [o.name for o in program.operands if o.kind == "row"]
+        lines += [f"    {name} = unpack({name})[0]" for name in rows]
     if mapping.c:
         lines.append(f"    {mapping.c} = c")
     return lines

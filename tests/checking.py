@@ -65,7 +65,10 @@ def differentiate(outputs: Any, of: tuple[Any, Any]) -> list[torch.Tensor | None
     the leaves in ``of`` = (function, args)."""
     differentiable = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
     generator = torch.Generator().manual_seed(7)
-    given = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in differentiable]
+    # The same numbers in every dtype, so that gradients of two dtypes can be compared.
+    given = [
+        torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in differentiable
+    ]
     torch.autograd.backward(differentiable, given)
     function, args = of
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_backend import Block, D
+from torch import nn
 from torch._dynamo.utils import counters
 
 from coda_inductor.backend import coda
@@ -84,6 +85,7 @@ SCRIPT = """
 import json, sys, torch
 from torch._dynamo.utils import counters
 from test_backend import Block, D
+from torch import nn
 import coda_inductor
 from coda_inductor.backend import coda
 
@@ -130,3 +132,31 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     assert "raise: rms_norm at" in log
     assert "raise: swiglu at" not in log
     assert "fuse: o reference" in log
+
+
+class LayerNormBlock(nn.Module):
+    """LayerNorm, biases everywhere, gate and up in one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.o, self.gate_up, self.down = nn.Linear(D, D), nn.Linear(D, 48), nn.Linear(24, D)
+
+    def forward(self, x):
+        x = x + self.o(self.n1(x).cumsum(1))
+        gate, up = self.gate_up(self.n2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def test_layer_norm_and_a_packed_gate_train():
+    model, x = LayerNormBlock(), torch.randn(2, 5, D)
+    results = []
+    for call in (torch.compile(model, backend=coda, options={"strict": True}), model):
+        model.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = call(inputs)
+        out.square().sum().backward()
+        results.append([out.detach(), inputs.grad, *(p.grad for p in model.parameters())])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    assert counters["coda"]["layer_norm_backward"] == counters["coda"]["swiglu_backward"] == 1

@@ -14,7 +14,7 @@ from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict
-from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
+from coda_inductor.fuse.region import GEMMS, OPTIONAL, Region, gemm_inputs
 from coda_inductor.fuse.sums import producer, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph import (
@@ -130,6 +130,7 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
     if (reason := policy.legal(anchor)) is not None:
         if isinstance(reason, Failure) and not _neighbours(anchor):
             reason = f"nothing to absorb, and {reason}"  # nothing is lost: no warning
+        reason = _excused(anchor, reason)
         return region, replace(site, reason=reason), None
     reason = ""
     for region in _candidates(anchor, scope, policy):
@@ -160,7 +161,12 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             config=verdict.config,
         )
         return region, site, verdict
-    return region, replace(site, reason=reason), None
+    return region, replace(site, reason=_excused(anchor, reason)), None
+
+
+def _excused(anchor: Node, reason: str) -> str:
+    """``reason``, no failure where the GEMM need not be fused."""
+    return str(reason) if anchor.meta.get(OPTIONAL) else reason
 
 
 def _followed(region: Region, scope: Scope) -> bool:

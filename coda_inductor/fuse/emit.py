@@ -95,9 +95,19 @@ def expand(graph: Graph, call: Node) -> None:
 def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
     _, n, _ = region.shape
     sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
+    if kind == "row" and len(region.accs) == 2:
+        return _twice(graph, node, region)
     if fake(node).dim() == len(sizes) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
     return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
+
+
+def _twice(graph: Graph, node: Node, region: Region) -> Node:
+    """A row vector for a paired program: every value twice, for its columns lie interleaved."""
+    like, n = region.anchors[-1], region.shape[1]
+    column = insert(graph, aten.reshape.default, (node, [n, 1]), like=like)
+    both = insert(graph, aten.expand.default, (column, [n, 2]), like=like)
+    return insert(graph, aten.reshape.default, (both, [2 * n]), like=like)
 
 
 def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:

@@ -352,8 +352,8 @@ class _Grower:
     def _too_many(self) -> str | None:
         """Do the operands exceed what a kernel can stage? None, or the limit."""
         kinds = [kind for _, kind in self.region.operands]
-        if len(self.region.accs) == 2 and any(kind in ("tile", "row") for kind in kinds):
-            return "a paired tile reads only one value a row, or scalars"
+        if len(self.region.accs) == 2 and "tile" in kinds:
+            return "a paired tile reads one value a row or a column, or scalars"
         if kinds.count("tile") > MAX_TILE_OPERANDS:
             return f"more than {MAX_TILE_OPERANDS} tile operands"
         if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:

@@ -26,11 +26,9 @@ from coda_inductor.sides import Scope
 
 def pair_with(anchor: Node, scope: Scope) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
-    if anchor.target is not aten.mm.default:
-        return None
     a, b = gemm_inputs(anchor)
     for other in sorted(_readers(a)):
-        if other is anchor or other.target is not aten.mm.default:
+        if other is anchor:
             continue
         if other < anchor or not scope.same_side(anchor, other):
             continue
@@ -45,11 +43,15 @@ def pair_with(anchor: Node, scope: Scope) -> Region | None:
 def _readers(a: Node) -> set[Node]:
     """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
     base = a.args[0] if a.target is aten.view.default else a
-    found = {user for user in a.users if user.target in GEMMS and user.args[0] is a}
+    found = _multiply(a)
     for view in base.users:
         if view.target is aten.view.default and same(fake(view).shape, fake(a).shape):
-            found |= {user for user in view.users if user.target in GEMMS and user.args[0] is view}
+            found |= _multiply(view)
     return found
+
+
+def _multiply(a: Node) -> set[Node]:
+    return {user for user in a.users if user.target in GEMMS and gemm_inputs(user)[0] is a}
 
 
 def _alike(left: Node, right: Node) -> bool:

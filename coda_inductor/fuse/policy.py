@@ -89,6 +89,27 @@ class Policy:
             return Failure(failure)
         return self.small
 
+    def norm_loses(self, gemms: list[Node], training: bool) -> str | None:
+        """Why putting a LayerNorm off past ``gemms`` costs more than it saves, or None."""
+        a, _ = gemm_inputs(gemms[0])
+        if self.options.gate != "auto" or not self._kernels(fake(a)):
+            return None
+        m, k = fake(a).shape
+        n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
+        return gate.norm_loses(hint(m), n, k, fake(a).element_size(), training=training)
+
+    def split_loses(self, gemm: Node, training: bool) -> str | None:
+        """Why reading a packed projection's halves apart costs more than it saves, or None. In
+        training its weight's gradient, (2F, K), is then put together by a copy; what is saved is
+        reading the product (M, 2F) at least once."""
+        a, _ = gemm_inputs(gemm)
+        if self.options.gate != "auto" or not self._kernels(fake(a)) or not training:
+            return None
+        m, k = fake(a).shape
+        if hint(m) >= 2 * k:
+            return None
+        return f"putting its weight's gradient together costs more than it saves below {2 * k} rows"
+
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
         return a.device.type == "cuda" and not self.options.reference

@@ -16,6 +16,9 @@ from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph import ALIASES, aten, fake
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, simplify, verify
 
+#: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
+#: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
+OPTIONAL = "coda_optional"
 GEMMS = (aten.mm.default, aten.addmm.default)
 
 

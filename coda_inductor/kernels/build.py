@@ -67,14 +67,14 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
             return empty(rows, columns, dtype=program.in_dtype)
         return empty(columns, rows, dtype=program.in_dtype).t()
 
-    shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
+    lanes = 2 if program.paired else 1
+    shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
     values = {
         o.name: empty(*shapes[o.kind], dtype="float32" if o.kind == "scalar" else o.dtype)
         for o in program.operands
     }
     c = values.pop(mapping.c) if mapping.c else None
     values.update({s.name: empty(m, n, dtype=s.dtype) for s in mapping.aux})
-    lanes = 2 if program.paired else 1
     tile_rows = config.cta_tile_m(_arch(device))
     partials = {"row": (m, -(-lanes * n // config.tile_n)), "col": (m // tile_rows, lanes * n)}
     values.update({s.name: empty(*partials[s.axis], dtype="float32") for s in mapping.sinks})

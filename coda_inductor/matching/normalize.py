@@ -36,14 +36,15 @@ _FUNCTIONS: dict[Any, str] = {
     torch.reciprocal: "reciprocal", torch.mean: "mean", torch.sigmoid: "sigmoid",
     torch.reshape: "view",
     F.sigmoid: "sigmoid", F.silu: "silu", torch.ops.aten.silu.default: "silu",
-    torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm",
+    torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm", torch.var: "var",
+    torch.layer_norm: "layer_norm", F.layer_norm: "layer_norm",
 }  # fmt: skip
 _METHODS = {
     "add": "add", "mul": "mul", "multiply": "mul", "sub": "sub", "div": "div",
     "true_divide": "div", "neg": "neg", "pow": "pow", "square": "square", "rsqrt": "rsqrt",
-    "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "sigmoid": "sigmoid",
-    "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast",
-    "bfloat16": "cast", "double": "cast", "reshape": "view",
+    "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "var": "var",
+    "sigmoid": "sigmoid", "to": "cast", "type": "cast", "type_as": "cast", "float": "cast",
+    "half": "cast", "bfloat16": "cast", "double": "cast", "reshape": "view",
 }  # fmt: skip
 
 #: Functions with options: what may stand behind the input, and the default. An option left out and
@@ -203,6 +204,36 @@ def _cross_entropy(node: Node) -> Canon | None:
     return Canon("cross_entropy", (named["input"], named["target"], *options))
 
 
+def _var(node: Node) -> Canon | None:
+    """Only the biased variance over the last dimension that keeps it."""
+    named = dict(zip(("input", "dim", "unbiased", "keepdim"), node.args, strict=False))
+    named.update(node.kwargs)
+    dim = named.get("dim")
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    source = value(named["input"])
+    last = (-1,) if source is None else (-1, source.dim() - 1)
+    if isinstance(dim, bool) or dim not in last or named.get("keepdim") is not True:
+        return None
+    biased = named.get("correction") == 0 or named.get("unbiased") is False
+    known = {"input", "dim", "unbiased", "correction", "keepdim"}
+    return Canon("var_last", (named["input"],)) if biased and set(named) <= known else None
+
+
+def _layer_norm(node: Node) -> Canon | None:
+    """``F.layer_norm(x, shape, weight, bias, eps)`` over the last dimension only."""
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    named = dict(zip(names, node.args, strict=False))
+    named.update(node.kwargs)
+    shape = named.get("normalized_shape")
+    if not isinstance(shape, (list, tuple, torch.Size)) or len(shape) != 1:
+        return None
+    source = named["input"]
+    return Canon(
+        "layer_norm", (source, named.get("weight"), named.get("bias"), named.get("eps", 1e-5))
+    )
+
+
 _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "cast": _cast,
     "pow": _pow,
@@ -210,4 +241,6 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "rms_norm": _rms_norm,
     "view": _view,
     "cross_entropy": _cross_entropy,
+    "var": _var,
+    "layer_norm": _layer_norm,
 }

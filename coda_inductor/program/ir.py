@@ -30,7 +30,8 @@ import json
 from dataclasses import dataclass
 
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
-#: "col" (M,), one value a row; "scalar" (), one value.
+#: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
+#: in the kernel: its "row" is (2N,), every value twice.
 OPERAND_KINDS = ("tile", "row", "col", "scalar")
 
 

@@ -51,11 +51,8 @@ def _operands(program: EpilogueProgram, defined: set[str], taken: set[str]) -> N
             )
         if operand.dtype not in OPERAND_DTYPES:
             raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
-        if program.paired and operand.kind in ("tile", "row"):
-            raise ProgramError(
-                f"operand {operand.name!r}: a paired program reads only col and scalar operands, "
-                f"got {operand.kind!r}"
-            )
+        if program.paired and operand.kind == "tile":
+            raise ProgramError(f"operand {operand.name!r}: a paired program reads no tiles")
         defined.add(operand.name)
 
 

@@ -1,8 +1,12 @@
 """Algebra on semantic ops in the aten graph, one file a rule family.
 
+packed          a projection whose halves meet becomes two (R6)
 norms           RMSNorm's row scale moves past the GEMMs behind it (R1, R2)
+layer_norms     LayerNorm's scale, shift and offset do (R5)
 norm_uses       who reads a norm
-norms_backward  its gradient moves behind the GEMMs that make it (R3, R4)
+behind          what comes behind a GEMM that reads a deferred norm
+norms_backward  RMSNorm's gradient moves behind the GEMMs that make it (R3, R4)
+layer_norms_backward  LayerNorm's does
 loss            the gradient of the logits is made a slice at a time
 recompute       the backward pass computes elementwise values anew
 tables          sines and cosines are computed once
@@ -12,6 +16,7 @@ borders         what one checkpointed block hands to the next is saved
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.loss import slice_loss_gradient
 from coda_inductor.rewrite.norms import defer_norms
+from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 
@@ -21,4 +26,5 @@ __all__ = [
     "recompute_in_backward",
     "save_borders",
     "slice_loss_gradient",
+    "split_packed",
 ]

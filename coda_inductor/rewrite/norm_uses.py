@@ -1,4 +1,4 @@
-"""Who reads an RMSNorm: the GEMMs behind it, and in training its own gradient and the weights'.
+"""Who reads a norm: the GEMMs behind it, and in training its own gradient and the weights'.
 
 A linear layer z = n @ W gives three nodes that matter here: ``mm(n, W)`` in the forward pass, and
 in the backward ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or
@@ -16,7 +16,8 @@ from torch.fx import Node
 from coda_inductor.fuse.region import GEMMS, gemm_inputs
 from coda_inductor.fuse.sums import terms
 from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, same
-from coda_inductor.semantic import rms_norm_backward
+from coda_inductor.rewrite.behind import plain_bias
+from coda_inductor.semantic import layer_norm_backward, rms_norm_backward
 from coda_inductor.sides import Scope
 
 
@@ -28,7 +29,7 @@ class Uses:
         gemms: ``mm`` and ``addmm`` nodes of the forward pass that read the normalized n as A.
         wgrads: ``mm`` nodes that make a weight's gradient -> whether n (transposed) is their A;
             else it is their B.
-        backward: the ``rms_norm_backward`` node, if a gradient is wanted.
+        backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
     """
 
@@ -42,9 +43,10 @@ class Uses:
         """What the GEMMs read."""
         return fake(gemm_inputs(self.gemms[0])[0]).dtype
 
-    def products(self) -> dict[Node, Node] | None:
+    def products(self, *, biased: bool = False) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
-        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
+        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias;
+        ``biased``: a plain bias hides nothing, for the caller subtracts it."""
         found: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = dgrad.args
@@ -54,21 +56,23 @@ class Uses:
             if len(same_weight) != 1 or same_weight[0] in found:
                 return None
             (gemm,) = same_weight
-            if gemm.target is not aten.mm.default or not same(fake(gemm).shape, fake(dz).shape):
+            known = gemm.target is aten.mm.default or (biased and plain_bias(gemm))
+            if not known or not same(fake(gemm).shape, fake(dz).shape):
                 return None
             found[gemm] = dz
         return found
 
 
 def uses(norm: Node, scope: Scope) -> Uses | str:
-    """The readers of an ``rms_norm`` node, or the reason why it cannot be deferred."""
+    """The readers of a norm's node, or the reason why it cannot be deferred."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if 0 not in outputs:
         return "its result is not read"
     found = Uses()
     reason = _readers(outputs[0], scope, found)
-    if reason is None and 1 in outputs:
-        reason = _gradient(outputs[1], found)
+    statistics = [output for i, output in outputs.items() if i > 0]
+    if reason is None and statistics:
+        reason = _gradient(statistics, found)
     dtypes = {fake(gemm_inputs(g)[0]).dtype for g in (*found.gemms, *found.wgrads)}
     if reason is None and len(dtypes) > 1:
         reason = "its GEMMs run in different dtypes"
@@ -116,12 +120,12 @@ def _is_wgrad(user: Node, node: Node) -> bool:
     return user.args[1] is node and is_transpose(user.args[0])
 
 
-def _gradient(rstd: Node, found: Uses) -> str | None:
-    readers = list(rstd.users)
+def _gradient(statistics: list[Node], found: Uses) -> str | None:
+    readers = list(dict.fromkeys(user for output in statistics for user in output.users))
     if not readers:
         return None
     (found.backward, *others) = readers
-    if others or found.backward.target is not rms_norm_backward:
+    if others or found.backward.target not in (rms_norm_backward, layer_norm_backward):
         return "its rstd is read"
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:

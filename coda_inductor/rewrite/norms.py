@@ -1,4 +1,4 @@
-"""RMSNorm between GEMMs: the row scale moves past the GEMMs behind (R1), its statistics into the
+"""A norm between GEMMs: the row scale moves past the GEMMs behind (R1), its statistics into the
 GEMM in front (R2), and gamma is applied where the operand is stored.
 
 Before::
@@ -10,7 +10,8 @@ After::
     x = x0 + y @ Wo;  h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd
 
 Why it is valid: n = D_rstd (x * gamma), and (D_r X) W = D_r (X W). Nothing normalized is stored.
-The backward pass of the norm is rewritten with it, see ``rewrite.norms_backward``.
+The backward pass of the norm is rewritten with it, see ``rewrite.norms_backward``. LayerNorm has
+the same conditions and an algebra of its own, see ``rewrite.layer_norms``.
 
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue, so that
 its statistics would cost a pass of their own; something other than a GEMM, or the gradient of its
@@ -20,48 +21,70 @@ options["fp16_norms"]).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import grow
-from coda_inductor.fuse.region import gemm_inputs
 from coda_inductor.fuse.sums import Legal, producer
 from coda_inductor.graph import ALIASES, Put, aten, fake, module_path, prune, readers, same
 from coda_inductor.log import Failure, logger
+from coda_inductor.rewrite.behind import KEEP, scale, wide_of
+from coda_inductor.rewrite.layer_norms import Means, defer_layer_norm
 from coda_inductor.rewrite.norm_uses import Uses, uses
 from coda_inductor.rewrite.norms_backward import Scales, differentiate
-from coda_inductor.semantic import rms_norm
+from coda_inductor.semantic import layer_norm, rms_norm
 from coda_inductor.sides import Scope
 
-#: On nodes that the forward pass stores and the backward pass must not compute again.
-KEEP = "coda_keep"
+#: Norm -> what counts when it is deferred.
+_NORMS = {rms_norm: "rms_norm", layer_norm: "layer_norm"}
+#: (GEMMs behind a LayerNorm, training) -> why deferring it does not pay, or None.
+Loses = Callable[[list[Node], bool], str | None]
 
 
-def defer_norms(graph: Graph, legal: Legal, *, fp16: bool = False) -> dict[str, str]:
-    """Apply the rewrite to every ``rms_norm`` where it is valid; returns where -> refusal
-    reason, where being the norm's module path, or its node name if no module is known.
+def defer_norms(
+    graph: Graph,
+    legal: Legal,
+    *,
+    fp16: bool = False,
+    loses: Loses | None = None,
+    disabled: Sequence[str] = (),
+) -> dict[str, str]:
+    """Apply the rewrite to every norm where it is valid; returns where -> refusal reason, where
+    being the op's name and the norm's module path, or its node name if no module is known.
 
-    ``legal`` says whether a GEMM's epilogue may be fused at all.
+    ``legal`` says whether a GEMM's epilogue may be fused at all; ``loses`` why deferring a
+    LayerNorm would cost more than it saves: it reads the weights behind it once more. Norms whose
+    name is ``disabled`` are left alone.
     """
     refused: dict[str, str] = {}
-    scope = Scope(graph)
-    for norm in [n for n in graph.nodes if n.target is rms_norm]:
+    scope, means = Scope(graph), Means()
+    for norm in [n for n in graph.nodes if n.target in _NORMS]:
+        name = _NORMS[norm.target]
+        if name in disabled:
+            continue
         try:
             found = uses(norm, scope)
             if isinstance(found, Uses):
                 found = _refusal(norm, found, scope, legal, fp16) or found
+            if isinstance(found, Uses) and norm.target is layer_norm:
+                found = _refusal_of_layer_norm(norm, found, means, loses) or found
         except Exception as error:  # analysis only: nothing has been changed yet
             logger.debug("analysing %s failed", norm.name, exc_info=True)
             found = Failure(f"{type(error).__name__} in our own passes: {error}")
         if isinstance(found, str):
-            logger.debug("rewrite: rms_norm at %s refused: %s", norm.name, found)
-            refused[module_path(norm) or norm.name] = found
+            logger.debug("rewrite: %s at %s refused: %s", name, norm.name, found)
+            if norm.target is layer_norm:
+                means.note(norm)
+            refused[f"{name} at {module_path(norm) or norm.name}"] = found
             continue
-        _defer(graph, norm, found, scope)
+        if norm.target is layer_norm:
+            defer_layer_norm(graph, norm, found, means)
+        else:
+            _defer(graph, norm, found, scope)
         scope.refresh(graph)
-        logger.debug("rewrite: rms_norm at %s deferred past %d GEMMs", norm.name, len(found.gemms))
+        logger.debug("rewrite: %s at %s deferred past %d GEMMs", name, norm.name, len(found.gemms))
     return refused
 
 
@@ -86,10 +109,21 @@ def _refusal(norm: Node, found: Uses, scope: Scope, legal: Legal, fp16: bool) ->
     return None
 
 
+def _refusal_of_layer_norm(
+    norm: Node, found: Uses, means: Means, loses: Loses | None
+) -> str | None:
+    if means.pivot(norm) is None:
+        return (
+            "no LayerNorm in front of it has computed the mean of a tensor that its input is made "
+            "from: its operand would round at the size of the mean"
+        )
+    return None if loses is None else loses(found.gemms, found.backward is not None)
+
+
 def _defer(graph: Graph, norm: Node, found: Uses, scope: Scope) -> None:
     x, weight, eps, _ = norm.args
-    wide = torch.promote_types(fake(x).dtype, torch.float32)
-    put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
+    wide, pattern = wide_of(x), ("rms_norm", norm.name)
+    put = Put(graph, like=norm, pattern=pattern)
     with graph.inserting_before(norm):
         xw = put.cast(x, wide)
         mean = put(aten.mean.dim, put(aten.mul.Tensor, xw, xw), [-1], True)
@@ -99,7 +133,7 @@ def _defer(graph: Graph, norm: Node, found: Uses, scope: Scope) -> None:
         h = stored = put.cast(h, found.dtype)
         h = put(aten.reshape.default, h, [-1, fake(x).shape[-1]])
     gradients = found.products()
-    products = {gemm: _scale(graph, gemm, h, flat, wide, norm) for gemm in found.gemms}
+    products = {gemm: scale(graph, gemm, h, flat, pattern=pattern) for gemm in found.gemms}
     known = None if gradients is None else [(products[g], dz) for g, dz in gradients.items()]
     if known is not None and not all(_at_hand(z, scope) for z, _ in known):
         known = None
@@ -114,27 +148,3 @@ def _at_hand(z: Node, scope: Scope) -> bool:
     attention reads are their rotations."""
     _, users = readers(z, through=lambda u: u.target in ALIASES or u.target is aten.permute.default)
     return any(user not in scope.forward for user in users)
-
-
-def _scale(graph: Graph, gemm: Node, h: Node, rstd: Node, wide: torch.dtype, norm: Node) -> Node:
-    """``gemm(n, W)`` becomes ``gemm(h, W) * rstd``; a bias is added behind the scale. Returns what
-    takes the place of ``gemm``."""
-    dtype = fake(gemm).dtype
-    put = Put(graph, like=gemm, pattern=("rms_norm", norm.name))
-    with graph.inserting_before(gemm):
-        z = put(aten.mm.default, h, gemm_inputs(gemm)[1])
-        z = put.cast(z, wide)
-        z = put(aten.mul.Tensor, z, rstd)
-        if gemm.target is aten.addmm.default:
-            if (alpha := gemm.kwargs.get("alpha", 1)) != 1:
-                z = put(aten.mul.Tensor, z, alpha)
-            bias: Any = gemm.args[0]
-            if (beta := gemm.kwargs.get("beta", 1)) != 1:
-                bias = put(aten.mul.Tensor, bias, beta)
-            z = put(aten.add.Tensor, z, bias)
-        z = put.cast(z, dtype)
-    gemm.replace_all_uses_with(z)
-    inputs = gemm.all_input_nodes
-    graph.erase_node(gemm)
-    prune(inputs)
-    return z

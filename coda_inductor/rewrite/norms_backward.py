@@ -63,7 +63,7 @@ def differentiate(
 
     ``products`` are pairs (z, dz), each (M, N), of the GEMMs behind it, if they are known.
     """
-    scaled = _Scaled(graph, scales.flat)
+    scaled = Scaled(graph, scales.flat)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
         put = Put(graph, like=wgrad)
@@ -78,7 +78,7 @@ def differentiate(
         dz, weight = dgrad.args
         dgrad.args = (scaled(dz, dgrad), weight)
     if found.backward is not None:
-        known = products if products and _cheap(products, fake(scales.h).shape[-1]) else None
+        known = products if products and cheap(products, fake(scales.h).shape[-1]) else None
         with graph.inserting_before(found.backward):
             _apply(graph, found.backward, scales, known)
         old += found.backward.all_input_nodes
@@ -87,7 +87,7 @@ def differentiate(
     prune(old)
 
 
-class _Scaled:
+class Scaled:
     """dz -> dz * rstd, put in once for each dz."""
 
     def __init__(self, graph: Graph, flat: Node):
@@ -106,7 +106,7 @@ class _Scaled:
         return self.made[base]
 
 
-def _cheap(products: list[tuple[Node, Node]], d: int) -> bool:
+def cheap(products: list[tuple[Node, Node]], d: int) -> bool:
     """Is dot cheaper where the dz are made than behind the GEMM? In an epilogue it is free."""
     read = [fake(z).shape[-1] for z, dz in products if producer(dz) is None]
     return sum(read) <= _PASSES * d
@@ -147,13 +147,20 @@ def _apply(
 
 
 def _dot(products: list[tuple[Node, Node]], wide: torch.dtype, put: Put) -> Node:
-    """Sum of rowsum(dz * z), (M, 1). Products of one width are added first: one reduction each."""
+    """Sum of rowsum(dz * z), (M, 1)."""
+    return add_rows(
+        put, [put(aten.mul.Tensor, put.cast(dz, wide), put.cast(z, wide)) for z, dz in products]
+    )
+
+
+def add_rows(put: Put, matrices: list[Node]) -> Node:
+    """The sum over all columns of all ``matrices``, (M, 1). Those of one width are added first: one
+    reduction each."""
     widths: dict[Any, Node] = {}
-    for z, dz in products:
-        product = put(aten.mul.Tensor, put.cast(dz, wide), put.cast(z, wide))
-        n = fake(z).shape[-1]
-        widths[n] = put(aten.add.Tensor, widths[n], product) if n in widths else product
-    sums = [put(aten.sum.dim_IntList, product, [-1], True) for product in widths.values()]
+    for matrix in matrices:
+        n = fake(matrix).shape[-1]
+        widths[n] = put(aten.add.Tensor, widths[n], matrix) if n in widths else matrix
+    sums = [put(aten.sum.dim_IntList, matrix, [-1], True) for matrix in widths.values()]
     total = sums[0]
     for other in sums[1:]:
         total = put(aten.add.Tensor, total, other)

@@ -30,7 +30,7 @@ from coda_inductor.fuse.elementwise import LOWERINGS
 from coda_inductor.fuse.operands import source
 from coda_inductor.fuse.region import GEMMS
 from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, readers
-from coda_inductor.rewrite.norms import KEEP
+from coda_inductor.rewrite.behind import KEEP
 from coda_inductor.sides import Scope, is_tangent
 
 _MOST_TENSORS = 2

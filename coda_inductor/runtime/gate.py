@@ -85,10 +85,41 @@ def loses(
     copied: int = 0,
 ) -> str | None:
     """Why a site is expected to be slower fused, or None. Arguments as for :func:`expected`."""
+    if followed and _only_statistics(program):
+        return "its product is stored as it is for an elementwise kernel: statistics save nothing"
     fused, unfused = expected(program, m, n, k, terms, followed=followed, copied=copied)
     if fused <= unfused:
         return None
     return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
+
+
+def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | None:
+    """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
+    together, or None. ``width``: bytes an element.
+
+    What is saved: the kernel that reads the product in front of the norm and writes its result; in
+    training also the one that reads the norm's gradient, its input and the residual's gradient, and
+    writes their sum. What it costs: the weights are read once more for the vectors gamma^T W and
+    beta^T W; in training their gradients are corrected by terms of rank one, read and written.
+    """
+    saved, launches = 2 * m * k, 1
+    costs, more = n * k, 1
+    if training:
+        saved, launches = saved + 3 * m * k, 2
+        costs, more = costs + 2 * n * k, 3
+    won = saved * width / _BYTES_PER_US + launches * _LAUNCH_US
+    lost = costs * width / _BYTES_PER_US + more * _LAUNCH_US
+    if lost <= won:
+        return None
+    return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
+
+
+def _only_statistics(program: EpilogueProgram) -> bool:
+    """Are the products stored unchanged, and only sums over N made of them? So it is with a norm
+    between a GEMM and a residual (Gemma 2): its kernel reads the product, statistics or not."""
+    unchanged = all(store.value in program.accs for store in program.stores)
+    sums = all(reduce.axis == "row" and reduce.combine == "add" for reduce in program.reduces)
+    return unchanged and sums
 
 
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:

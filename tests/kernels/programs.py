@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, verify
@@ -89,6 +91,56 @@ def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
+def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
+    """SwiGLU behind a LayerNorm: scale, shift and offset of both projections, sums both ways, the
+    one over N with a mask."""
+    row = functools.partial(Operand, kind="row")
+    return EpilogueProgram(
+        accs=("acc0", "acc1"),
+        in_dtype=dtype,
+        operands=(
+            Operand("rstd", "col", "float32"),
+            row("wg", dtype="float32"),
+            row("wu", dtype="float32"),
+            row("bias", dtype=dtype),
+        ),
+        steps=(
+            Step("g0", "mul", ("acc0", "rstd")),
+            Step("g", "add", ("g0", "wg")),
+            Step("u0", "mul", ("acc1", "rstd")),
+            Step("u1", "mul", ("rstd", "wu")),
+            Step("u2", "add", ("u0", "u1")),
+            Step("u", "add", ("u2", "bias")),
+            Step("s", "sigmoid", ("g",)),
+            Step("act", "mul", ("g", "s")),
+            Step("y", "mul", ("act", "u")),
+        ),
+        stores=(Store("out0", "y", dtype), Store("out1", "g", dtype), Store("out2", "u", dtype)),
+        reduces=(Reduce("rows", "y"), Reduce("cols", "u", "col")),
+    )
+
+
+def layer_partial(dtype: str = "bfloat16") -> EpilogueProgram:
+    """In front of a LayerNorm: residual in, residual and centered operand out, both row sums."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(
+            Operand("residual", "tile", dtype),
+            Operand("pivot", "col", "float32"),
+            Operand("weight", "row", dtype),
+        ),
+        steps=(
+            Step("x", "add", ("acc", "residual")),
+            Step("v", "sub", ("x", "pivot")),
+            Step("h", "mul", ("v", "weight")),
+            Step("sq", "mul", ("v", "v")),
+        ),
+        stores=(Store("out0", "x", dtype), Store("out1", "h", dtype)),
+        reduces=(Reduce("part0", "v"), Reduce("part1", "sq")),
+    )
+
+
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
 _DOMAIN = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log1p", "reciprocal"), "positive"),
@@ -136,6 +188,8 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
+        "paired_rows": paired_rows(dtype),
+        "layer_partial": layer_partial(dtype),
     }
     return {name: verify(program) for name, program in named.items()}
 
@@ -170,4 +224,10 @@ def inputs(
         b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
-    return as_, bs, [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    operands = [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
+    if program.paired:  # its rows are (2N,), every value twice
+        operands = [
+            x.repeat_interleave(2) if o.kind == "row" else x
+            for o, x in zip(program.operands, operands, strict=True)
+        ]
+    return as_, bs, operands

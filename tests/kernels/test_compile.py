@@ -63,7 +63,7 @@ def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_representative_kernels_compile(arch, tmp_path):
-    names = "scale,rms_partial,swiglu,chain,select,row_statistics"
+    names = "scale,rms_partial,layer_partial,swiglu,paired_rows,chain,select,row_statistics"
     names += ",norm_bwd/straight,norm_bwd/crossed"
     if arch == "90":
         names += ",dswiglu//128x192:2x1:pp:lean"

@@ -36,7 +36,10 @@ OPS = {
         "{z} + {y}", "{z} * {y}", "{z} - {y}", "torch.maximum({z}, {y})", "F.silu({z}) * {y}",
     ]),
     "broadcast": (8, ["{z} * vector", "{z} * x[..., :1]", "{z} * number", "vector - {z}"]),
-    "norm": (7, ["F.rms_norm({z}, (8,), vector, 1e-3)", "F.rms_norm({z}, (8,), None, 1e-3)"]),
+    "norm": (7, [
+        "F.rms_norm({z}, (8,), vector, 1e-3)", "F.rms_norm({z}, (8,), None, 1e-3)",
+        "F.layer_norm({z}, (8,), vector, gamma, 1e-3)", "F.layer_norm({z}, (8,))",
+    ]),
     "not fusable": (12, [
         "{z}.cumsum(0)", "{z}.softmax(-1)", "{z}.flip(-1)", "{z} - {z}.mean(-1, keepdim=True)",
         "{z} * {z}.sum(-1, keepdim=True).tanh()",
@@ -116,6 +119,9 @@ def _branch(rng: random.Random) -> str:
 
 def _norm(rng: random.Random) -> str:
     weight = rng.choice(["gamma", "gamma", "vector", "(1 + gamma)", "None"])
+    if rng.random() < 0.4:
+        bias = rng.choice(["vector", "None"])
+        return f"F.layer_norm(x, ({D},), {weight}, {bias}, 1e-3)"
     by_hand = f"{weight} * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))"
     if weight != "None" and rng.random() < 0.5:
         return by_hand

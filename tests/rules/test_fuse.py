@@ -246,11 +246,14 @@ def test_gate_that_others_read_is_stored_and_loaded_by_up():
     assert [o.kind for o in harness.fused[0].program.operands] == ["tile"]
 
 
-def test_gate_with_biases_is_computed_in_sequence():
-    gate, up = nn.Linear(K, N).double(), nn.Linear(K, N).double()
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)], ids=str)
+def test_gate_and_up_with_biases_meet_too(biases, monkeypatch):
+    leave_custom_ops(monkeypatch)
+    gate, up = (nn.Linear(K, N, bias).double() for bias in biases)
     harness = check(lambda x: F.silu(gate(x)) * up(x), randn(2, 3, K))
-    assert harness.counts["swiglu"] == 1
-    assert not any(site.program.paired for site in harness.fused)
+    (site,) = harness.fused
+    assert site.program.paired
+    assert [o.kind for o in site.program.operands] == ["row"] * sum(biases)
 
 
 def test_gate_and_up_of_different_widths_are_no_pair():

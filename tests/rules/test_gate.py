@@ -1,5 +1,7 @@
 """The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.fx import Graph
 
 from coda_inductor.fuse import Policy
 from coda_inductor.options import parse
+from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.runtime import gate
 from coda_inductor.runtime.kinds import kinds
 
@@ -53,6 +56,18 @@ def test_mode_reduce_overhead_lifts_the_limit():
     assert Policy.of(parse("reduce-overhead", None), graph_of(512)).small is None
 
 
+@pytest.mark.parametrize(("m", "loses"), [(512, True), (8192, False)])
+def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
+    """The first GEMM of the layer has K = 2048."""
+    gemm = next(n for n in graph_of(m).nodes if n.op == "call_function")
+    policy, always = (Policy(parse(None, {"gate": g})) for g in ("auto", "always"))
+    assert (policy.split_loses(gemm, training=True) is not None) == loses
+    assert (policy.norm_loses([gemm] * 4, training=True) is not None) == loses
+    assert policy.split_loses(gemm, training=False) is None
+    assert always.split_loses(gemm, training=True) is None
+    assert always.norm_loses([gemm] * 4, training=True) is None
+
+
 def test_copying_the_weights_of_a_sum_is_charged():
     program = kinds()["norm_bwd"]
     assert gate.loses(program, 8192, 2048, 3072, copied=2048 * 3072) is None
@@ -66,6 +81,21 @@ def test_a_norm_that_stays_behind_leaves_less_to_save():
     assert gate.loses(program, 8192, 2048, 2048) is None
     # Measured: the fused GEMM took 105 us, cuBLAS 92, and the norm's kernel ran in both cases.
     assert gate.loses(program, 8192, 2048, 2048, followed=True) is not None
+
+
+def test_statistics_alone_of_a_norm_that_stays_behind_save_nothing():
+    """Its kernel reads the product that was stored, statistics or not (Gemma 2's sandwich)."""
+    program = EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        steps=(Step("sq", "mul", ("acc", "acc")),),
+        stores=(Store("out0", "acc", "bfloat16"),),
+        reduces=(Reduce("part0", "sq"),),
+    )
+    assert gate.loses(program, 8192, 2048, 8192) is None
+    assert "statistics save nothing" in gate.loses(program, 8192, 2048, 8192, followed=True)
+    columns = dataclasses.replace(program, reduces=(Reduce("part0", "sq", "col"),))
+    assert gate.loses(columns, 8192, 2048, 8192, followed=True) is None  # saves a kernel
 
 
 @pytest.mark.parametrize("head", [False, True])

@@ -95,7 +95,7 @@ ILLEGAL = {
             accs=("acc0", "acc1"),
             stores=(Store("out0", "acc0", "float64"),),
         ),
-        "'t': a paired program reads only col and scalar",
+        "'t': a paired program reads no tiles",
     ),
 }
 

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from checking import assert_same, randn
 
 from coda_inductor import semantic
-from coda_inductor.semantic import rms_norm, rms_norm_backward, swiglu, swiglu_backward
+from coda_inductor.semantic import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+    swiglu,
+    swiglu_backward,
+)
 from coda_inductor.semantic_loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic_rotary import rotate_pairs
 
@@ -30,6 +37,27 @@ def test_gradients_of_rms_norm(shape, mask):
 def test_gradient_of_rms_norm_without_a_weight():
     x = randn(2, 3, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, EPS, x.dtype)[0], (x,))
+
+
+@pytest.mark.parametrize("mask", [m for m in itertools.product([True, False], repeat=3) if any(m)])
+def test_gradients_of_layer_norm(mask):
+    shapes = ((2, 3, D), (D,), (D,))
+    leaves = [randn(*s).requires_grad_(need) for s, need in zip(shapes, mask, strict=True)]
+    assert torch.autograd.gradcheck(lambda *a: layer_norm(*a, EPS, torch.float64)[0], leaves)
+
+
+@pytest.mark.parametrize("vectors", [(), ("weight",), ("bias",)], ids=str)
+def test_layer_norm_is_torchs(vectors):
+    x = randn(2, 3, D).requires_grad_()
+    weight, bias = (randn(D) if name in vectors else None for name in ("weight", "bias"))
+    y, mean, rstd = layer_norm(x, weight, bias, EPS, x.dtype)
+    want = F.layer_norm(x, (D,), weight, bias, EPS)
+    assert_same(y, want)
+    assert_same(mean, x.mean(-1, keepdim=True))
+    assert_same(rstd, torch.rsqrt(x.var(-1, keepdim=True, correction=0) + EPS))
+    assert not mean.requires_grad
+    dy = randn(2, 3, D)
+    assert_same(*(torch.autograd.grad(out, x, dy) for out in (y, want)))
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
@@ -69,6 +97,11 @@ def test_backward_ops_skip_what_is_not_needed(mask):
     some = rms_norm_backward(dy, x, weight, rstd, *mask)
     for need, have, want in zip(mask, some, full, strict=True):
         assert_same(have, want if need else want.new_empty(0))
+    _, mean, rstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
+    full = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [True] * 3)
+    some = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [*mask, mask[0]])
+    for need, have, want in zip((*mask, mask[0]), some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
     gate, up = randn(3, D), randn(3, D)
     full = swiglu_backward(dy, gate, up, True, True)
     some = swiglu_backward(dy, gate, up, *mask)
@@ -79,7 +112,11 @@ def test_backward_ops_skip_what_is_not_needed(mask):
 def examples(dtype):
     x, weight, up = (randn(*s, dtype=dtype) for s in ((2, 3, D), (D,), (2, 3, D)))
     _, rstd = rms_norm(x, weight, EPS, dtype)
+    _, mean, lstd = layer_norm(x, weight, weight, EPS, dtype)
+    plain = [t.detach() for t in (up, x, weight, weight, mean, lstd)]
     return {
+        layer_norm: (x.requires_grad_(), weight.requires_grad_(), weight, EPS, dtype),
+        layer_norm_backward: (*plain, [True, False, True]),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),

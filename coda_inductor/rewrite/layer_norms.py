@@ -1,0 +1,137 @@
+"""LayerNorm between GEMMs, rule R5: both statistics move past the GEMMs behind, as a row scale and
+a rank-one term; their sums leave the GEMM in front.
+
+Before::
+
+    x = x0 + y @ Wo;  n, mean, rstd = layer_norm(x, gamma, beta, eps);  z = n @ W + b
+
+After::
+
+    x = x0 + y @ Wo;  v = x - pivot;  h = v * gamma
+    m = mean(v);  rstd = rsqrt(mean(v * v) - m**2 + eps);  mean = m + pivot
+    z = (h @ W) * rstd - (rstd * m) * (gamma^T W) + (beta^T W + b)
+
+Why it is valid: n = D_rstd (v - m 1^T) diag(gamma) + 1 beta^T, multiplied out; LayerNorm does not
+change when a row is shifted, so any ``pivot``, one value a row, will do. gamma^T W and
+beta^T W are computed at every call, for W is what training changes; a kernel of Inductor's reads W
+once for both, which ``gate.norm_loses`` charges.
+
+Rounding: where a row's mean is large against its deviation, h would round at the size of the mean
+(as eager's x does, but there once, here also behind the GEMMs), and mean(v * v) - m**2 cancel. So
+the pivot is the mean of the residual stream x0 that x was made from by adding something: the
+LayerNorm that read x0 has computed it. Refuses where there is none (``docs/gotchas.md``).
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.operands import source
+from coda_inductor.fuse.region import gemm_inputs
+from coda_inductor.graph import Put, aten, fake, insert, prune, same
+from coda_inductor.rewrite.behind import KEEP, Shift, scale, wide_of
+from coda_inductor.rewrite.layer_norms_backward import (
+    Product,
+    Statistics,
+    differentiate,
+)
+from coda_inductor.rewrite.norm_uses import Uses
+from coda_inductor.sides import checkpoint
+
+
+class Means:
+    """The row means that LayerNorms have computed so far, by the tensor that they are of."""
+
+    def __init__(self) -> None:
+        self.known: dict[Node, Node] = {}
+
+    def note(self, norm: Node, mean: Node | None = None) -> None:
+        """Remember the mean of the input of ``norm``: ``mean`` (..., 1), or where the norm stays,
+        its own output."""
+        if mean is None:
+            mean = next((u for u in norm.users if u.args[1] == 1), None)
+        if mean is None:
+            with norm.graph.inserting_after(norm):
+                mean = insert(norm.graph, operator.getitem, (norm, 1), like=norm)
+        self.known[source(norm.args[0])] = mean
+
+    def pivot(self, norm: Node) -> Node | None:
+        """The mean of a tensor that the norm's input was made from by adding something."""
+        todo, seen = [source(norm.args[0])], set()
+        while todo:
+            node = todo.pop()
+            mean = self.known.get(node)
+            if mean is not None and _fits(mean, norm):
+                return mean
+            if node not in seen and (node.target is aten.add.Tensor):
+                seen.add(node)
+                todo += [source(n) for n in node.all_input_nodes]
+        return None
+
+
+def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> None:
+    """Apply the rewrite to a ``layer_norm`` node that has a pivot and whose readers are ``found``,
+    and to its gradient."""
+    x, gamma, _, eps, _ = norm.args
+    wide, pattern = wide_of(x), ("layer_norm", norm.name)
+    pivot = means.pivot(norm)
+    assert pivot is not None, "asked before"
+    put = Put(graph, like=norm, pattern=pattern)
+    with graph.inserting_before(norm):
+        if not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
+            pivot = put(aten.reshape.default, pivot, [*put.sizes(x)[:-1], 1])
+        v = put(aten.sub.Tensor, put.cast(x, wide), pivot)
+        m = put(aten.mean.dim, v, [-1], True)
+        rstd = put(aten.rsqrt.default, put(aten.add.Tensor, _variance(put, v, m), eps))
+        h = v if gamma is None else put(aten.mul.Tensor, v, put.cast(gamma, wide))
+        h = put.cast(h, found.dtype)
+        h.meta[KEEP] = True
+        h = put(aten.reshape.default, h, [-1, fake(x).shape[-1]])
+        mean = put(aten.add.Tensor, m, pivot)
+        flat = put(aten.reshape.default, rstd, [-1, 1])
+        center = put(aten.reshape.default, m, [-1, 1])
+        shift = put(aten.neg.default, put(aten.mul.Tensor, flat, center))
+    means.note(norm, mean)
+    gradients = found.products(biased=True)
+    known: list[Product] | None = None if gradients is None else []
+    for gemm in found.gemms:
+        plus = _vectors(graph, gemm, norm, shift)
+        bias = gemm.args[0] if gemm.target is aten.addmm.default else None
+        z = scale(graph, gemm, h, flat, pattern=pattern, plus=plus)
+        if known is not None and gradients is not None and gemm in gradients:
+            known.append(Product(z, gradients[gemm], plus, bias))
+    differentiate(graph, norm, found, Statistics(h, mean, rstd, center, flat), known)
+    prune(list(norm.users))
+
+
+def _fits(mean: Node, norm: Node) -> bool:
+    """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
+    rows = fake(norm.args[0]).shape[:-1].numel()
+    return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)
+
+
+def _variance(put: Put, x: Node, mean: Node) -> Node:
+    """The biased variance of each row of x, whose mean is small, by its second moment: the partial
+    sums of one pass make both."""
+    moment = put(aten.mean.dim, put(aten.mul.Tensor, x, x), [-1], True)
+    variance = put(aten.sub.Tensor, moment, put(aten.mul.Tensor, mean, mean))
+    return put(aten.relu.default, variance)  # rounding may take a constant row below zero
+
+
+def _vectors(graph: Graph, gemm: Node, norm: Node, shift: Node) -> Shift:
+    """gamma^T W, and beta^T W plus the GEMM's bias where it is one value a column."""
+    _, gamma, beta, _, _ = norm.args
+    weight, wide = gemm_inputs(gemm)[1], fake(shift).dtype
+    put = Put(graph, like=gemm)
+    with graph.inserting_before(gemm):
+        w = put.cast(weight, wide)
+
+        def times(vector: Node | None) -> Node:
+            if vector is None:
+                return put(aten.sum.dim_IntList, w, [0])
+            column = put(aten.reshape.default, put.cast(vector, wide), [-1, 1])
+            return put(aten.sum.dim_IntList, put(aten.mul.Tensor, w, column), [0])
+
+        return Shift(shift, times(gamma), None if beta is None else times(beta))

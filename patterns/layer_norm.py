@@ -1,0 +1,142 @@
+"""LayerNorm as users write it, raised to ``coda_inductor::layer_norm``.
+
+Before::
+
+    y = F.layer_norm(x, (d,), weight, bias, eps)         # also nn.LayerNorm
+
+    h = x.to(torch.float32)                              # Cohere's, also without the casts
+    mean = h.mean(-1, keepdim=True)
+    var = (h - mean).pow(2).mean(-1, keepdim=True)       # or h.var(-1, keepdim=True, correction=0)
+    y = weight * ((h - mean) * torch.rsqrt(var + eps)) + bias
+
+After::
+
+    y, mean, rstd = coda_inductor.layer_norm(x, weight, bias, eps, dtype_of(y))
+
+Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; the casts only say in
+which precision. The op computes in float32 (float64 for float64), never less than the idiom did.
+
+What it enables (coda_inductor.rewrite.layer_norms): rule R5,
+LN(x) W = D_rstd (x.weight) W - (rstd mean)(weight^T W) + bias^T W: both statistics leave the GEMM
+in front as partials and are applied behind the GEMMs that read the norm.
+
+Refuses: statistics not over the whole last dimension; an unbiased variance; eps that is not a
+number; a weight or bias that is not one value a column; a result whose shape is not x's; an input
+that is not floating. Files are tried in the order of their names: this one before ``rms_norm``,
+which is the same idiom of x - mean.
+"""
+
+import sympy
+import torch
+
+from coda_inductor import Match, Pattern, value
+from coda_inductor.semantic import layer_norm
+
+
+def by_squares(x):
+    return (x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
+
+
+def by_var(x):
+    return x.var(-1, keepdim=True, correction=0)
+
+
+def times_rsqrt(x, variance, eps):
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance(x) + eps)
+
+
+def over_sqrt(x, variance, eps):
+    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance(x) + eps)
+
+
+def functional(x, weight, bias, eps):
+    return torch.layer_norm(x, (1,), weight, bias, eps)
+
+
+def spellings(scaled, variance):
+    """With weight and bias, with a weight only, and bare, most specific first."""
+
+    def affine(x, weight, bias, eps):
+        return weight * scaled(x, variance, eps) + bias
+
+    def weighted(x, weight, eps):
+        return weight * scaled(x, variance, eps)
+
+    def bare(x, eps):
+        return scaled(x, variance, eps)
+
+    return affine, weighted, bare
+
+
+def _number(eps):
+    """What Dynamo recorded for a float: itself, or with dynamic shapes a symbol with a value."""
+    return value(eps) if isinstance(eps, torch.fx.Node) else eps
+
+
+def _arguments(match: Match):
+    weight, bias = match.bound.get("weight"), match.bound.get("bias")
+    eps = float(_number(match.bound["eps"]))  # of a symbol: adds a guard
+    return (match.bound["x"], weight, bias, eps, value(match.root).dtype)
+
+
+def _constant_eps(match: Match):
+    eps = _number(match.bound["eps"])
+    known = isinstance(eps, torch.SymFloat) and eps.node.has_hint()
+    return None if known or isinstance(eps, (int, float)) else "eps is not a constant"
+
+
+def _shapes(match: Match):
+    x, result = value(match.bound["x"]), value(match.root)
+    if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return "the shape of the input is unknown"
+    if not x.is_floating_point():
+        return f"the input is {x.dtype}, not a floating type"
+    if result.shape != x.shape:
+        return f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
+    for name in ("weight", "bias"):
+        if (node := match.bound.get(name)) is not None:
+            vector = value(node)
+            if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
+                return f"the {name} is not one value a column"
+    return None
+
+
+def _identities():
+    """Three columns stand for all; the second pair is what rule R5 rests on, for one product."""
+    x = sympy.symbols("x0:3", real=True)
+    g = sympy.symbols("g0:3", real=True)
+    b = sympy.symbols("b0:3", real=True)
+    w = sympy.symbols("w0:3", real=True)
+    eps = sympy.Symbol("eps", positive=True)
+    mean = sum(x) / 3
+    squares = sum((v - mean) ** 2 for v in x) / 3
+    moments = sum(v**2 for v in x) / 3 - mean**2
+    r = sympy.Symbol("r", positive=True)
+    normalized = [(xi - mean) * r * gi + bi for xi, gi, bi in zip(x, g, b, strict=True)]
+    product = sum(n * wi for n, wi in zip(normalized, w, strict=True))
+    deferred = r * sum(xi * gi * wi for xi, gi, wi in zip(x, g, w, strict=True))
+    deferred -= r * mean * sum(gi * wi for gi, wi in zip(g, w, strict=True))
+    deferred += sum(bi * wi for bi, wi in zip(b, w, strict=True))
+    return [
+        (1 / sympy.sqrt(squares + eps), 1 / sympy.sqrt(moments + eps)),
+        (sympy.expand(product), sympy.expand(deferred)),
+    ]
+
+
+PATTERN = Pattern(
+    name="layer_norm",
+    idioms=(
+        functional,
+        *spellings(times_rsqrt, by_squares),
+        *spellings(times_rsqrt, by_var),
+        *spellings(over_sqrt, by_squares),
+        *spellings(over_sqrt, by_var),
+    ),
+    op=layer_norm,
+    arguments=_arguments,
+    conditions=(_constant_eps, _shapes),
+    result=0,
+    identities=_identities,
+    rules=("R1", "R2", "R3", "R4", "R5"),
+    example={"x": (4, 16), "weight": (16,), "bias": (16,), "eps": 1e-5},
+)

