@@ -201,7 +201,7 @@ def _candidates(anchor: Node, scope: Scope, policy: Policy) -> Iterator[Region]:
 
 def _short(node: Node) -> str:
     """``mul`` for ``aten.mul.Tensor``: what a reader of the table wants."""
-    return str(node.target).removeprefix("aten.").split(".")[0]
+    return str(node.target).removeprefix("aten.").removeprefix("coda_inductor.").split(".")[0]
 
 
 def _idle(region: Region) -> str:
