@@ -55,10 +55,8 @@ class Constants:
     def _check(self, node: Node) -> str | None:
         if node in self._outer and self._around is not None:
             return self._around._why.get(self._outer[node], "it comes from elsewhere")
-        if node.op in ("placeholder", "get_attr"):
-            return f"it depends on {node.target}"
-        if not _is_torch(node):
-            return f"it depends on {node.target}"
+        if node.op in ("placeholder", "get_attr") or not _is_torch(node):
+            return f"it depends on {getattr(node.target, '__name__', node.target)}"
         for source in _sources(node):
             if self._why[source] is not None:
                 return self._why[source]

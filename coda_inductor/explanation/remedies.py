@@ -254,11 +254,8 @@ _ROWS: tuple[tuple[str, str], ...] = (
         f"{NOTHING}: the epilogue is full; the rest stays with Inductor.",
     ),
     (
-        r"a paired tile reads only",
-        (
-            "Gate and up can take one value a row (the norm's scale) and "
-            "scalars: drop their biases, or leave them to the unpaired form."
-        ),
+        r"^a paired tile reads one value a row or a column",
+        f"{NOTHING}: a tensor of the tile's size meets gate or up; the unpaired form reads it.",
     ),
     (
         r"is not laid out row by row",
@@ -271,6 +268,29 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (
         r"its bias or alpha/beta is not supported",
         ("Use a bias with one value a column and no alpha or beta (F.linear)."),
+    ),
+    (
+        r"^expected .* us for reading its weights again",
+        f"{NOTHING}: a LayerNorm put off reads its weights once more, too much for so few rows.",
+    ),
+    (
+        r"^putting its weight's gradient together costs more",
+        "Use more rows a step (batch x sequence), or two weights in place of the packed one.",
+    ),
+    (
+        r"^its product is stored as it is for an elementwise kernel",
+        f"{NOTHING}: the norm stands in front of a residual, whose kernel reads the product.",
+    ),
+    (
+        r"^no LayerNorm in front of it has computed the mean",
+        (
+            f"{NOTHING}: without a mean at hand the operand would round worse than eager's. The "
+            "first LayerNorm of a model, and one behind an activation, stay with Inductor."
+        ),
+    ),
+    (
+        r"^the gate is computed in another dtype",
+        "Give gate and up one dtype, or cast behind their product.",
     ),
     # attention masks: the first line wraps
     (r"^the mask stays, (?P<inner>.*)$", ""),
@@ -346,7 +366,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (r"^eps is not a constant", "Pass eps as a Python number, not as a tensor."),
-    (r"the weight is not one value a column", "Give the norm a weight of shape (hidden,)."),
+    (r"^the \S+ is not one value a column", "Give the norm a weight of shape (hidden,)."),
     (
         r"is not shaped like the input",
         ("The weight broadcasts the result to another shape: give it one value a column."),

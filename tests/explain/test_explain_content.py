@@ -143,7 +143,7 @@ SOURCES = (
     "fuse/grow.py", "fuse/operands.py", "fuse/policy.py", "rewrite/norms.py",
     "rewrite/norm_uses.py", "runtime/support.py", "runtime/gate.py", "../patterns/rms_norm.py",
     "../patterns/swiglu.py", "../patterns/cross_entropy.py", "../patterns/rotary_complex.py",
-    "attention.py", "constants.py", "rewrite/loss.py",
+    "../patterns/layer_norm.py", "attention.py", "constants.py", "rewrite/loss.py",
 )  # fmt: skip
 
 
@@ -199,4 +199,6 @@ def test_the_table_lists_every_gemm():
 def test_epilogue_work_is_named_by_what_it_does():
     found, _ = explained("GPT-2")
     work = {tuple(epilogue_work(site)) for site in found.fused}
-    assert work == {("+ bias", "+ residual"), ("+ bias", "GELU (tanh)")}
+    in_front = ("+ bias", "+ residual", "* norm weight", "row statistics")
+    behind = ("* row scale", "+ bias")  # the qkv projection; the MLP's has the activation too
+    assert work == {in_front, behind, (*behind, "GELU (tanh)")}

@@ -124,18 +124,22 @@ MODELS = {
     ),
 }  # fmt: skip
 
+#: torchtitan rotates in float32, whatever the model is.
+TOLERANCE = {"torchtitan Llama": 1e-5}
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_inference(name):
     make, counts = MODELS[name]
     model = make(2).double().train()  # eval mode takes torch's own op where it can: no GEMMs
-    assert check(model, randn(2, 8, D)).counts == counts(2)
+    assert check(model, randn(2, 8, D), tolerance=TOLERANCE.get(name)).counts == counts(2)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name):
     make, counts = MODELS[name]
-    harness = check_gradients(make(1).double(), randn(2, 8, D).requires_grad_())
+    x = randn(2, 8, D).requires_grad_()
+    harness = check_gradients(make(1).double(), x, tolerance=TOLERANCE.get(name))
     for pattern in ("rms_norm", "layer_norm", "swiglu"):
         expected = counts(1).get(pattern, 0)
         assert harness.counts[pattern] == harness.counts[f"{pattern}_backward"] == expected
