@@ -6,11 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, differentiate, raised, randn, reasons
+from checking import assert_same, check, check_gradients, differentiate, raised, randn, reasons
 from harness import Harness
 from torch import nn
 from torch._dynamo.utils import counters
 
+from coda_inductor import late_gradients
 from coda_inductor.program import EpilogueProgram, Reduce, Store, verify
 from coda_inductor.runtime import loss as runtime_loss
 from coda_inductor.semantic_loss import cross_entropy
@@ -126,6 +127,22 @@ def test_sliced_gradient_of_a_bias(loss, slices):
     sizes = [t.numel() for t in made if isinstance(t, torch.Tensor)]
     assert V * D in sizes
     assert ROWS * V not in sizes
+
+
+def test_a_causal_model_that_returns_its_capped_logits(slices, monkeypatch):
+    """As Gemma 2 in transformers, going back from the loss alone."""
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
+
+    def head(x, w, b, labels):
+        logits = 1.5 * torch.tanh(F.linear(x, w, b) / 1.5)
+        return hugging_face(logits, labels), logits
+
+    x, labels = inputs()
+    w, b = randn(V, D).requires_grad_(), randn(V).requires_grad_()
+    harness = Harness()
+    have = torch.autograd.grad(harness.train(head, x, w, b, labels)[0], (x, w, b))
+    assert harness.counts["cross_entropy_backward"] == 1
+    assert_same(have, torch.autograd.grad(head(x, w, b, labels)[0], (x, w, b)))
 
 
 def test_a_bias_added_by_hand(slices):
