@@ -4,20 +4,22 @@ time.
 Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule R7)::
 
     dlogits = cross_entropy_backward(dloss, logits, target, lse, number)     M x V
+    dlogits += a * exp(logits - b)      where there is a z-loss
     dz = dlogits, or dlogits * (1 - (logits / c) ** 2) where logits = c * tanh(z / c)
     dh = dz @ W;  dW = dz.T @ h;  db = dz.sum(0)
 
 After::
 
-    dh, dW, db = linear_cross_entropy_backward(dloss, logits, target, lse, number, W, h, ..., c)
+    dh, dW, db = linear_cross_entropy_backward(dloss, logits, target, lse, number, W, h, a', ..., c)
+    where a' = a * exp(lse - b), a itself for b = lse
 
 Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
 the products of the slices, and each slice makes rows of dW and elements of db of its own.
 
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
-Refuses logits of less than ``runtime.loss.SLICE_BYTES`` twice; a gradient that something else reads
-(a z-loss); one that is not behind a reshaping or a soft cap alone (``rewrite.soft_cap``).
+Refuses logits of less than ``runtime.loss.SLICE_BYTES`` twice; a gradient that something else
+reads; one that is behind more than ``rewrite.logit_gradients`` knows.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from coda_inductor.graph import (
     same,
     settle,
 )
-from coda_inductor.rewrite.soft_cap import behind_soft_cap
+from coda_inductor.rewrite.logit_gradients import behind_soft_cap, with_row_term
 from coda_inductor.runtime import loss
 from coda_inductor.runtime.config import hint
 from coda_inductor.semantic_loss import cross_entropy_backward
@@ -64,7 +66,8 @@ def _slice(graph: Graph, node: Node) -> str | None:
     size = hint(logits.numel()) * logits.element_size()
     if size < 2 * loss.SLICE_BYTES:
         return f"its logits take {size / 2**20:.0f} MiB only"
-    gradient, cap = behind_soft_cap(node, node.args[1])
+    gradient, penalty = with_row_term(node, node.args[1])
+    gradient, cap = behind_soft_cap(gradient, node.args[1])
     names, users = readers(gradient, through=lambda u: u.target in ALIASES or is_cast(u))
     turned = [u for u in users if is_transpose(u)]
     products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
@@ -81,12 +84,13 @@ def _slice(graph: Graph, node: Node) -> str | None:
     dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}
     if len(dtypes) != 1:
         return f"logits, weight and operand differ in dtype ({', '.join(sorted(map(str, dtypes)))})"
-    behind = max(n for n in (node, weight, x) if n is not None)
+    behind = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
     put = Put(graph, like=node)
     results: list[tuple[Node, Node]] = []
     with graph.inserting_before(behind.next):
         how = (*node.args[5:], cap, bool(sums))
-        args = (*node.args[:5], weight, x, *how)
+        dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
+        args = (*node.args[:5], weight, x, dlse, *how)
         call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
         for i, old in enumerate((dgrads, wgrads, sums)):
             if old:
@@ -100,6 +104,15 @@ def _slice(graph: Graph, node: Node) -> str | None:
     settle([output for _, output in results])
     prune([product for product, _ in results])
     return None
+
+
+def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
+    """``a * exp(lse - b)`` (M,): what the softmax is multiplied with to be ``a * exp(logits - b)``,
+    for b of (..., 1). It is a wherever b is a log-sum-exp of the logits too."""
+    dtype = fake(lse).dtype
+    a, b = (put.cast(put(aten.reshape.default, n, [-1]), dtype) for n in (a, b))
+    shift = put(aten.exp.default, put(aten.sub.Tensor, lse, b))
+    return put(aten.mul.Tensor, a, shift)
 
 
 def _sums_rows(node: Node, columns: Any) -> bool:

@@ -17,8 +17,8 @@ from coda_inductor.semantic_loss import row_weights
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
-    "Tensor number, Tensor? weight, Tensor? x, int ignore_index, float label_smoothing, "
-    "str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
+    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
+    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -36,6 +36,7 @@ def linear_cross_entropy_backward(
     number: Tensor,
     weight: Tensor | None,
     x: Tensor | None,
+    dlse: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
@@ -47,8 +48,9 @@ def linear_cross_entropy_backward(
 
     ``weight`` (V, K) is for dx, ``x`` (M, K) for dW and ``bias`` for db; without one, its result is
     empty. The logits are z, or with a ``cap`` other than 0 they are ``cap * tanh(z / cap)``, whose
-    derivative is ``1 - (logits / cap) ** 2``. The other arguments are those of
-    ``semantic_loss.cross_entropy_backward``.
+    derivative is ``1 - (logits / cap) ** 2``. ``dlse`` (M,), if any, is a gradient of the rows'
+    log-sum-exp, in the compute dtype: it adds itself times the softmax. The other arguments are
+    those of ``semantic_loss.cross_entropy_backward``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     m, v = rows.shape
@@ -59,7 +61,7 @@ def linear_cross_entropy_backward(
     width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
     for first in range(0, v, width):
         last = min(v, first + width)
-        piece = _slice(rows, first, last, target, lse, scale, label_smoothing, cap)
+        piece = _slice(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
         if x is not None:
             torch.mm(piece.t(), x, out=dw[first : first + width])
         if bias:
@@ -76,6 +78,7 @@ def _slice(
     target: Tensor,
     lse: Tensor,
     scale: Tensor,
+    dlse: Tensor | None,
     smoothing: float,
     cap: float,
 ) -> Tensor:
@@ -83,12 +86,14 @@ def _slice(
     if rows.is_cuda:
         from coda_inductor.kernels.dlogits import dlogits
 
-        return dlogits(rows, first, last, target, lse, scale, smoothing, cap)
+        return dlogits(rows, first, last, target, lse, scale, smoothing, cap, dlse)
     x = rows[:, first:last].to(lse.dtype)
     p = torch.exp(x - lse[:, None])
     hit = torch.arange(first, last, device=rows.device) == target[:, None]
     away = hit.to(lse.dtype) * (1.0 - smoothing) + smoothing / rows.shape[1]
     gradient = scale[:, None] * (p - away)
+    if dlse is not None:
+        gradient = gradient + dlse[:, None] * p
     if cap:
         gradient = gradient * (1 - (x / cap).square())
     return gradient.to(rows.dtype)

@@ -129,6 +129,58 @@ def test_sliced_gradient_of_a_bias(loss, slices):
     assert ROWS * V not in sizes
 
 
+def z_loss(logits, labels):
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = torch.logsumexp(wide, -1).square()
+    return hugging_face(logits, labels) + 0.1 * z.mean()
+
+
+def z_loss_of_rows_that_count(logits, labels):
+    z = torch.logsumexp(logits.view(-1, V), -1)
+    z = torch.where(labels.view(-1) == 3, 0.0, z.square())
+    return smoothed(logits, labels) + 0.1 * z.sum()
+
+
+def capped_z_loss(logits, labels):
+    return z_loss(1.5 * torch.tanh(logits / 1.5), labels)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", [z_loss, z_loss_of_rows_that_count, capped_z_loss])
+def test_sliced_gradients_with_a_z_loss(loss, bias, slices):
+    harness = check_gradients(LanguageModel(loss, bias=bias), *inputs())
+    assert harness.counts["cross_entropy_backward"] == 1
+    made = [n.meta.get("val") for n in harness.parts[1].nodes if n.op == "call_function"]
+    assert ROWS * V not in [t.numel() for t in made if isinstance(t, torch.Tensor)]
+
+
+class RowTerm(torch.autograd.Function):
+    """Its gradient is a value a row times ``exp(logits - b)``, b being no log-sum-exp; or with
+    other rows' logits, ``by`` rows away."""
+
+    @staticmethod
+    def forward(ctx, logits, b, by):
+        ctx.save_for_backward(logits, b)
+        ctx.by = by
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, b = ctx.saved_tensors
+        logits = logits.roll(ctx.by, 1) if ctx.by else logits
+        return (g * b)[..., None] * torch.exp(logits - b[..., None]), None, None
+
+
+def row_term(logits, labels, by=0):
+    b = torch.arange(3.0, 15.0, dtype=logits.dtype).view(2, 6)
+    return hugging_face(logits, labels) + RowTerm.apply(logits, b, by)
+
+
+def test_a_row_term_of_other_values(slices):
+    harness = check_gradients(LanguageModel(row_term), *inputs())
+    assert harness.counts["cross_entropy_backward"] == 1
+
+
 def test_a_causal_model_that_returns_its_capped_logits(slices, monkeypatch):
     """As Gemma 2 in transformers, going back from the loss alone."""
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
@@ -182,7 +234,8 @@ def test_evaluation_and_all_rows_ignored():
 
 
 @pytest.mark.parametrize(
-    ("loss", "bias"), [(hugging_face, False), (hugging_face, True), (soft_capped, True)]
+    ("loss", "bias"),
+    [(hugging_face, False), (hugging_face, True), (soft_capped, True), (z_loss, False)],
 )
 def test_bfloat16_is_no_less_accurate_than_eager(loss, bias, slices):
     torch.manual_seed(0)
@@ -238,9 +291,12 @@ def test_other_losses_are_left_alone(loss, reason):
     assert reason in reasons(harness)
 
 
-def with_z_loss(logits, labels):
-    z = torch.logsumexp(logits, -1).square().mean()
-    return hugging_face(logits, labels) + 1e-3 * z
+def penalized(logits, labels):
+    return hugging_face(logits, labels) + logits.square().mean()
+
+
+def term_of_other_rows(logits, labels):
+    return row_term(logits, labels, by=1)
 
 
 def bent(logits, labels):
@@ -256,7 +312,7 @@ def capped_and_penalized(logits, labels):
     return hugging_face(2 * bent, labels) + bent.sum()
 
 
-OTHER_READERS = [with_z_loss, bent, bent_twice, capped_and_penalized]
+OTHER_READERS = [penalized, term_of_other_rows, bent, bent_twice, capped_and_penalized]
 
 
 @pytest.mark.parametrize("loss", OTHER_READERS)
@@ -314,7 +370,19 @@ def test_sliced_op_obeys_torchs_rules():
     logits, labels, how = randn(6, 9), torch.arange(6), (1, 0.1, "mean")
     _, lse, number = cross_entropy(logits, labels, *how, torch.float64)
     sliced = torch.ops.coda_inductor.linear_cross_entropy_backward.default
-    args = (randn(), logits, labels, lse, number, randn(9, 5), randn(6, 5), *how, 3.0, True)
+    args = (
+        randn(),
+        logits,
+        labels,
+        lse,
+        number,
+        randn(9, 5),
+        randn(6, 5),
+        randn(6),
+        *how,
+        3.0,
+        True,
+    )
     torch.library.opcheck(sliced, args)
 
 

@@ -1,11 +1,18 @@
-"""The gradient of soft-capped logits, ``c * tanh(z / c)``, as Inductor's decompositions write it::
+"""What stands between the gradient of a loss's logits and an LM head's, as Inductor's
+decompositions write it.
+
+The gradient of a log-sum-exp b of the same logits (a z-loss), per row a times the softmax::
+
+    total = dlogits + a * exp(logits - b)
+
+The gradient of soft-capped logits, ``c * tanh(z / c)``::
 
     t = tanh(z / c);  logits = t * c
     dz = ((dlogits * c) * (1 - t * t)) / c
 
-As ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``: elementwise in the gradient
-and the logits, so that it needs nothing else of their size. Casts may stand between the steps, as
-16-bit tensors have them; views too.
+As ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. Both are elementwise in the
+gradient, the logits and values a row, so that they need nothing else of the logits' size. Casts may
+stand between the steps, as 16-bit tensors have them; views too.
 """
 
 from __future__ import annotations
@@ -15,7 +22,40 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph import ALIASES, aten, is_cast, readers
+from coda_inductor.graph import ALIASES, aten, fake, is_cast, readers, same
+
+
+def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
+    """(total, (a, b)) where ``total`` is ``gradient + a * exp(logits - b)`` with a and b (..., 1);
+    else ``gradient`` itself and None."""
+    none = (gradient, None)
+    total = _reader(gradient)
+    if total is None or total.target is not aten.add.Tensor or total.kwargs:
+        return none
+    terms = [_bare(arg, casts=True) for arg in total.args]
+    others = [term for term in terms if term is not gradient]
+    if len(others) != 1 or getattr(others[0], "target", None) is not aten.mul.Tensor:
+        return none
+    columns = fake(logits).shape[-1]
+    for a, p in (others[0].args, others[0].args[::-1]):
+        exp = _bare(p, casts=True)
+        if getattr(exp, "target", None) is not aten.exp.default or not _is_column(a, p, columns):
+            continue
+        sub = _bare(exp.args[0], casts=True)
+        if sub.target is not aten.sub.Tensor or sub.kwargs:
+            continue
+        x, b = sub.args
+        if _bare(x, casts=True) is _bare(logits) and _is_column(b, x, columns):
+            return total, (a, b)
+    return none
+
+
+def _is_column(node: Any, rows: Any, columns: Any) -> bool:
+    """Has ``node`` one value for each row of ``rows``, which has ``columns`` columns?"""
+    if not isinstance(node, Node) or not isinstance(rows, Node):
+        return False
+    shape = fake(rows).shape
+    return same(shape[-1], columns) and same(fake(node).shape, (*shape[:-1], 1))
 
 
 def behind_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
