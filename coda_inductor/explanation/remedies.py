@@ -331,7 +331,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (
         r"\(.*\) reads it too$",
         (
-            "Something between the loss and the LM head (a soft cap, a bias, a z-loss) reads the "
+            "Something between the loss and the LM head (a penalty on them, say) reads the "
             "gradient of all logits: it is then made in one piece."
         ),
     ),

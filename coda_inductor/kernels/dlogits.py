@@ -12,8 +12,9 @@ _BLOCK = 2048
 
 @triton.jit
 def _kernel(
-    logits, lse, target, scale, out, stride, first, columns, smoothing, spread, BLOCK: tl.constexpr
-):
+    logits, lse, target, scale, dlse, out, stride, first, columns, smoothing, spread, cap,
+    BLOCK: tl.constexpr, CAPPED: tl.constexpr, PENALIZED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -22,6 +23,11 @@ def _kernel(
     hit = first + column == tl.load(target + row)
     away = tl.where(hit, 1.0 - smoothing, 0.0) + spread
     gradient = tl.load(scale + row) * (p - away)
+    if PENALIZED:
+        gradient += tl.load(dlse + row) * p
+    if CAPPED:
+        t = x / cap
+        gradient = gradient * (1.0 - t * t)
     tl.store(out + row * columns + column, gradient.to(out.dtype.element_ty), inside)
 
 
@@ -33,10 +39,15 @@ def dlogits(
     lse: Tensor,
     scale: Tensor,
     smoothing: float,
+    cap: float = 0.0,
+    dlse: Tensor | None = None,
 ) -> Tensor:
     """Columns ``first`` to ``last`` of the gradient of ``rows`` (M, V), as (M, last - first) in
     their dtype. ``target`` (M,) int64; ``lse`` and ``scale`` (M,) float32, the row's log-sum-exp
     and what its gradient is multiplied with. Source: ``semantic_loss.cross_entropy_backward``.
+
+    With a ``cap`` other than 0, ``rows`` are ``cap * tanh(z / cap)`` and the gradient is that of z.
+    ``dlse`` (M,) float32 is a gradient of the log-sum-exps, which is added.
     """
     m, v = rows.shape
     columns = last - first
@@ -45,7 +56,9 @@ def dlogits(
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         grid = (m, triton.cdiv(columns, _BLOCK))
         _kernel[grid](
-            rows, lse.contiguous(), target.contiguous(), scale, out,
-            rows.stride(0), first, columns, smoothing, smoothing / v, BLOCK=_BLOCK,
+            rows, lse.contiguous(), target.contiguous(), scale,
+            scale if dlse is None else dlse.contiguous(), out,
+            rows.stride(0), first, columns, smoothing, smoothing / v,
+            cap, BLOCK=_BLOCK, CAPPED=cap != 0, PENALIZED=dlse is not None,
         )  # fmt: skip
     return out

@@ -23,20 +23,26 @@ D, V = 256, 4096
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, vocabulary: int = V):
+    def __init__(self, vocabulary: int = V, bias: bool = False, cap: float = 0.0, z: float = 0.0):
         super().__init__()
         self.body = nn.Linear(D, D, bias=False)
-        self.head = nn.Linear(D, vocabulary, bias=False)
+        self.head = nn.Linear(D, vocabulary, bias=bias)
+        self.cap, self.z = cap, z
 
     def forward(self, x, labels):
         logits = self.head(x + self.body(x))
+        if self.cap:
+            logits = self.cap * torch.tanh(logits / self.cap)
         flat = logits.float().view(-1, logits.shape[-1])
-        return F.cross_entropy(flat, labels, ignore_index=-100), logits
+        loss = F.cross_entropy(flat, labels, ignore_index=-100)
+        if self.z:
+            loss = loss + self.z * torch.logsumexp(logits.float(), -1).square().mean()
+        return loss, logits
 
 
-def make(vocabulary=V):
+def make(vocabulary=V, bias=False, cap=0.0, z=0.0):
     torch.manual_seed(0)
-    return LanguageModel(vocabulary).cuda().bfloat16()
+    return LanguageModel(vocabulary, bias, cap, z).cuda().bfloat16()
 
 
 def inputs(rows, vocabulary=V):
@@ -63,8 +69,18 @@ def slices(monkeypatch):
 @pytest.mark.parametrize("rows", [8, 120, 1000])
 @pytest.mark.parametrize("vocabulary", [V, V - 40])
 def test_gradients_are_no_worse_than_torch_compiles(rows, vocabulary, slices):
-    model = make(vocabulary)
-    x, labels = inputs(rows, vocabulary)
+    compare(make(vocabulary), *inputs(rows, vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("bias", "cap", "z"), [(True, 0.0, 0.0), (False, 1.5, 0.0), (False, 0.0, 0.1), (True, 1.5, 0.1)]
+)
+def test_other_heads_gradients_are_no_worse_than_torch_compiles(bias, cap, z, slices):
+    compare(make(V, bias, cap, z), *inputs(120))
+
+
+def compare(model, x, labels):
+    """Our errors beside torch.compile's, both against float32."""
     wide = copy.deepcopy(model).float()
     exact = gradients(wide, wide, x.detach().float().requires_grad_(), labels)
     stock = copy.deepcopy(model)
@@ -97,18 +113,26 @@ def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
     assert peaks["ours"] < peaks["theirs"] - logits
 
 
+@pytest.mark.parametrize(("cap", "z"), [(0.0, 0.0), (5.0, 0.0), (5.0, 0.2)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("columns", [(0, 1000), (512, 1536), (1000, 3001)])
-def test_slice_of_the_logits_gradient(columns, smoothing):
+def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
     torch.manual_seed(0)
     rows = torch.randn(37, 3001, device="cuda").bfloat16() * 3
+    if cap:
+        rows = cap * torch.tanh(rows / cap)
     target = torch.randint(3001, (37,), device="cuda")
     target[3] = -100
     lse, one = torch.logsumexp(rows.float(), -1), torch.ones((), device="cuda")
     scale = torch.where(target == -100, 0.0, one * 0.3)
-    got = dlogits(rows, *columns, target, lse, scale, smoothing)
+    got = dlogits(rows, *columns, target, lse, scale, smoothing, cap, scale * z if z else None)
     how = (target, lse, one, -100, smoothing, "sum")
-    want = cross_entropy_backward(one * 0.3, rows.double(), *how)[:, slice(*columns)]
+    want = cross_entropy_backward(one * 0.3, rows.double(), *how)
+    if z:
+        want = want + (scale * z)[:, None] * torch.exp(rows.double() - lse[:, None])
+    if cap:
+        want = want * (1 - (rows.double() / cap) ** 2)
+    want = want[:, slice(*columns)]
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-2, atol=1e-5)
 
 

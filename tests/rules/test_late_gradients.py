@@ -32,6 +32,22 @@ class Head(nn.Module):
         return loss, logits
 
 
+class Biased(Head):
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__(True, dtype)
+
+
+class Capped(Biased):
+    """Logits that are soft-capped, in front of the loss too, as Gemma 2 has them."""
+
+    def forward(self, x, labels):
+        logits = self.head(torch.tanh(self.body(x)))
+        logits = logits / 0.5
+        logits = torch.tanh(logits)
+        logits = logits * 0.5
+        return F.cross_entropy(logits.float().view(-1, 32), labels), logits
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
@@ -60,9 +76,10 @@ USES = {
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("use", USES)
-def test_gradients_agree_whatever_they_start_from(use, autocast):
+@pytest.mark.parametrize("kind", [Head, Biased, Capped])
+def test_gradients_agree_whatever_they_start_from(kind, use, autocast):
     dtype = torch.float32 if autocast else torch.float64
-    model, harness = Head(dtype=dtype), Harness()
+    model, harness = kind(dtype=dtype), Harness()
     torch.manual_seed(1)
     ours = run(model, torch.compile(model, backend=harness), USES[use], autocast)
     torch.manual_seed(1)
@@ -72,17 +89,13 @@ def test_gradients_agree_whatever_they_start_from(use, autocast):
         torch.testing.assert_close(have, want, rtol=bound, atol=bound * scale)
 
 
-def test_no_gradient_is_made_up_for_the_logits():
-    harness, model = Harness(), Head()
+@pytest.mark.parametrize("kind", [Head, Biased, Capped])
+def test_no_gradient_is_made_up_for_the_logits(kind):
+    harness, model = Harness(), kind()
     run(model, torch.compile(model, backend=harness), USES["loss"])
     inputs = [n for n in harness.graph.nodes if n.op == "placeholder"]
     shapes = [tuple(n.meta["val"].shape) for n in inputs if "tangents" in n.name]
     assert sorted(shapes) == [(), (2, 3, 8)]  # the loss and h; not (2, 3, 32)
-
-
-class Biased(Head):
-    def __init__(self):
-        super().__init__(bias=True)
 
 
 class OnlyLogits(Head):
@@ -90,13 +103,28 @@ class OnlyLogits(Head):
         return labels.sum().double(), self.head(torch.tanh(self.body(x)))
 
 
-class Capped(Head):
+class Bent(Head):
     @staticmethod
     def pick(loss, logits):
         return loss, torch.tanh(logits)
 
 
-@pytest.mark.parametrize("kind", [Biased, OnlyLogits, Capped])
+class BentCap(Head):
+    @staticmethod
+    def pick(loss, logits):
+        bent = 2 * torch.tanh(logits / 3)
+        return loss + bent.sum(), bent
+
+
+class ChangedBeforeItsCap(Head):
+    def forward(self, x, labels):
+        logits = self.head(torch.tanh(self.body(x)))
+        logits[:, :1].mul_(2)
+        logits = 2 * torch.tanh(logits / 2)
+        return F.cross_entropy(logits.float().view(-1, 32), labels), logits
+
+
+@pytest.mark.parametrize("kind", [OnlyLogits, Bent, BentCap, ChangedBeforeItsCap])
 def test_other_outputs_keep_their_gradient(kind):
     harness, model = Harness(), kind()
     calls = []
@@ -152,13 +180,20 @@ def test_logits_changed_in_place_are_noticed():
         loss.backward()
 
 
-def test_gradient_of_late_logits():
-    h, w = randn(2, 3, 8).requires_grad_(), randn(5, 8).requires_grad_()
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradient_of_late_logits(bias, cap):
+    leaves = [randn(2, 3, 8).requires_grad_(), randn(5, 8).requires_grad_()]
+    leaves += [randn(5).requires_grad_()] if bias else []
 
-    def function(h, w):
-        return _Late.apply((h @ w.T).detach(), h, w)
+    def logits(h, w, b=None):
+        z = F.linear(h, w, b)
+        return cap * torch.tanh(z / cap) if cap else z
+
+    def late(h, w, b=None):
+        return _Late.apply(logits(h, w, b).detach(), h, w, b, cap)
 
     g = randn(2, 3, 5)
-    ours = torch.autograd.grad(function(h, w), (h, w), g)
-    for have, want in zip(ours, torch.autograd.grad(h @ w.T, (h, w), g), strict=True):
+    ours = torch.autograd.grad(late(*leaves), leaves, g)
+    for have, want in zip(ours, torch.autograd.grad(logits(*leaves), leaves, g), strict=True):
         torch.testing.assert_close(have, want)
