@@ -39,7 +39,15 @@ from torch.fx import Graph, GraphModule, Node
 from coda_inductor.constants import Constants, NotConstantError
 from coda_inductor.graph import HALF
 from coda_inductor.index_proof import IndexProof, same_size
-from coda_inductor.index_values import Affine, Choice, NotProvenError, Value, index, true_when
+from coda_inductor.index_values import (
+    Affine,
+    Choice,
+    DataError,
+    NotProvenError,
+    Value,
+    index,
+    true_when,
+)
 from coda_inductor.matching import Body, bodies, value
 
 NAMES = ("constant_mask", "grouped_heads")
@@ -93,8 +101,10 @@ class _Masks:
         if key not in self.known:
             try:
                 self.known[key] = self._classify(mask, queries, keys)
-            except (NotConstantError, NotProvenError) as error:
+            except (NotConstantError, DataError) as error:
                 self.known[key] = str(error)
+            except NotProvenError as error:
+                self.known[key] = f"its size is symbolic, and {error}"
         return self.known[key]
 
     def _classify(self, mask: Node, queries: Any, keys: Any) -> str:

@@ -36,6 +36,7 @@ from coda_inductor.index_calls import (
 from coda_inductor.index_values import (
     Affine,
     Choice,
+    DataError,
     NotProvenError,
     Value,
     as_affine,
@@ -98,12 +99,12 @@ class IndexProof:
 
     def _value(self, node: Node) -> Value:
         if node in self._changed:
-            raise NotProvenError("an in-place op changes it")
+            raise DataError("an in-place op changes it")
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         name = op_name(node)
         if node.op not in ("call_function", "call_method"):
-            raise NotProvenError(f"it depends on {getattr(node.target, '__name__', node.target)}")
+            raise DataError(f"it depends on {getattr(node.target, '__name__', node.target)}")
         if name in FILLED:
             result = fill(node, name)
         elif name in _POINTWISE:
@@ -114,7 +115,7 @@ class IndexProof:
             for source in node.all_input_nodes:  # data at its root says more than the op's name
                 if isinstance(self._known.get(source), NotProvenError):
                     self.value(source)
-            raise NotProvenError(f"its size is symbolic, and {name} is no op that proofs know")
+            raise NotProvenError(f"{name} is no op that its proof knows")
         shape, dtype = value(node).shape, value(node).dtype
         if isinstance(result, Affine) and dtype != torch.int64:
             raise NotProvenError(f"its indices are {dtype}, not int64")
@@ -161,7 +162,7 @@ class IndexProof:
         inner = self.value(arg)
         for mine, wide in zip(reversed(known.shape), reversed(value(result).shape), strict=False):
             if not same_size(mine, 1) and not same_size(mine, wide):
-                raise NotProvenError("its size is symbolic, and sizes are not known to be equal")
+                raise NotProvenError("sizes are not known to be equal")
         return inner
 
     def _logic(self, node: Node, op: str) -> Value:
@@ -197,7 +198,7 @@ class IndexProof:
         old, new = (_wide(value(n).shape) for n in (node.args[0], node))
         sizes = zip(old.values(), new.values(), strict=False)
         if len(old) != len(new) or not all(same_size(*pair) for pair in sizes):
-            raise NotProvenError("its size is symbolic, and a reshape moves its elements")
+            raise NotProvenError("a reshape moves its elements")
         return substitute(inner, {o: index(n) for o, n in zip(old, new, strict=True)})
 
     def _transpose(self, node: Node) -> Value:
@@ -243,7 +244,7 @@ class IndexProof:
     def _cumsum(self, node: Node) -> Value:
         if self._source(node) == constant(0):
             return constant(0)
-        raise NotProvenError("its size is symbolic, and it sums numbers that are not all 0")
+        raise NotProvenError("it sums numbers that are not all 0")
 
     def _diff(self, node: Node) -> Value:
         """Differences of neighbours, where they all are one number, the first one included."""
@@ -254,13 +255,13 @@ class IndexProof:
         inner, dim = as_affine(self._source(node)), literal(dim)
         dim = dim % len(shape) - len(shape)
         if n != 1 or after is not None or value(node.args[0]).dtype != torch.int64:
-            raise NotProvenError("its size is symbolic, and it takes differences of another kind")
+            raise NotProvenError("it takes differences of another kind")
         if before is not None:
             if not isinstance(known := value(before), torch.Tensor) or known.dtype != torch.int64:
                 raise NotProvenError("it takes differences of numbers that are no integers")
             sizes = [1 if d - len(shape) == dim else size for d, size in enumerate(shape)]
             if known.dim() != len(sizes) or not all(map(same_size, known.shape, sizes)):
-                raise NotProvenError("its size is symbolic, and differences need sizes that match")
+                raise NotProvenError("differences need sizes that match")
             first = substitute(inner, {dim: Affine(0)})
             if as_affine(first) - as_affine(self.value(before)) != Affine(inner.slope(dim)):
                 raise NotProvenError("its first difference is not the others'")

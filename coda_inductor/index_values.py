@@ -21,6 +21,10 @@ class NotProvenError(Exception):
     """Why a value is not known for every size; the text is for users."""
 
 
+class DataError(NotProvenError):
+    """Why a value is not known at any size either."""
+
+
 @dataclass(frozen=True)
 class Affine:
     """``constant`` plus, for each (dimension, factor) of ``slopes``, factor times the index along
