@@ -92,7 +92,7 @@ def arguments(node: Node, *names: str, **defaults: Any) -> list[Any]:
     allow(node, set(names))
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     if len(node.args) > len(names) or set(given) != set(names):
-        raise NotProvenError(f"{op_name(node)} is called in a way that proofs do not know")
+        raise NotProvenError(f"{op_name(node)} is called in a way that its proof does not know")
     return [given[name] for name in names]
 
 

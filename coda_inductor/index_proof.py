@@ -110,6 +110,8 @@ class IndexProof:
         elif name in _POINTWISE:
             result = self._pointwise(node, name)
         elif name in _OPS:
+            if not node.args and name != "arange":  # torch.clone(input=x)
+                raise NotProvenError(f"{name} is called in a way that its proof does not know")
             result = _OPS[name](self, node)
         else:
             for source in node.all_input_nodes:  # data at its root says more than the op's name
@@ -203,7 +205,7 @@ class IndexProof:
 
     def _transpose(self, node: Node) -> Value:
         _, first, second = arguments(node, "input", "dim0", "dim1")
-        rank = value(node).dim()
+        rank = max(value(node).dim(), 1)
         dims = [literal(d) % rank - rank for d in (first, second)]
         return substitute(self._source(node), dict(zip(dims, map(index, dims[::-1]), strict=True)))
 
@@ -313,7 +315,7 @@ class IndexProof:
 
     def _source(self, node: Node) -> Value:
         if not node.args or not isinstance(node.args[0], Node):
-            raise NotProvenError(f"{op_name(node)} is called in a way that proofs do not know")
+            raise NotProvenError(f"{op_name(node)} is called in a way that its proof does not know")
         return self.value(node.args[0])
 
 

@@ -98,6 +98,7 @@ PROVEN = {
     "equalities": lambda x: (arange(x) == arange(x)[:, None]) & (arange(x) >= 0),
     "inequality": lambda x: ((arange(x) * 2)[:, None] != arange(x) * 2).logical_not(),
     "halves": lambda x: (2 * arange(x)[:, None] + 1 >= 2 * arange(x)) & ~(arange(x) < 0),
+    "stricter": lambda x: (arange(x) <= arange(x)[:, None] + 3) & causal(x),
     "jumps": lambda x: (
         torch.diff(arange(x).expand(x.shape[0], -1), prepend=arange(x)[None, :1] - 1
                    + torch.zeros(x.shape[0], 1, dtype=torch.long), dim=-1) != 1
@@ -135,6 +136,7 @@ UNKNOWN = {
     "every so many": lambda x: arange(x)[::2],
     "from the end": lambda x: arange(x)[-2:],
     "bits of numbers": lambda x: x.new_ones(x.shape[1]).view(torch.int32),
+    "called in a way": lambda x: torch.clone(input=arange(x)),
     "depends on L_x_": lambda x: x + arange(x),
 }  # fmt: skip
 
