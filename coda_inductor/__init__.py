@@ -8,6 +8,7 @@ Layer map (imports only point down)::
     explanation   explain(): what the backend does with a model, as a table and a page
     backend    the entry point and the passes in order
     attention, constants   masks that are known, heads that are repeated (Dynamo graph)
+    index_proof, index_calls, index_values   masks that are known for every size
     raising    idioms -> semantic ops (Dynamo graph)
     rewrite    algebra on semantic ops (aten graph)
     fuse       GEMM + neighbours -> EpilogueProgram (aten graph)

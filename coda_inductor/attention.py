@@ -12,21 +12,24 @@ After::
     sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
-mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; the repeated heads are the
-repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
+mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic,
+that is proven for all sizes instead (``index_proof``). The repeated heads are the repetition that
+``enable_gqa`` does, found by running the graph's own views on indices.
 
 Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
 and saved for the backward pass.
 
-Refuses: a mask that depends on data (padding, packing), on symbolic sizes or on random numbers; one
-that is neither causal nor full (a sliding window shorter than the sequence); causal attention of
-queries and keys of different number. Heads stay repeated where flash attention would not run: off
-CUDA, beside a mask, in float32, or with more than 256 values a head.
+Refuses: a mask that depends on data (padding, packing) or on random numbers; a symbolic one whose
+ops the proof does not know; one that is neither causal nor full (a sliding window shorter than the
+sequence); causal attention of queries and keys of different number. Heads stay
+repeated where flash attention would not run: off CUDA, beside a mask, in float32, or with more than
+256 values a head.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +38,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.constants import Constants, NotConstantError
 from coda_inductor.graph import HALF
+from coda_inductor.index_proof import IndexProof, same_size
+from coda_inductor.index_values import (
+    Affine,
+    Choice,
+    DataError,
+    NotProvenError,
+    Value,
+    index,
+    true_when,
+)
 from coda_inductor.matching import Body, bodies, value
 
 NAMES = ("constant_mask", "grouped_heads")
@@ -74,18 +87,31 @@ class _Masks:
         outside: Constants | None = None if around is None else around.constants
         self.constants: Constants = Constants(body.graph, body.outer, outside)
         self.body, self.around = body, around
-        self.known: dict[tuple[Node, int, int], str] = {}
+        self.known: dict[tuple[Node, str, str], str] = {}
 
-    def verdict(self, mask: Node, queries: int, keys: int) -> str:
+    @cached_property
+    def proof(self) -> IndexProof:
+        around = None if self.around is None else self.around.proof
+        return IndexProof(self.body.graph, self.constants.changed, self.body.outer, around)
+
+    def verdict(self, mask: Node, queries: Any, keys: Any) -> str:
         if mask in self.body.outer and self.around is not None:  # evaluated once for all layers
             return self.around.verdict(self.body.outer[mask], queries, keys)
-        key = (mask, queries, keys)
+        key = (mask, str(queries), str(keys))  # SymInts have no hash
         if key not in self.known:
             try:
-                self.known[key] = classify(self.constants.value(mask), queries, keys)
-            except NotConstantError as error:
+                self.known[key] = self._classify(mask, queries, keys)
+            except (NotConstantError, DataError) as error:
                 self.known[key] = str(error)
+            except NotProvenError as error:
+                self.known[key] = f"its size is symbolic, and {error}"
         return self.known[key]
+
+    def _classify(self, mask: Node, queries: Any, keys: Any) -> str:
+        shape = value(mask).shape
+        if all(isinstance(size, int) for size in (*shape, queries, keys)):
+            return classify(self.constants.value(mask), queries, keys)
+        return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
 
 
 def _simplify(
@@ -131,8 +157,6 @@ def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> str:
     if arguments.get("is_causal"):
         return "is_causal is set beside it"
     queries, keys = (value(arguments[name]).shape[-2] for name in ("query", "key"))
-    if not isinstance(queries, int) or not isinstance(keys, int):
-        return "the sequence length is symbolic"
     return masks.verdict(mask, queries, keys)
 
 
@@ -140,13 +164,9 @@ def classify(mask: torch.Tensor, queries: int, keys: int) -> str:
     """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA: ``"causal"``,
     ``"full"``, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
     ``-inf``, or the dtype's lowest number, hides it."""
-    seen = mask
-    if mask.dtype != torch.bool:
-        if not mask.is_floating_point():
-            return f"a mask of {mask.dtype} is neither boolean nor additive"
-        seen = mask == 0
-        if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
-            return "it adds numbers other than 0 and -inf"
+    seen = _seen(mask)
+    if isinstance(seen, str):
+        return seen
     if seen.all():
         return "full"
     if queries != keys:
@@ -161,6 +181,44 @@ def classify(mask: torch.Tensor, queries: int, keys: int) -> str:
     window = int(first[-1].sum())
     if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
         return f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
+    return "it is constant, but neither causal nor full"
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | str:
+    """Where ``mask`` lets a query see a key, or why it is no mask."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return f"a mask of {mask.dtype} is neither boolean nor additive"
+    seen = mask == 0
+    if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+        return "it adds numbers other than 0 and -inf"
+    return seen
+
+
+def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any) -> str:
+    """``classify`` for a mask of symbolic size: ``known`` are its elements by their indices,
+    ``mask`` gives its shape and dtype."""
+    if isinstance(known, Affine):
+        return "it adds numbers other than 0 and -inf"
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        seen = _seen(torch.tensor([known.yes, known.no], dtype=mask.dtype, device="cpu"))
+        if isinstance(seen, str):
+            return seen
+        yes, no = seen.tolist()
+    if yes == no:
+        return "full" if yes else "it is constant, but neither causal nor full"
+    when = true_when(Choice(known.when, yes, no))
+    causal = index(-2) - index(-1)
+    if when == {causal}:
+        if not same_size(queries, keys):
+            return f"it is not full, and there are {queries} queries but {keys} keys"
+        same = same_size(mask.shape[-2], queries) and same_size(mask.shape[-1], keys)
+        return "causal" if same else "it hides keys from all queries alike"
+    for condition in when - {causal}:
+        window = condition + causal  # column - row + window - 1 >= 0
+        if len(when) == 2 and causal in when and not window.slopes:
+            return f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
     return "it is constant, but neither causal nor full"
 
 

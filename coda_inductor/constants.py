@@ -48,9 +48,12 @@ class Constants:
     ):
         self._outer, self._around = outer or {}, around
         self._why: dict[Node, str | None] = {}
-        changed = {n for node in graph.nodes if mutates(node) for n in written(node)}
+        #: What in-place ops of this graph may write to.
+        self.changed = {n for node in graph.nodes if mutates(node) for n in written(node)}
         for node in graph.nodes:
-            self._why[node] = "an in-place op changes it" if node in changed else self._check(node)
+            self._why[node] = (
+                "an in-place op changes it" if node in self.changed else self._check(node)
+            )
 
     def _check(self, node: Node) -> str | None:
         if node in self._outer and self._around is not None:

@@ -302,8 +302,11 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
-        r"^the sequence length is symbolic|^its size is symbolic",
-        "Compile with dynamic=False, or pad sequences to a few fixed lengths.",
+        r"^its size is symbolic",
+        (
+            "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
+            "sequences to a few fixed lengths."
+        ),
     ),
     (
         r"^a sliding window of|^it is constant, but neither|^it hides keys from all",

@@ -95,6 +95,9 @@ def test_one_dynamic_graph_serves_every_length():
     # rms_norm shows at both ends: the GEMM in front and the ones behind (q, k, v; gate and up).
     assert patterns.count("swiglu") == 2
     assert patterns.count("residual") == 4
+    attention = torch.nn.functional.scaled_dot_product_attention
+    calls = [n for n in harness.raised.nodes if n.target is attention]
+    assert [n.kwargs["attn_mask"] for n in calls] == [None, None]
 
 
 def test_only_the_last_logits_are_computed():

@@ -139,12 +139,15 @@ def test_queries_and_keys_of_different_number_stay():
     assert "12 queries but 7 keys" in reasons(harness)
 
 
-def test_symbolic_lengths_stay():
+@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])
+def test_symbolic_causal_masks_become_a_flag(mask):
     def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=arange_mask(q))
+        return sdpa(q, k, v, attn_mask=mask(q))
 
-    harness = check(attend, heads(), heads(), heads(), dynamic=True)
-    assert "the sequence length is symbolic" in reasons(harness)
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    harness = check_gradients(attend, *inputs, dynamic=True)
+    assert harness.counts["constant_mask"] == 1
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
 
 
 def test_disabled():
