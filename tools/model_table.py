@@ -32,9 +32,10 @@ What fires in tiny models of {layers} layers (transformers {version}, float32, o
 gate decides; `python3 tools/model_table.py > docs/models.md` makes this page again). Every row
 agrees with eager, forward and backward, to rounding.
 
-*norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *fused*:
-GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward
-that did, weight gradients included in the total. What is missing is said in the last column.
+*norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
+attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of
+the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward that did,
+weight gradients included in the total. What is missing is said in the last column.
 
 {table}
 """
@@ -48,7 +49,7 @@ def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         print(family, file=sys.stderr, flush=True)
         rows.append(row(family))
-    heads = ["family", "norms", "gates", "fused", "training", "norms that stay, and why"]
+    heads = ["family", "norms", "gates", "masks", "fused", "training", "norms that stay, and why"]
     table = tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True)
     page = TEXT.format(layers=LAYERS, version=transformers.__version__, table=table)
     print(page, end="")
@@ -80,6 +81,7 @@ def row(family: str) -> list[str]:
         family,
         f"{deferred} of {deferred + len(misses)}",
         str(pairs or ""),
+        str(forward.counts["constant_mask"] or ""),
         _fraction(forward),
         _fraction(backward),
         _reasons(misses),
