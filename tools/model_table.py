@@ -34,8 +34,8 @@ agrees with eager, forward and backward, to rounding.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of
-the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward that did,
-weight gradients included in the total. What is missing is said in the last column.
+the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward that
+did, weight gradients included in the total. What is missing is said in the last column.
 
 {table}
 """
