@@ -40,7 +40,6 @@ class SiteReport:
             is that of all terms together where several GEMMs are summed in one.
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
-        bytes_saved: bytes of memory traffic that no longer happen (0 when not fused).
         bytes_before: bytes read and written by the GEMM and by one elementwise kernel behind it
             that does what was absorbed, each tensor counted once a kernel (no cache, no retries).
         bytes_after: the same for what runs now; equal to ``bytes_before`` when not fused.
@@ -57,7 +56,6 @@ class SiteReport:
     shape: tuple[object, int, int]
     patterns: tuple[str, ...] = ()
     absorbed: tuple[str, ...] = ()
-    bytes_saved: int = 0
     how: str = "unfused"
     reason: str = ""
     program: EpilogueProgram | None = None
@@ -71,6 +69,11 @@ class SiteReport:
     @property
     def fused(self) -> bool:
         return self.how != "unfused"
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of memory traffic that no longer happen (0 when not fused)."""
+        return self.bytes_before - self.bytes_after
 
 
 @dataclass

@@ -54,6 +54,7 @@ class Kernel:
     Attributes:
         kind: "gemm", "fused", "attention", "memory" (elementwise and reductions) or "other".
         space: elements that it runs over.
+        inner: bytes that travel between the launches of an op that is several of them.
     """
 
     kind: str
@@ -61,10 +62,11 @@ class Kernel:
     space: int = 0
     reads: dict[Node, int] = field(default_factory=dict)
     writes: dict[Node, int] = field(default_factory=dict)
+    inner: int = 0
 
     @property
     def bytes(self) -> int:
-        return sum(self.reads.values()) + sum(self.writes.values())
+        return sum(self.reads.values()) + sum(self.writes.values()) + self.inner
 
     @property
     def path(self) -> str:
@@ -89,6 +91,7 @@ def kernels(graph: Graph) -> list[Kernel]:
     for kernel in found:
         for node in kernel.nodes:
             _read(kernel, node, owner)
+            kernel.inner += _inside(node)
         for node in kernel.nodes:
             users = [u for n in names(node) for u in n.users]
             if not _tuple(node) and any(owner.get(u) is not kernel for u in users if _counts(u)):
@@ -210,6 +213,15 @@ def _read(kernel: Kernel, node: Node, owner: dict[Node, Kernel]) -> None:
         if node.target in _GATHERS and arg is node.args[0]:
             read = min(read, size(node))
         kernel.reads[source] = max(read, kernel.reads.get(source, 0))
+
+
+def _inside(node: Node) -> int:
+    """The gradient of the logits that is made and used in slices: written, and read for each
+    result."""
+    if node.target is not torch.ops.coda_inductor.linear_cross_entropy_backward.default:
+        return 0
+    logits, weight, x, bias = node.args[1], node.args[5], node.args[6], node.args[12]
+    return size(logits) * (1 + sum((weight is not None, x is not None, bool(bias))))
 
 
 def names(node: Node) -> list[Node]:

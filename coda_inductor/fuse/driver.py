@@ -150,7 +150,6 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             shape=region.shape,
             patterns=tuple(sorted({name for name, _ in _patterns(region)})),
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
-            bytes_saved=before - after,
             bytes_before=before,
             bytes_after=after,
             stopped=tuple(f"{_short(n)}: {why}" for n, why in region.refusals.items()),

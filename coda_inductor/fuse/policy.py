@@ -128,7 +128,8 @@ class Policy:
         if reason is not None:
             return Verdict("unfused", Failure(reason))
         if self.options.gate == "auto":
-            reason = gate.loses(program, hint(m), n, k, terms, followed=followed, copied=copied)
+            work = gate.Work(program, hint(m), n, k, terms, followed, copied)
+            reason = gate.loses(work)
             if reason is not None:
                 return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
@@ -144,13 +145,11 @@ class Policy:
         if reason is not None:
             return Estimate(unfused, refusal=reason)
         config = choose(program, m, n, k, terms=terms)
-        fused, unfused = gate.expected(
-            program, hint(m), n, k, terms, followed=followed, copied=copied
-        )
-        loses = self.options.gate == "auto" and fused > unfused
-        reason = f"expected {fused:.0f} us fused, {unfused:.0f} us unfused" if loses else ""
+        work = gate.Work(program, hint(m), n, k, terms, followed, copied)
+        fused, unfused = gate.expected(work)
+        loses = gate.loses(work) if self.options.gate == "auto" else None
         known = cost.measured(program, config, m, n, k, terms)
-        return Estimate(unfused, fused, known, str(config), reason)
+        return Estimate(unfused, fused, known, str(config), loses or "")
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""

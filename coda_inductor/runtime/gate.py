@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.runtime.config import WIDTHS
@@ -37,29 +38,35 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
     )
 
 
-def expected(
-    program: EpilogueProgram,
-    m: int,
-    n: int,
-    k: int,
-    terms: int = 1,
-    *,
-    followed: bool = False,
-    copied: int = 0,
-) -> tuple[float, float]:
-    """Expected microseconds of ``program`` on (m, k) x (k, n): (fused, unfused).
+@dataclass(frozen=True)
+class Work:
+    """One site: ``program`` on (m, k) x (k, n).
 
-    ``terms``: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
-    ``followed``: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
-    Fusing then only saves it from reading the products.
-    ``copied``: elements that are concatenated for the fused GEMM at every call.
+    Attributes:
+        terms: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
+        followed: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
+            Fusing then only saves it from reading the products.
+        copied: elements that are concatenated for the fused GEMM at every call.
     """
+
+    program: EpilogueProgram
+    m: int
+    n: int
+    k: int
+    terms: int = 1
+    followed: bool = False
+    copied: int = 0
+
+
+def expected(work: Work) -> tuple[float, float]:
+    """Expected microseconds of ``work``: (fused, unfused)."""
+    program, m, n, k, terms = work.program, work.m, work.n, work.k, work.terms
     fused = estimate_us(program, m, n, k, terms=terms)
-    if copied:
-        fused += 2 * copied * WIDTHS[program.in_dtype] / _BYTES_PER_US + _LAUNCH_US
+    if work.copied:
+        fused += 2 * work.copied * WIDTHS[program.in_dtype] / _BYTES_PER_US + _LAUNCH_US
     products = terms * len(program.accs)
     everything = {*program.accs, *(o.name for o in program.operands)}
-    if followed:
+    if work.followed:
         moved, launches = _read(program, set(program.accs), terms), 0
     else:
         written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
@@ -74,20 +81,11 @@ def expected(
     return fused, unfused
 
 
-def loses(
-    program: EpilogueProgram,
-    m: int,
-    n: int,
-    k: int,
-    terms: int = 1,
-    *,
-    followed: bool = False,
-    copied: int = 0,
-) -> str | None:
-    """Why a site is expected to be slower fused, or None. Arguments as for :func:`expected`."""
-    if followed and _only_statistics(program):
+def loses(work: Work) -> str | None:
+    """Why a site is expected to be slower fused, or None."""
+    if work.followed and _only_statistics(work.program):
         return "its product is stored as it is for an elementwise kernel: statistics save nothing"
-    fused, unfused = expected(program, m, n, k, terms, followed=followed, copied=copied)
+    fused, unfused = expected(work)
     if fused <= unfused:
         return None
     return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"

@@ -83,7 +83,7 @@ def _slice(
     cap: float,
 ) -> Tensor:
     """Columns ``first`` to ``last`` of the gradient of what was capped, (M, last - first)."""
-    if rows.is_cuda:
+    if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
         from coda_inductor.kernels.dlogits import dlogits
 
         return dlogits(rows, first, last, target, lse, scale, smoothing, cap, dlse)

@@ -136,6 +136,19 @@ def test_slice_of_the_logits_gradient(columns, smoothing, cap, z):
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-2, atol=1e-5)
 
 
+def test_a_slice_of_float64_logits_stays_float64():
+    rows = torch.randn(5, 300, device="cuda", dtype=torch.float64)
+    target, lse = torch.arange(5, device="cuda"), torch.logsumexp(rows, -1)
+    one = torch.ones((), device="cuda", dtype=torch.float64)
+    x, w = torch.randn_like(rows[:, :16]), torch.randn(300, 16, device="cuda", dtype=torch.float64)
+    how = (target, lse, one, -100, 0.0, "sum")
+    want = cross_entropy_backward(one, rows, *how)
+    args = (one, rows, target, lse, one, w, x, None, -100, 0.0, "sum", 0.0, False)
+    dx, dw, _ = torch.ops.coda_inductor.linear_cross_entropy_backward(*args)
+    torch.testing.assert_close(dx, want @ w, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dw, want.T @ x, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_constant_mask_gives_flash_attention(groups):
     def attend(q, k, v):

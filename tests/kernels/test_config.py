@@ -22,6 +22,7 @@ from coda_inductor.runtime import (
 )
 from coda_inductor.runtime.config import HOPPER, HOPPER_LEAN, legal_configs, mainloop_stages
 from coda_inductor.runtime.cost import kernel_us, kind_of, table
+from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import TERMS, kinds
 
 
@@ -128,8 +129,8 @@ def test_a_sum_is_costed_over_the_k_of_all_its_terms():
 def test_the_gate_counts_the_terms():
     """The same kernel wins against two products and a kernel that reads both."""
     program, shape = kinds()["norm_bwd"], (512, 2048, 4096)
-    assert "us fused" in gate.loses(program, *shape)
-    assert gate.loses(program, *shape, terms=2) is None
+    assert "us fused" in gate.loses(Work(program, *shape))
+    assert gate.loses(Work(program, *shape, terms=2)) is None
 
 
 def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
@@ -137,7 +138,7 @@ def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
     both = kinds()["norm_bwd"]
     m, n = 8192, 4096
     texts = [
-        gate.loses(dataclasses.replace(both, reduces=reduces), m, n, 4096)
+        gate.loses(Work(dataclasses.replace(both, reduces=reduces), m, n, 4096))
         for reduces in ((), both.reduces)
     ]
     plain, summed = (int(re.search(r"(\d+) us unfused", text)[1]) for text in texts)

@@ -9,10 +9,12 @@ from checking import check, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+import coda_inductor
 from coda_inductor.fuse import Policy
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.runtime import gate
+from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import kinds
 
 
@@ -70,17 +72,17 @@ def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
 
 def test_copying_the_weights_of_a_sum_is_charged():
     program = kinds()["norm_bwd"]
-    assert gate.loses(program, 8192, 2048, 3072, copied=2048 * 3072) is None
+    assert gate.loses(Work(program, 8192, 2048, 3072, copied=2048 * 3072)) is None
     # Few rows, many weights: the copy costs more than all that is saved.
-    assert gate.loses(program, 512, 4096, 6144) is None
-    assert gate.loses(program, 512, 4096, 6144, copied=4096 * 6144) is not None
+    assert gate.loses(Work(program, 512, 4096, 6144)) is None
+    assert gate.loses(Work(program, 512, 4096, 6144, copied=4096 * 6144)) is not None
 
 
 def test_a_norm_that_stays_behind_leaves_less_to_save():
     program = kinds()["rms_partial"]
-    assert gate.loses(program, 8192, 2048, 2048) is None
+    assert gate.loses(Work(program, 8192, 2048, 2048)) is None
     # Measured: the fused GEMM took 105 us, cuBLAS 92, and the norm's kernel ran in both cases.
-    assert gate.loses(program, 8192, 2048, 2048, followed=True) is not None
+    assert gate.loses(Work(program, 8192, 2048, 2048, followed=True)) is not None
 
 
 def test_statistics_alone_of_a_norm_that_stays_behind_save_nothing():
@@ -92,10 +94,10 @@ def test_statistics_alone_of_a_norm_that_stays_behind_save_nothing():
         stores=(Store("out0", "acc", "bfloat16"),),
         reduces=(Reduce("part0", "sq"),),
     )
-    assert gate.loses(program, 8192, 2048, 8192) is None
-    assert "statistics save nothing" in gate.loses(program, 8192, 2048, 8192, followed=True)
+    assert gate.loses(Work(program, 8192, 2048, 8192)) is None
+    assert "statistics save nothing" in gate.loses(Work(program, 8192, 2048, 8192, followed=True))
     columns = dataclasses.replace(program, reduces=(Reduce("part0", "sq", "col"),))
-    assert gate.loses(columns, 8192, 2048, 8192, followed=True) is None  # saves a kernel
+    assert gate.loses(Work(columns, 8192, 2048, 8192, followed=True)) is None  # saves a kernel
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -119,5 +121,45 @@ def test_the_driver_sees_what_stays_behind(head, monkeypatch):
 
 
 def test_a_site_that_would_lose_is_named_with_both_times():
-    assert gate.loses(kinds()["swiglu"], 8192, 8192, 2048) is None
-    assert "us fused" in gate.loses(kinds()["scale"], 512, 512, 2048)
+    assert gate.loses(Work(kinds()["swiglu"], 8192, 8192, 2048)) is None
+    assert "us fused" in gate.loses(Work(kinds()["scale"], 512, 512, 2048))
+
+
+def lm_head(combine: str = "logsumexp") -> EpilogueProgram:
+    """The product as it is, and a row reduction of it."""
+    return EpilogueProgram(
+        ("acc",),
+        "bfloat16",
+        stores=(Store("out0", "acc", "bfloat16"),),
+        reduces=(Reduce("part0", "acc", "row", combine),),
+    )
+
+
+def test_a_product_stored_as_it_is_is_not_charged_as_a_kernels_store(monkeypatch):
+    """CuBLAS has written it already: what is left to save is one reading."""
+    monkeypatch.setattr(gate, "estimate_us", lambda *_args, **_kwargs: 0.0)
+    m, n, k = 8192, 128256, 2048
+    _, unfused = gate.expected(Work(lm_head(), m, n, k))
+    reading = 2 * m * n / 2.7e6 + 2
+    assert unfused == pytest.approx(gate.cublas_us(m, n, k) + reading)
+
+
+def test_a_log_sum_exp_saves_a_pass_also_in_front_of_an_elementwise_kernel():
+    """A sum would not: the kernel behind could take it while it reads the product."""
+    shape = (8192, 128256, 2048)
+    assert "statistics save nothing" in gate.loses(Work(lm_head("add"), *shape, followed=True))
+    said = gate.loses(Work(lm_head(), *shape, followed=True))
+    assert said is None or "us fused" in said
+
+
+def test_explains_estimate_is_the_gates_own_verdict():
+    """A regression: it compared the times and forgot the gate's other reason."""
+
+    def sandwich(x, w, residual):
+        y = (x @ w).float()
+        return residual + (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).bfloat16()
+
+    inputs = [torch.randn(64, 64).bfloat16() for _ in range(3)]
+    with torch.no_grad():
+        (site,) = coda_inductor.explain(sandwich, *inputs).fused
+    assert "statistics save nothing" in site.estimate.refusal

@@ -53,9 +53,9 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, copied, monkeypat
     seen = []
     loses = gate.loses
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs["copied"])
-        return loses(*args, **kwargs)
+    def spy(work):
+        seen.append(work.copied)
+        return loses(work)
 
     monkeypatch.setattr(gate, "loses", spy)
     monkeypatch.setattr(Policy, "_kernels", lambda *_: True)
