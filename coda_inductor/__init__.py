@@ -10,6 +10,7 @@ Layer map (imports only point down)::
     attention, constants   masks that are known, heads that are repeated (Dynamo graph)
     index_proof, index_calls, index_values   masks that are known for every size
     raising    idioms -> semantic ops (Dynamo graph)
+    tracing    a graph through our passes without code generation
     rewrite    algebra on semantic ops (aten graph)
     fuse       GEMM + neighbours -> EpilogueProgram (aten graph)
     debug, report   what happened, for people

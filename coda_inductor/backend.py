@@ -47,21 +47,22 @@ def coda(
     settings = parse(mode, options)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
     runtime.set_strict(settings.strict)
-    raise_pass(gm, settings, recorder)
+    around = raise_pass(gm, settings, recorder)
     user_pass = settings.inductor.get(
         "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass
     )
     ours = JointPass(settings, recorder, user_pass)
     patches = {**settings.inductor, "joint_custom_pre_pass": ours}
-    around = late_gradients.separate(gm)
     return around(cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches)))
 
 
 def raise_pass(
     gm: GraphModule, settings: Options, recorder: Recorder, *, dry: bool = False
-) -> None:
-    """Raise idioms in ``gm``, in place. A failure leaves the rest as it was, with one warning.
-    A ``dry`` run counts nothing.
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """All that happens on Dynamo's graph ``gm``, in place: idioms, attention, returned logits. A
+    failure leaves the rest as it was, with one warning. A ``dry`` run counts nothing.
+
+    Returns what to wrap around the compiled graph (see ``late_gradients``).
 
     Raises:
         OptionError: ``disable`` names a pattern that is not loaded.
@@ -77,6 +78,7 @@ def raise_pass(
         )
     active = [p for p in known if p.name not in settings.disable]
     recorder.graph("0_before", gm)
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = _nothing_around
     try:
         refusals = raise_idioms(gm, active)
         recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
@@ -84,9 +86,15 @@ def raise_pass(
         recorder.report.near_misses += refused
         for name, times in () if dry else fired.items():
             count(name, times)
+        around = late_gradients.separate(gm)
     except Exception as error:
         if settings.strict:
             raise FallbackError(f"raising idioms failed: {error}") from error
         warn_once("raising idioms", f"{type(error).__name__}: {error}")
         logger.debug("traceback", exc_info=True)
     recorder.graph("1_raised", gm)
+    return around
+
+
+def _nothing_around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled

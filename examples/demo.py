@@ -113,7 +113,8 @@ def show_report(matched: dict[str, int]) -> None:
             dataclasses.replace(
                 sites[0],
                 site=f"{len(sites)} x {sites[0].site}" if len(sites) > 1 else sites[0].site,
-                bytes_saved=sum(site.bytes_saved for site in sites),
+                bytes_before=sum(site.bytes_before for site in sites),
+                bytes_after=sum(site.bytes_after for site in sites),
             )
             for sites in alike.values()
         ]

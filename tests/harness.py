@@ -9,22 +9,17 @@ joint graph, ``harness.parts`` are the forward and backward graphs that it was p
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
-from coda_inductor import late_gradients
 from coda_inductor.backend import raise_pass
 from coda_inductor.debug import Recorder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
+from coda_inductor.tracing import trace
 
 
 class Harness:
@@ -40,46 +35,20 @@ class Harness:
         self.graphs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        self._raise(gm, inputs)
+        around = self._raise(gm)
         self.raised = gm.graph
         self.graphs += 1
-        around = self._around(gm)
-        compiled = aot_autograd(
-            fw_compiler=self._keep,
-            bw_compiler=self._keep,
-            inference_compiler=self._compile,
-            partition_fn=self._partition,
-            decompositions=select_decomp_table(),
-        )(gm, inputs)
-        return around(compiled)
+        traced = trace(gm, inputs, self._rewrite)
+        self.graph, self.saved = traced.whole, traced.saved
+        if traced.training:
+            self.parts += traced.graphs
+        return around(traced.call)
 
-    def _raise(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
-        raise_pass(gm, self.options, self.recorder)
-
-    def _around(self, gm: torch.fx.GraphModule) -> Any:
-        return late_gradients.separate(gm)
+    def _raise(self, gm: torch.fx.GraphModule) -> Any:
+        return raise_pass(gm, self.options, self.recorder)
 
     def _rewrite(self, graph: torch.fx.Graph) -> None:
         JointPass(self.options, self.recorder)(graph)
-
-    def _partition(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        """As Inductor does: our pass on the joint graph, then the min-cut partitioner."""
-        self._rewrite(gm.graph)
-        gm.recompile()
-        self.graph = copy.deepcopy(gm.graph)
-        parts = min_cut_rematerialization_partition(gm, inputs, **kwargs)
-        self.saved = parts[0].graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
-        return parts
-
-    def _keep(self, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        self.parts.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
-    def _compile(self, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        self._rewrite(gm.graph)
-        gm.recompile()
-        self.graph = gm.graph
-        return make_boxed_func(gm.forward)
 
     def train(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
         """Compile ``function`` with this backend and call it once, ready for a backward pass."""
@@ -121,8 +90,8 @@ class Harness:
 class Stock(Harness):
     """What torch.compile would have had without us."""
 
-    def _raise(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
-        pass
+    def _raise(self, _gm: torch.fx.GraphModule) -> Any:
+        return lambda compiled: compiled
 
     def _rewrite(self, graph: torch.fx.Graph) -> None:
         pass

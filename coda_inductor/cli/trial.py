@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from coda_inductor.backend import raise_pass
 from coda_inductor.debug import Recorder
@@ -29,6 +25,7 @@ from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.prove import parameters
 from coda_inductor.report import SiteReport
+from coda_inductor.tracing import trace
 
 ROWS, K, N = 24, 32, 40
 
@@ -139,24 +136,12 @@ class _Passes:
         self.recorder = Recorder("check", None)
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        raise_pass(gm, self.options, self.recorder)
+        around = raise_pass(gm, self.options, self.recorder)
         self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
-
-        def as_is(part: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-            return make_boxed_func(part.forward)
-
-        return aot_autograd(
-            fw_compiler=as_is,
-            bw_compiler=as_is,
-            partition_fn=self._partition,
-            decompositions=select_decomp_table(),
-        )(gm, inputs)
-
-    def _partition(self, gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        JointPass(self.options, self.recorder)(gm.graph)
-        gm.recompile()
-        for node in gm.graph.nodes:
+        joint = JointPass(self.options, self.recorder)
+        traced = trace(gm, inputs, joint)
+        for node in traced.whole.nodes:
             name, _ = node.meta.get("coda_pattern", ("", ""))
             if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:
                 self.left.append(str(node.target))
-        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+        return around(traced.call)

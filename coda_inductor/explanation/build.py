@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.block import Block, block, repeated
-from coda_inductor.explanation.capture import Capture, Captured, Parts
+from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, NearMiss, Saved, Totals
 from coda_inductor.fuse.region import GEMMS, gemm_inputs
@@ -18,6 +18,7 @@ from coda_inductor.graph import ALIASES, fake, module_path
 from coda_inductor.options import Options
 from coda_inductor.runtime import gate
 from coda_inductor.runtime.config import hint
+from coda_inductor.tracing import Traced
 
 
 def build(name: str, found: Capture, options: Options) -> Explanation:
@@ -53,12 +54,12 @@ def _near_miss(text: str) -> NearMiss:
     return NearMiss(what, where, reason)
 
 
-def _totals(parts: Parts) -> Totals:
+def _totals(parts: Traced) -> Totals:
     found = [kernel for graph in parts.graphs for kernel in kernels(graph)]
     return Totals(len(found), sum(kernel.bytes for kernel in found))
 
 
-def _saved(parts: Parts) -> list[Saved]:
+def _saved(parts: Traced) -> list[Saved]:
     tensors: dict[Node, Node] = {}
     for node in parts.saved:
         root = node

@@ -11,43 +11,33 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
-from coda_inductor import late_gradients
 from coda_inductor.backend import raise_pass
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import ExplainError
 from coda_inductor.joint import JointPass
 from coda_inductor.options import Options
 from coda_inductor.report import GraphReport
-
-
-@dataclass
-class Parts:
-    """One graph as it would be compiled: ``graphs`` holds the inference graph, or the forward and
-    the backward one; ``saved`` what the forward pass leaves for the backward."""
-
-    graphs: list[Graph] = field(default_factory=list)
-    saved: list[Node] = field(default_factory=list)
+from coda_inductor.tracing import Traced, trace
 
 
 @dataclass
 class Captured:
     """One Dynamo graph without (``stock``) and with our passes (``ours``), and their report."""
 
-    stock: Parts
-    ours: Parts
+    stock: Traced
+    ours: Traced
     report: GraphReport
-    training: bool
+
+    @property
+    def training(self) -> bool:
+        return self.ours.training
 
 
 @dataclass
@@ -70,13 +60,12 @@ class _Backend:
         self.found: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        stock, _ = _trace(gm, inputs, None)
+        stock = trace(gm, inputs)
         recorder = Recorder(f"graph {len(self.found)}", None)
-        raise_pass(gm, self.options, recorder, dry=True)
-        around = late_gradients.separate(gm)
+        around = raise_pass(gm, self.options, recorder, dry=True)
         joint = JointPass(self.options, recorder, dry=True)
-        ours, training = _trace(gm, inputs, joint)
-        self.found.append(Captured(stock, ours, recorder.report, training))
+        ours = trace(gm, inputs, joint)
+        self.found.append(Captured(stock, ours, recorder.report))
         if self.stop:
             raise _Enough
         return around(gm.forward)
@@ -172,39 +161,3 @@ def _own_sizes() -> Iterator[None]:
         yield
     finally:
         pgo._CODE_STATE = kept
-
-
-def _trace(gm: GraphModule, inputs: Sequence[Any], joint: JointPass | None) -> tuple[Parts, bool]:
-    """Trace and split ``gm`` as Inductor does, with ``joint`` in front of the split. Also says
-    whether there is a backward pass."""
-    parts = Parts()
-    training = False
-
-    def partition(joint_gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        nonlocal training
-        training = True
-        if joint is not None:
-            joint(joint_gm.graph)
-            joint_gm.recompile()
-        split = min_cut_rematerialization_partition(joint_gm, joint_inputs, **kwargs)
-        parts.graphs += [split[0].graph, split[1].graph]
-        outputs = split[0].graph.output_node().args[0]
-        parts.saved += [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, Node)]
-        return split
-
-    def inference(traced: GraphModule, _inputs: Any) -> Any:
-        if joint is not None:
-            joint(traced.graph)
-            traced.recompile()
-        parts.graphs.append(traced.graph)
-        return make_boxed_func(traced.forward)
-
-    compiler = aot_autograd(
-        fw_compiler=lambda part, _: make_boxed_func(part.forward),
-        bw_compiler=lambda part, _: make_boxed_func(part.forward),
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-    )
-    compiler(gm, inputs)
-    return parts, training

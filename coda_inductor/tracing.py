@@ -1,0 +1,74 @@
+"""A Dynamo graph through AOTAutograd and the partitioner as Inductor takes it, without Inductor's
+code generation: what ``explain``, ``check`` and the tests run our passes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule, Node
+
+
+@dataclass
+class Traced:
+    """One graph as it would be compiled.
+
+    Attributes:
+        call: runs it, op by op.
+        whole: the inference graph or the joint one, behind ``passes``.
+        graphs: the inference graph, or the forward and the backward one.
+        saved: what the forward pass leaves for the backward.
+        training: whether there is a backward pass.
+    """
+
+    call: Callable[..., Any] = lambda: None
+    whole: Graph = field(default_factory=Graph)
+    graphs: list[Graph] = field(default_factory=list)
+    saved: list[Node] = field(default_factory=list)
+    training: bool = False
+
+
+def trace(
+    gm: GraphModule, inputs: Sequence[Any], passes: Callable[[Graph], None] | None = None
+) -> Traced:
+    """Trace and split ``gm``, with ``passes`` where Inductor has ``joint_custom_pre_pass``."""
+    traced = Traced()
+
+    def apply(part: GraphModule) -> None:
+        if passes is not None:
+            passes(part.graph)
+            part.recompile()
+        traced.whole = Graph()
+        traced.whole.output(traced.whole.graph_copy(part.graph, {}))
+
+    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        traced.training = True
+        apply(joint)
+        split = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        traced.graphs += [split[0].graph, split[1].graph]
+        outputs = split[0].graph.output_node().args[0]
+        traced.saved += [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, Node)]
+        return split
+
+    def inference(part: GraphModule, _inputs: Any) -> Any:
+        apply(part)
+        traced.graphs.append(part.graph)
+        return as_is(part, _inputs)
+
+    def as_is(part: GraphModule, _inputs: Any) -> Any:
+        return make_boxed_func(part.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=as_is,
+        bw_compiler=as_is,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    traced.call = compiler(gm, inputs)
+    return traced
