@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from coda_inductor import Match, Pattern, value
+from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.semantic_loss import cross_entropy
 
 
@@ -48,9 +49,9 @@ def plain(logits, target, ignore_index, reduction, label_smoothing):
 
 
 def _arguments(match: Match):
-    names = ("logits", "target", "ignore_index", "label_smoothing", "reduction")
-    logits, target, ignored, smoothing, reduction = (match.bound[name] for name in names)
-    return (logits, target, ignored, float(smoothing), reduction, value(match.root).dtype)
+    logits, target, reduction = (match.bound[name] for name in ("logits", "target", "reduction"))
+    ignored, smoothing = int(number(match, "ignore_index")), number(match, "label_smoothing")
+    return (logits, target, ignored, smoothing, reduction, value(match.root).dtype)
 
 
 def _classes_last(match: Match):
@@ -62,13 +63,6 @@ def _classes_last(match: Match):
         return "the targets are probabilities, not classes"
     if rows.dim() != 2 or target.dim() != 1 or logits.shape[-1] != rows.shape[-1]:
         return f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
-    return None
-
-
-def _constants(match: Match):
-    for name in ("ignore_index", "label_smoothing", "reduction"):
-        if isinstance(match.bound[name], torch.fx.Node):
-            return f"{name} is not a constant"
     return None
 
 
@@ -86,7 +80,7 @@ PATTERN = Pattern(
     idioms=(flattened, merged, plain),
     op=cross_entropy,
     arguments=_arguments,
-    conditions=(_classes_last, _constants),
+    conditions=(_classes_last, constant("ignore_index", "label_smoothing", "reduction")),
     result=0,
     identities=_identities,
 )

@@ -30,6 +30,7 @@ import sympy
 import torch
 
 from coda_inductor import Match, Pattern, value
+from coda_inductor.patterns.conditions import constant, number, row_wise
 from coda_inductor.semantic import layer_norm
 
 
@@ -68,37 +69,9 @@ def spellings(scaled, variance):
     return affine, weighted, bare
 
 
-def _number(eps):
-    """What Dynamo recorded for a float: itself, or with dynamic shapes a symbol with a value."""
-    return value(eps) if isinstance(eps, torch.fx.Node) else eps
-
-
 def _arguments(match: Match):
     weight, bias = match.bound.get("weight"), match.bound.get("bias")
-    eps = float(_number(match.bound["eps"]))  # of a symbol: adds a guard
-    return (match.bound["x"], weight, bias, eps, value(match.root).dtype)
-
-
-def _constant_eps(match: Match):
-    eps = _number(match.bound["eps"])
-    known = isinstance(eps, torch.SymFloat) and eps.node.has_hint()
-    return None if known or isinstance(eps, (int, float)) else "eps is not a constant"
-
-
-def _shapes(match: Match):
-    x, result = value(match.bound["x"]), value(match.root)
-    if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return "the shape of the input is unknown"
-    if not x.is_floating_point():
-        return f"the input is {x.dtype}, not a floating type"
-    if result.shape != x.shape:
-        return f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
-    for name in ("weight", "bias"):
-        if (node := match.bound.get(name)) is not None:
-            vector = value(node)
-            if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
-                return f"the {name} is not one value a column"
-    return None
+    return (match.bound["x"], weight, bias, number(match, "eps"), value(match.root).dtype)
 
 
 def _identities():
@@ -134,7 +107,7 @@ PATTERN = Pattern(
     ),
     op=layer_norm,
     arguments=_arguments,
-    conditions=(_constant_eps, _shapes),
+    conditions=(constant("eps"), row_wise("weight", "bias")),
     result=0,
     identities=_identities,
     rules=("R1", "R2", "R3", "R4", "R5"),

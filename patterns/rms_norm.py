@@ -27,6 +27,7 @@ import sympy
 import torch
 
 from coda_inductor import Match, Pattern, value
+from coda_inductor.patterns.conditions import constant, number, row_wise
 from coda_inductor.semantic import rms_norm
 
 
@@ -50,48 +51,13 @@ def functional(x, weight, eps):
     return torch.rms_norm(x, (1,), weight, eps)
 
 
-def _number(eps):
-    """What Dynamo recorded for a float: itself, or with dynamic shapes a symbol with a value."""
-    return value(eps) if isinstance(eps, torch.fx.Node) else eps
-
-
-def _epsilon(match: Match) -> float:
-    eps = _number(match.bound["eps"])
-    if eps is not None:
-        return float(eps)  # of a symbol: adds a guard, so that another eps is another graph
-    # eps=None means the epsilon of the compute dtype: float32's for half types (measured).
-    dtype = value(match.bound["x"]).dtype
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-
-
 def _arguments(match: Match):
-    weight = match.bound.get("weight")
-    return (match.bound["x"], weight, _epsilon(match), value(match.root).dtype)
-
-
-def _constant_eps(match: Match):
-    if match.bound["eps"] is None:
-        return None
-    eps = _number(match.bound["eps"])
-    known = isinstance(eps, torch.SymFloat) and eps.node.has_hint()
-    return None if known or isinstance(eps, (int, float)) else "eps is not a constant"
-
-
-def _shapes(match: Match):
-    x, result = value(match.bound["x"]), value(match.root)
-    if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return "the shape of the input is unknown"
-    if not x.is_floating_point():
-        return f"the input is {x.dtype}, not a floating type"
-    if result.shape != x.shape:
-        return f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
-    weight = match.bound.get("weight")
-    if weight is None:
-        return None
-    w = value(weight)
-    if not isinstance(w, torch.Tensor) or w.shape != x.shape[-1:]:
-        return "the weight is not one value a column"
-    return None
+    x, weight = match.bound["x"], match.bound.get("weight")
+    if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for half types
+        eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
+    else:
+        eps = number(match, "eps")
+    return (x, weight, eps, value(match.root).dtype)
 
 
 def _identities():
@@ -108,7 +74,7 @@ PATTERN = Pattern(
     idioms=(functional, weighted, weighted_sqrt, bare, bare_sqrt),
     op=rms_norm,
     arguments=_arguments,
-    conditions=(_constant_eps, _shapes),
+    conditions=(constant("eps", none=True), row_wise("weight")),
     result=0,
     identities=_identities,
     example={"x": (4, 16), "weight": (16,), "eps": 1e-5},

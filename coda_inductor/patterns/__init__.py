@@ -2,6 +2,7 @@
 
 Each file imports only from those above it::
 
+    conditions side conditions that several patterns share
     meaning    a plain torch function -> a semantic op with its gradient
     pattern    Pattern, what a file defines
     formulas   a torch function -> its sympy expression

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, value
+from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.semantic import DEFINITIONS, LIB, NAMES
 
 #: Where the loader leaves the digest of a file's content, for the functions defined in it.
@@ -251,8 +252,7 @@ def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
 
     def arguments(match: Match) -> tuple[Any, ...]:
         return tuple(
-            float(match.bound[n]) if signature.is_number(n) else match.bound[n]
-            for n in signature.names
+            number(match, n) if signature.is_number(n) else match.bound[n] for n in signature.names
         )
 
     return arguments
@@ -260,16 +260,14 @@ def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
 
 def elementwise(signature: Signature) -> Callable[[Match], str | None]:
     """The side condition of every meaning: floating tensors of one shape, constant numbers."""
+    numbers = constant(*(n for n in signature.names if signature.is_number(n)))
 
     def condition(match: Match) -> str | None:
+        if (reason := numbers(match)) is not None:
+            return reason
         shapes = {}
-        for name in signature.names:
-            bound = match.bound[name]
-            if signature.is_number(name):
-                if isinstance(bound, bool) or not isinstance(bound, (int, float)):
-                    return f"{name} is not a constant number"
-                continue
-            tensor = value(bound)
+        for name in signature.tensors:
+            tensor = value(match.bound[name])
             if not isinstance(tensor, Tensor):
                 return f"{name} is not a tensor"
             if not tensor.is_floating_point():

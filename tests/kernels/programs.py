@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -81,14 +82,8 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
 
 def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
     """The LM head of a loss: scaled logits and the log-sum-exp of their rows (rule R7)."""
-    return EpilogueProgram(
-        accs=("acc",),
-        in_dtype=dtype,
-        operands=(Operand("rstd", "col", "float32"),),
-        steps=(Step("x", "mul", ("acc", "rstd")),),
-        stores=(Store("out0", "x", dtype),),
-        reduces=(Reduce("lse", "x", "row", "logsumexp"),),
-    )
+    lse = Reduce("lse", "x", "row", "logsumexp")
+    return dataclasses.replace(kinds(dtype)["scale"], reduces=(lse,))
 
 
 def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:

@@ -191,7 +191,7 @@ REFUSED = {
     ),
     "a number": (lambda g, u: F.mish(g) * 2.0, MISH, "up is not a tensor"),
     "a tensor": (
-        lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant number",
+        lambda g, u: g * torch.sigmoid(u * g) * u, SWISH, "beta is not a constant",
     ),
     "used elsewhere": (
         lambda g, u: (s := F.mish(g)) * u + s, MISH, "its intermediate s is used elsewhere",
@@ -206,6 +206,22 @@ def test_what_is_not_the_gate_stays(name, tmp_path):
     harness = check(function, randn(4, D), randn(4, D), patterns=[path])
     assert not raised(harness, load(path))
     assert reason in reasons(harness)
+
+
+def test_number_that_torch_makes_a_symbol_is_known(tmp_path):
+    """A regression: with dynamic shapes Dynamo records a symbol for a module's float."""
+
+    class Gate(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.beta = 1.7
+
+        def forward(self, g, u):
+            return g * torch.sigmoid(self.beta * g) * u
+
+    path = write(tmp_path, SWISH)
+    harness = check(Gate(), randn(4, D), randn(4, D), dynamic=True, patterns=[path])
+    assert len(raised(harness, load(path))) == 1
 
 
 def test_result_in_another_dtype_is_refused(tmp_path):

@@ -257,7 +257,8 @@ def test_bfloat16_is_no_less_accurate_than_eager(loss, bias, slices):
         if exact is not None:
             norm = exact.norm()
             error = (ours.double() - exact).norm() / norm
-            assert error <= 1.2 * (eager.double() - exact).norm() / norm + 1e-4
+            noise = 1e-4 if exact.dim() == 0 else 0  # one number, by chance nearly exact in eager
+            assert error <= 1.2 * (eager.double() - exact).norm() / norm + noise
 
 
 # Refusals.

@@ -1,0 +1,58 @@
+"""Side conditions that several patterns share, and the numbers that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.matching import Match, value
+
+
+def number(match: Match, name: str) -> float:
+    """The number bound to ``name``, which is ``constant``. With dynamic shapes Dynamo records a
+    symbol for a float: asking for its value adds a guard, so that another one is another graph."""
+    return float(_recorded(match.bound[name]))
+
+
+def constant(*names: str, none: bool = False) -> Callable[[Match], str | None]:
+    """Each of ``names`` is a literal, or a symbol whose value is known; or None, with ``none``."""
+
+    def condition(match: Match) -> str | None:
+        for name in names:
+            bound = _recorded(match.bound[name])
+            symbol = isinstance(bound, (torch.SymFloat, torch.SymInt)) and bound.node.has_hint()
+            literal = isinstance(bound, (int, float, str)) or (none and bound is None)
+            if not symbol and not literal:
+                return f"{name} is not a constant"
+        return None
+
+    return condition
+
+
+def row_wise(*vectors: str) -> Callable[[Match], str | None]:
+    """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
+    has is one value a column."""
+
+    def condition(match: Match) -> str | None:
+        x, result = value(match.bound["x"]), value(match.root)
+        if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return "the shape of the input is unknown"
+        if not x.is_floating_point():
+            return f"the input is {x.dtype}, not a floating type"
+        if result.shape != x.shape:
+            return f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
+        for name in vectors:
+            if (node := match.bound.get(name)) is not None:
+                vector = value(node)
+                if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
+                    return f"the {name} is not one value a column"
+        return None
+
+    return condition
+
+
+def _recorded(bound: Any) -> Any:
+    return value(bound) if isinstance(bound, Node) else bound

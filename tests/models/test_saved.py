@@ -1,0 +1,50 @@
+"""What a Llama's forward pass leaves for its backward, as a formula of the layers."""
+
+from __future__ import annotations
+
+import torch
+import transformers as hf
+from checking import leave_custom_ops
+from harness import Harness
+
+from coda_inductor import attention, late_gradients
+from coda_inductor.runtime import loss
+
+T, D, HEADS, KV, HIDDEN, V = 128, 64, 4, 1, 256, 1024
+
+
+def saved(layers: int, monkeypatch) -> tuple[int, Harness]:
+    """Elements of the bfloat16 tensors that are saved, parameters and inputs aside."""
+    config = hf.LlamaConfig(
+        hidden_size=D, intermediate_size=HIDDEN, num_hidden_layers=layers, vocab_size=V,
+        num_attention_heads=HEADS, num_key_value_heads=KV,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config).bfloat16()
+    harness = Harness(gate="always", strict=False)
+    ids = torch.randint(0, V, (1, T))
+    harness.train(lambda i: tuple(model(input_ids=i, labels=i, use_cache=False)[:2]), ids)
+    roots = {}
+    for node in harness.saved:
+        value = node.meta.get("val")
+        if node.op != "placeholder" and isinstance(value, torch.Tensor):
+            roots[node] = value.numel() if value.dtype == torch.bfloat16 else 0
+    return sum(roots.values()), harness
+
+
+def test_a_layer_saves_what_the_formula_says(monkeypatch):
+    """Two residual streams, the operand of gate and up, attention's output and queries, keys and
+    values; gate and up. Not saved: anything normalized, queries and keys before their rotation, the
+    operand of their projections, the activation in front of down."""
+    leave_custom_ops(monkeypatch)
+    monkeypatch.setattr(loss, "SLICE_BYTES", 2**12)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
+    simplify = attention.simplify_attention
+    monkeypatch.setattr(
+        attention, "simplify_attention", lambda gm, disabled: simplify(gm, disabled, device="cpu")
+    )
+    (two, _), (three, harness) = (saved(layers, monkeypatch) for layers in (2, 3))
+    wide = 5 + 2 * KV / HEADS  # tensors of width D
+    assert three - two == T * (wide * D + 2 * HIDDEN)
+    assert harness.counts["cross_entropy_backward"] == 1
+    logits = [n for n in harness.saved if n.op != "placeholder" and n.meta["val"].numel() == T * V]
+    assert len(logits) == 1
