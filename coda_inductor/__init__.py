@@ -7,8 +7,8 @@ Layer map (imports only point down)::
     cli        the commands of ``python -m coda_inductor``
     explanation   explain(): what the backend does with a model, as a table and a page
     backend    the entry point and the passes in order
-    attention, constants   masks that are known, heads that are repeated (Dynamo graph)
-    index_proof, index_calls, index_values   masks that are known for every size
+    attention  masks that are known, heads that are repeated (Dynamo graph)
+    late_gradients   returned logits get no made-up gradient (Dynamo graph)
     raising    idioms -> semantic ops (Dynamo graph)
     tracing    a graph through our passes without code generation
     rewrite    algebra on semantic ops (aten graph)

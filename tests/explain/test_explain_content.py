@@ -8,11 +8,16 @@ import pytest
 import torch
 from harness import Harness, Stock
 from subjects import LAYERS, SUBJECTS, Gated, Residual, explained
+from torch import nn
 
 from coda_inductor import explain
+from coda_inductor.explanation.capture import capture
 from coda_inductor.explanation.folding import fold, general_path, general_reason, ranges
+from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.naming import epilogue_work, leaf, readable_bytes
 from coda_inductor.explanation.remedies import UNKNOWN, remedy
+from coda_inductor.options import parse
+from coda_inductor.runtime import loss as runtime_loss
 
 PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
 X = torch.ones(32, 64, dtype=torch.bfloat16)
@@ -141,9 +146,9 @@ def _reasons(path):
 
 SOURCES = (
     "fuse/grow.py", "fuse/operands.py", "fuse/policy.py", "rewrite/norms.py",
-    "rewrite/norm_uses.py", "runtime/support.py", "runtime/gate.py", "../patterns/rms_norm.py",
+    "rewrite/norm_uses.py", "rewrite/loss.py", "runtime/support.py", "runtime/gate.py",
+    "patterns/conditions.py", "attention/calls.py", "attention/constants.py",
     "../patterns/swiglu.py", "../patterns/cross_entropy.py", "../patterns/rotary_complex.py",
-    "../patterns/layer_norm.py", "attention.py", "constants.py", "rewrite/loss.py",
 )  # fmt: skip
 
 
@@ -202,3 +207,19 @@ def test_epilogue_work_is_named_by_what_it_does():
     in_front = ("+ bias", "+ residual", "* norm weight", "row statistics")
     behind = ("* row scale", "+ bias")  # the qkv projection; the MLP's has the activation too
     assert work == {in_front, behind, (*behind, "GELU (tanh)")}
+
+
+def test_slices_of_the_logits_gradient_count_as_traffic(monkeypatch):
+    """They are written once and read by two products, though none is ever whole."""
+    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**8)
+    head = nn.Linear(16, 64, bias=False).bfloat16()
+
+    def loss(x, labels):
+        return nn.functional.cross_entropy(head(torch.tanh(x)).float(), labels)
+
+    x = torch.randn(32, 16).bfloat16().requires_grad_()
+    found = capture(loss, (x, torch.arange(32)), {}, parse(None, {}))
+    graphs = found.graphs[0].ours.graphs
+    sliced = [k for g in graphs for k in kernels(g) if k.inner]
+    assert [k.inner for k in sliced] == [3 * 32 * 64 * 2]
+    assert sliced[0].bytes > sliced[0].inner

@@ -12,7 +12,8 @@ from harness import Harness
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import attention
-from coda_inductor.attention import classify
+from coda_inductor.attention import calls as calls_module
+from coda_inductor.attention.calls import classify
 
 T = 12
 sdpa = F.scaled_dot_product_attention
@@ -75,7 +76,7 @@ def test_a_full_mask_is_dropped_also_between_different_lengths():
 
 def test_one_evaluation_serves_all_layers(monkeypatch):
     seen = []
-    monkeypatch.setattr(attention, "classify", lambda *a: seen.append(a) or classify(*a))
+    monkeypatch.setattr(calls_module, "classify", lambda *a: seen.append(a) or classify(*a))
 
     def attend(q, k, v):
         mask = arange_mask(q)

@@ -12,8 +12,8 @@ from checking import assert_same, check, check_gradients, differentiate, randn, 
 from harness import Harness
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor.index_proof import IndexProof
-from coda_inductor.index_values import Affine, Choice, NotProvenError
+from coda_inductor.attention.index_proof import IndexProof
+from coda_inductor.attention.index_values import Affine, Choice, NotProvenError
 
 sdpa = F.scaled_dot_product_attention
 INF = float("inf")

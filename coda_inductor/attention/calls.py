@@ -36,10 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.constants import Constants, NotConstantError
-from coda_inductor.graph import HALF
-from coda_inductor.index_proof import IndexProof, same_size
-from coda_inductor.index_values import (
+from coda_inductor.attention.constants import Constants, NotConstantError
+from coda_inductor.attention.index_proof import IndexProof, same_size
+from coda_inductor.attention.index_values import (
     Affine,
     Choice,
     DataError,
@@ -48,6 +47,7 @@ from coda_inductor.index_values import (
     index,
     true_when,
 )
+from coda_inductor.graph import HALF
 from coda_inductor.matching import Body, bodies, value
 
 NAMES = ("constant_mask", "grouped_heads")

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from coda_inductor.index_calls import (
+from coda_inductor.attention.index_calls import (
     FILLED,
     allow,
     arguments,
@@ -33,7 +33,7 @@ from coda_inductor.index_calls import (
     op_name,
     run,
 )
-from coda_inductor.index_values import (
+from coda_inductor.attention.index_values import (
     Affine,
     Choice,
     DataError,

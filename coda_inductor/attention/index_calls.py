@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.index_values import NotProvenError, Number, Value, constant
+from coda_inductor.attention.index_values import NotProvenError, Number, Value, constant
 from coda_inductor.matching import value
 
 #: Ops of which no argument but the filling number says what the elements are.
