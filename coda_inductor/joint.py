@@ -29,6 +29,7 @@ from coda_inductor.options import Options
 from coda_inductor.report import record
 from coda_inductor.rewrite import (
     defer_norms,
+    gather_lookup_gradients,
     keep_tables,
     recompute_in_backward,
     save_borders,
@@ -109,6 +110,9 @@ class JointPass(CustomGraphPass):
             if sliced and not self.dry:
                 count("cross_entropy_backward", sliced)
             near_misses += kept
+            gathered = gather_lookup_gradients(graph) if training(graph) else 0
+            if gathered and not self.dry:
+                count("embedding_backward", gathered)
         refused = split_packed(graph, policy.legal, policy.split_loses)
         refused |= defer_norms(
             graph,

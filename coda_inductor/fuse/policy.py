@@ -121,14 +121,14 @@ class Policy:
             why = f"device {fake(a).device.type} has no kernels"
             return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
-        terms, copied = _terms(region)
+        terms, joined = _terms(region)
         device = fake(a).device
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major, device=device)
         if reason is not None:
             return Verdict("unfused", Failure(reason))
         if self.options.gate == "auto":
-            work = gate.Work(program, hint(m), n, k, terms, followed, copied)
+            work = gate.Work(program, hint(m), n, k, terms, followed, joined)
             reason = gate.loses(work)
             if reason is not None:
                 return Verdict("unfused", reason)
@@ -138,14 +138,14 @@ class Policy:
         """What :meth:`judge` would say of a region on an H100, whatever device this is. The gate
         counts only where the options ask for it."""
         m, n, k = region.shape
-        terms, copied = _terms(region)
-        unfused = len(program.accs) * terms * cost.cublas_us(m, n, k // terms)
+        terms, joined = _terms(region)
+        work = gate.Work(program, hint(m), n, k, terms, followed, joined)
+        unfused = len(program.accs) * sum(cost.cublas_us(m, n, each) for each in work.ks)
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major)
         if reason is not None:
             return Estimate(unfused, refusal=reason)
         config = choose(program, m, n, k, terms=terms)
-        work = gate.Work(program, hint(m), n, k, terms, followed, copied)
         fused, unfused = gate.expected(work)
         loses = gate.loses(work) if self.options.gate == "auto" else None
         known = cost.measured(program, config, m, n, k, terms)
@@ -160,13 +160,14 @@ class Policy:
         return Estimate(cost.cublas_us(a.shape[0], b.shape[1], b.shape[0]))
 
 
-def _terms(region: Region) -> tuple[int, int]:
-    """How many products one kernel reads in place, and how many elements of weights have to be
-    copied together otherwise."""
-    _, n, k = region.shape
+def _terms(region: Region) -> tuple[int, tuple[int, ...]]:
+    """How many products one kernel reads in place; else the K of each, whose weights are copied
+    together."""
     if region.total is None:
-        return 1, 0
-    return (len(region.anchors), 0) if in_place(region.anchors) else (1, n * k)
+        return 1, ()
+    if in_place(region.anchors):
+        return len(region.anchors), ()
+    return 1, tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
 
 
 def b_major(b: torch.Tensor) -> str:

@@ -8,12 +8,14 @@ behind          what comes behind a GEMM that reads a deferred norm
 norms_backward  RMSNorm's gradient moves behind the GEMMs that make it (R3, R4)
 layer_norms_backward  LayerNorm's does
 loss            the gradient of the logits is made a slice at a time
+lookup_gradients  an embedding's gradient touches only the rows that were looked up
 recompute       the backward pass computes elementwise values anew
 tables          sines and cosines are computed once
 borders         what one checkpointed block hands to the next is saved
 """
 
 from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.lookup_gradients import gather_lookup_gradients
 from coda_inductor.rewrite.loss import slice_loss_gradient
 from coda_inductor.rewrite.norms import defer_norms
 from coda_inductor.rewrite.packed import split_packed
@@ -22,6 +24,7 @@ from coda_inductor.rewrite.tables import keep_tables
 
 __all__ = [
     "defer_norms",
+    "gather_lookup_gradients",
     "keep_tables",
     "recompute_in_backward",
     "save_borders",

@@ -43,10 +43,11 @@ class Work:
     """One site: ``program`` on (m, k) x (k, n).
 
     Attributes:
-        terms: how many products the accumulator is the sum of; ``k`` is the sum of all their K's.
+        terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
         followed: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
             Fusing then only saves it from reading the products.
-        copied: elements that are concatenated for the fused GEMM at every call.
+        joined: instead of ``terms``, the K of each product whose weights are copied together at
+            every call.
     """
 
     program: EpilogueProgram
@@ -55,16 +56,22 @@ class Work:
     k: int
     terms: int = 1
     followed: bool = False
-    copied: int = 0
+    joined: tuple[int, ...] = ()
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """K of each product that the accumulator is the sum of."""
+        return self.joined or (self.k // self.terms,) * self.terms
 
 
 def expected(work: Work) -> tuple[float, float]:
     """Expected microseconds of ``work``: (fused, unfused)."""
-    program, m, n, k, terms = work.program, work.m, work.n, work.k, work.terms
-    fused = estimate_us(program, m, n, k, terms=terms)
-    if work.copied:
-        fused += 2 * work.copied * WIDTHS[program.in_dtype] / _BYTES_PER_US + _LAUNCH_US
-    products = terms * len(program.accs)
+    program, m, n, k = work.program, work.m, work.n, work.k
+    fused = estimate_us(program, m, n, k, terms=work.terms)
+    if work.joined:
+        copied = n * sum(work.joined) * WIDTHS[program.in_dtype]
+        fused += 2 * copied / _BYTES_PER_US + _LAUNCH_US
+    terms = len(work.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
     if work.followed:
         moved, launches = _read(program, set(program.accs), terms), 0
@@ -76,7 +83,7 @@ def expected(work: Work) -> tuple[float, float]:
         if reduce.axis == "col":
             moved += _read(program, _sources(program, reduce.value), terms)
             launches += 1
-    unfused = products * cublas_us(m, n, k // terms)
+    unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in work.ks)
     unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
     return fused, unfused
 
@@ -121,7 +128,8 @@ def _only_statistics(program: EpilogueProgram) -> bool:
 
 
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
-    """Bytes an element that a kernel reads of the products and tile operands among ``names``."""
+    """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
+    the tile operands among ``names``."""
     products = terms * len(names & set(program.accs)) * WIDTHS[program.in_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
     return products + sum(WIDTHS[o.dtype] for o in tiles)

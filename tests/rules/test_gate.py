@@ -70,12 +70,22 @@ def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
     assert always.norm_loses([gemm] * 4, training=True) is None
 
 
-def test_copying_the_weights_of_a_sum_is_charged():
-    program = kinds()["norm_bwd"]
-    assert gate.loses(Work(program, 8192, 2048, 3072, copied=2048 * 3072)) is None
+def test_a_sum_whose_weights_are_copied_together(monkeypatch):
+    """Fused, a copy is charged; unfused, every product is written, and read once more by each
+    kernel. A regression: it was priced as one product, and the gradient through q, k and v of
+    a Llama of 2048 columns was left to cuBLAS."""
+    program = kinds()["norm_bwd"]  # one pass over all, one over what gamma's gradient needs
+    ks = (2048, 512, 512)
+    assert gate.loses(Work(program, 8192, 2048, 3072, joined=ks)) is None
     # Few rows, many weights: the copy costs more than all that is saved.
     assert gate.loses(Work(program, 512, 4096, 6144)) is None
-    assert gate.loses(Work(program, 512, 4096, 6144, copied=4096 * 6144)) is not None
+    assert gate.loses(Work(program, 128, 4096, 6144, joined=(4096, 1024, 1024))) is not None
+    monkeypatch.setattr(gate, "estimate_us", lambda *_args, **_kwargs: 0.0)
+    one = gate.expected(Work(program, 8192, 2048, 3072))
+    sums = gate.expected(Work(program, 8192, 2048, 3072, joined=ks))
+    assert sums[0] == pytest.approx(one[0] + 2 * 2 * 2048 * 3072 / 2.7e6 + 2)
+    gemms = sum(gate.cublas_us(8192, 2048, k) for k in ks) - gate.cublas_us(8192, 2048, 3072)
+    assert sums[1] == pytest.approx(one[1] + gemms + 2 * 2 * 2 * 8192 * 2048 / 2.7e6)
 
 
 def test_a_norm_that_stays_behind_leaves_less_to_save():

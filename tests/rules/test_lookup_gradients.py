@@ -1,0 +1,122 @@
+"""The gradient of an embedding table touches only the rows that were looked up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check_gradients, randn
+from torch import nn
+
+V, D = 64, 8
+#: Token 7 stands four times.
+TOKENS = torch.tensor([[7, 1, 7, 5], [0, 7, V - 1, 7]])
+MASKED = torch.ops.aten._unsafe_masked_index_put_accumulate.default
+
+
+class Tied(nn.Module):
+    """Looks up ``lookups`` times in the table of its head."""
+
+    def __init__(self, dtype=torch.float64, padding=None, lookups=1, rows=V):
+        super().__init__()
+        self.weight = nn.Parameter(randn(rows, D).to(dtype))
+        self.inner = nn.Parameter(randn(D, D).to(dtype))
+        self.padding, self.lookups = padding, lookups
+
+    def embed(self, tokens):
+        return F.embedding(tokens, self.weight, padding_idx=self.padding) @ self.inner
+
+    def forward(self, tokens):
+        x = sum(self.embed(tokens.roll(i, 1)) for i in range(self.lookups))
+        return F.linear(x, self.weight)
+
+
+class Untied(Tied):
+    def forward(self, tokens):
+        return self.embed(tokens)
+
+
+def kept(harness) -> int:
+    """Gradients that are still scattered into a whole table."""
+    return sum(n.target is MASKED for n in harness.graph.nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [None, 7])
+def test_a_table_that_the_head_shares(dtype, padding):
+    harness = check_gradients(Tied(dtype, padding), TOKENS)
+    assert harness.counts["embedding_backward"] == 1 and not kept(harness)
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+def test_a_table_of_its_own(padding):
+    harness = check_gradients(Untied(torch.bfloat16, padding), TOKENS)
+    assert harness.counts["embedding_backward"] == 1 and not kept(harness)
+
+
+def test_each_of_two_lookups_in_one_table():
+    harness = check_gradients(Tied(lookups=2), TOKENS)
+    assert harness.counts["embedding_backward"] == 2 and not kept(harness)
+
+
+def test_the_sum_of_a_token_that_stands_often_is_rounded_once():
+    """In bfloat16, adding 1 to 256 again and again stays at 256."""
+    model, tokens = Untied(torch.bfloat16, rows=800), torch.full((1, 360), 3)
+    with torch.no_grad():
+        model.inner.copy_(torch.eye(D))
+    compiled = torch.compile(model, backend="coda", options={"gate": "always"})
+    (have,) = torch.autograd.grad(compiled(tokens).sum(), [model.weight])
+    assert torch.equal(have[3], torch.full((D,), 360.0).bfloat16())
+    assert torch._dynamo.utils.counters["coda"]["embedding_backward"] == 1
+
+
+def test_symbolic_rows():
+    harness = check_gradients(Tied(), TOKENS, dynamic=True)
+    assert harness.counts["embedding_backward"] == 1 and not kept(harness)
+
+
+def test_a_small_table_is_left_alone():
+    harness = check_gradients(Tied(rows=V).requires_grad_(), TOKENS.repeat(1, 5))
+    assert not harness.counts["embedding_backward"] and kept(harness) == 1
+
+
+def test_a_table_of_its_own_in_float32_is_left_alone():
+    """Nothing would be saved but one pass: the zeros are the result's own."""
+    harness = check_gradients(Untied(torch.float32), TOKENS)
+    assert not harness.counts["embedding_backward"] and kept(harness) == 1
+
+
+def test_a_gradient_that_others_read_is_not_written_into():
+    """The product is the gradient of a second weight too, so that it must not change."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = (nn.Parameter(randn(V, D)) for _ in range(2))
+
+        def forward(self, tokens):
+            return F.linear(F.embedding(tokens, self.table), self.head + self.table)
+
+    harness = check_gradients(Shared(), TOKENS)
+    assert not harness.counts["embedding_backward"] and kept(harness) == 1
+
+
+def test_nothing_happens_where_nothing_is_fused():
+    harness = check_gradients(Tied(), TOKENS, gate="never")
+    assert not harness.counts["embedding_backward"] and kept(harness) == 1
+
+
+def test_compiled_code_writes_into_the_products_memory():
+    """The product is not copied: Inductor's own pass finds that nobody else reads it."""
+    from torch._inductor.utils import run_and_get_code
+
+    model = Tied(torch.float32)
+    compiled = torch.compile(model, backend="coda", options={"gate": "always"})
+
+    def step():
+        return torch.autograd.grad(compiled(TOKENS).square().sum(), [*model.parameters()])
+
+    have, codes = run_and_get_code(step)
+    want = torch.autograd.grad(model(TOKENS).square().sum(), [*model.parameters()])
+    torch.testing.assert_close(have, want, rtol=2e-5, atol=2e-5)
+    assert codes[-1].count(f"_cpu(({V}, {D}), ({D}, 1), torch.float32)") == 1
