@@ -96,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--optimizer", action="store_true", help="end each step of model_train with fused AdamW")
     add(
+        "--without",
+        type=lambda text: text.split(","),
+        default=[],
+        help="patterns; model_train then also measures ours without each, alone",
+    )
+    add(
         "--skip",
         type=_names(VARIANTS),
         default=[],
@@ -137,7 +143,8 @@ def _llama(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 def _model_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     for model in options.models:
         for tokens in options.train_tokens:
-            job = _job(options, "model_train", model, tokens, optimizer=options.optimizer)
+            own = {"optimizer": options.optimizer, "without": options.without}
+            job = _job(options, "model_train", model, tokens, **own)
             yield f"{model} {tokens}", job
 
 

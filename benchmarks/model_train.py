@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from . import models
 from .measure import MIB, Call, Variants, register, relative_error
+from .tables import WITHOUT
 
 if TYPE_CHECKING:
     from .runner import Job
@@ -33,6 +35,7 @@ class Trained:
         checkpoint: recompute each layer's activations in the backward (HF's own switch).
         optimizer: end each step with a fused AdamW step.
         liger: patch the model with Liger's kernels first.
+        options: of torch.compile.
     """
 
     def __init__(
@@ -43,16 +46,16 @@ class Trained:
         checkpoint: bool = False,
         optimizer: bool = False,
         liger: bool = False,
+        options: dict[str, Any] | None = None,
     ):
         self.model = model.train()
         self.around = models.liger(model) if liger else contextlib.nullcontext
         if checkpoint:
-            options = {"use_reentrant": False}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.function = model
         if backend is not None:
             register(backend)
-            self.function = torch.compile(model, backend=backend)
+            self.function = torch.compile(model, backend=backend, options=options)
         self.batch = dict(batch)
         if hasattr(model.config, "use_cache"):
             self.batch["use_cache"] = False
@@ -125,7 +128,7 @@ def run(job: Job, variants: Variants) -> dict:
     model, batch, shape = models.build(job.size, job.length)
     trained: dict[str, Trained] = {}
 
-    def make(name: str, backend: str | None = None, **how: bool) -> Call:
+    def make(name: str, backend: str | None = None, **how: Any) -> Call:
         own = copy.deepcopy(model)
         trained[name] = Trained(own, batch, backend, optimizer=job.optimizer, **how)
         return trained[name].step
@@ -138,6 +141,10 @@ def run(job: Job, variants: Variants) -> dict:
     again = {"checkpoint": True}
     variants.add("compile_checkpoint", lambda: make("compile_checkpoint", "inductor", **again))
     variants.add("coda_checkpoint", lambda: make("coda_checkpoint", job.backend, **again))
+    for pattern in job.without:
+        options = {"disable": [pattern]}
+        call = functools.partial(make, WITHOUT + pattern, job.backend, options=options)
+        variants.add(WITHOUT + pattern, call)
     result = variants.measure(job.rounds)
     working = {name: own for name, own in trained.items() if name in variants.calls}
     for name, own in working.items():

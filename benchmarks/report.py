@@ -70,10 +70,11 @@ def failures(results: dict) -> list[str]:
 def short(results: dict) -> str:
     """The tables that a terminal wants last."""
     parts = [
-        f"{section.title}. {caption}".strip() + "\n" + table(results, "simple")
+        f"{section.title}. {caption}".strip() + "\n" + table
         for section in SECTIONS
         if section.shown(results)
-        for caption, table in section.tables
+        for caption, make in section.tables
+        if (table := make(results, "simple"))
     ]
     return "\n\n".join([*parts, *(f"NOT MEASURED {line}" for line in failures(results))])
 
@@ -143,9 +144,10 @@ def markdown(results: dict, sources: list[str], plots: list[str]) -> str:
     for section in SECTIONS:
         if section.shown(results):
             lines += [f"## {section.title}", "", section.text(results), ""]
-            for caption, table in section.tables:
-                lines += [caption, ""] if caption else []
-                lines += [table(results, "github"), ""]
+            for caption, make in section.tables:
+                if table := make(results, "github"):
+                    lines += [caption, ""] if caption else []
+                    lines += [table, ""]
     if failures(results):
         lines += ["## Not measured", "", *(f"- {line}" for line in failures(results)), ""]
     return "\n".join(lines)

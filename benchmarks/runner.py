@@ -42,6 +42,7 @@ class Job:
         block: which block suite "kernels" measures.
         seconds: time the process has.
         optimizer: whether a step of "model_train" ends with the optimizer's.
+        without: patterns that a variant each of ours in "model_train" has disabled.
         skip: variants left out, with the reason.
     """
 
@@ -55,6 +56,7 @@ class Job:
     block: str | None = None
     seconds: float = 240.0
     optimizer: bool = False
+    without: tuple[str, ...] = ()
     skip: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

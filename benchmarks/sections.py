@@ -141,6 +141,7 @@ SECTIONS = (
         (
             ("", train_tables.step_times),
             ("Peak memory of a step:", train_tables.step_memory),
+            ("With one pattern disabled (peak beyond the model):", train_tables.step_parts),
             ("Errors of the gradients:", _of("model_train", tables.errors)),
         ),
     ),

@@ -38,6 +38,8 @@ LABELS = {
 }
 GEMM_COUNTS = {"layer": {"gemms": 7, "gemms_fused": 4}}
 GEMM_COUNTS["layer_train"] = {name: 3 * count for name, count in GEMM_COUNTS["layer"].items()}
+#: Begins the name of ours with one pattern disabled.
+WITHOUT = "coda without "
 MISSING = "-"
 
 
@@ -92,7 +94,9 @@ def number(value: float | None, form: str) -> str:
 
 
 def table(rows: list[list[str]], headers: list[str], form: str) -> str:
-    """``tabulate`` with every cell as it is."""
+    """``tabulate`` with every cell as it is; nothing without rows."""
+    if not rows:
+        return ""
     return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, stralign="right")
 
 

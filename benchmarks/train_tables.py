@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .tables import (
+    WITHOUT,
     cells,
     complete,
     error_columns,
@@ -55,6 +56,19 @@ def step_times(results: dict, form: str = "github") -> str:
     ]
     gains = ["speedup", f"speedup over {label('liger')}", "speedup, checkpointing"]
     return table(rows, ["ms, model and tokens", *labels(STEP_COLUMNS), *gains], form)
+
+
+def step_parts(results: dict, form: str = "github") -> str:
+    """What each pattern is worth: time and peak GiB beyond the model of ours, and of ours with that
+    pattern disabled.
+    """
+    rows = []
+    for part, result in complete(results, "model_train"):
+        names = [name for name in result["variants"] if name.startswith(WITHOUT)]
+        for name in ["coda", *names] if names else ():
+            gib = number(step_gib(result, name, with_model=False), ".2f")
+            rows.append([part, name, *cells(result, (name,)), gib])
+    return table(rows, ["", "", "ms", "peak GiB"], form)
 
 
 def step_gib(result: dict, name: str, with_model: bool) -> float | None:

@@ -63,6 +63,8 @@ def llama_results(tmp_path_factory):
         "tiny",
         "--skip",
         "compile_checkpoint",
+        "--without",
+        "rms_norm",
     )
 
 
@@ -99,7 +101,7 @@ def test_layer_train_has_the_error_of_every_gradient(layer_results):
 
 def test_model_train_steps_with_an_optimizer_that_moves_the_weights(llama_results):
     result = llama_results["model_train"]["tiny 16"]
-    measured(result, "eager", "compile", "coda", "coda_checkpoint")
+    measured(result, "eager", "compile", "coda", "coda_checkpoint", "coda without rms_norm")
     assert result["errors"].pop("compile_checkpoint") == "left out by --skip"
     assert all("liger" in name and LIGER in why for name, why in result["errors"].items())
     assert len(result["errors"]) == 2
@@ -292,6 +294,17 @@ def test_a_models_memory_is_told_with_and_without_its_weights():
         ["1B 2048", "beyond the model", "-", "3.50", "3.20", "3.00", "2.00", "4.50", "3.00"],
     ]
     assert cells(train_tables.step_times(results))[0][-3:] == ["1.500", "1.600", "1.500"]
+    assert cells(train_tables.step_parts(results)) == []
+
+
+def test_what_a_pattern_is_worth_is_ours_with_and_without_it():
+    results = {
+        "model_train": {"1B 2048": canned({"compile": 3.0, "coda": 2.0, "coda without x": 2.5})}
+    }
+    assert cells(train_tables.step_parts(results)) == [
+        ["1B 2048", "coda", "2.000", "2.00"],
+        ["1B 2048", "coda without x", "2.500", "2.50"],
+    ]
 
 
 @pytest.mark.parametrize("name", models.MODELS)

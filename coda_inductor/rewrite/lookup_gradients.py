@@ -69,8 +69,8 @@ def gather_lookup_gradients(graph: Graph) -> int:
 def _replace(graph: Graph, lookup: Lookup) -> None:
     rows = fake(lookup.result).shape[0]
 
-    def gradient(*tensors: Any) -> Tensor:
-        return _gradient(*tensors, rows, lookup.dtype)
+    def gradient(tokens: Tensor, dy: Tensor, mask: Tensor | None, other: Tensor | None) -> Tensor:
+        return _gradient(tokens, dy, mask, other, rows, lookup.dtype)
 
     args = (lookup.tokens, lookup.dy, lookup.mask, lookup.other)
     new = splice(graph, lookup.result, gradient, args, like=lookup.result)
