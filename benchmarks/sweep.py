@@ -26,7 +26,7 @@ import torch
 
 from coda_inductor.runtime import cost
 from coda_inductor.runtime.config import legal_configs
-from coda_inductor.runtime.kinds import B_MAJOR, TERMS, kinds
+from coda_inductor.runtime.kinds import B_MAJOR, TERMS, family, kinds
 
 #: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
 SIZES = {
@@ -37,6 +37,7 @@ SIZES = {
 ROWS = {"1B": (512, 2048, 8192), "8B": (512, 2048, 8192), "70B": (8192,)}
 TRAINING_ROWS = {"1B": (2048, 8192), "8B": (8192,), "70B": (8192,)}
 VOCABULARY = 128256
+HEADS = ((VOCABULARY, 2048), (VOCABULARY, 4096), (50304, 1280))
 ROUNDS = 11
 _COLD_BYTES = 128 * 2**20  # more than twice the L2 cache
 
@@ -66,6 +67,7 @@ def shapes() -> list[tuple[str, int, int, int]]:
             found.update(dict.fromkeys((kind, m, n, k) for kind, n, k in sites))
         for m in TRAINING_ROWS[size]:
             found.update(dict.fromkeys((kind, m, n, k) for kind, n, k in training))
+    found.update(dict.fromkeys(("logsumexp", 8192, n, k) for n, k in HEADS))
     return list(found)
 
 
@@ -213,26 +215,24 @@ def report(row: dict) -> None:
 def fit(source: Path, target: Path) -> None:
     """Fit the model to the measurements of ``source`` and write both to ``target``."""
     data = json.loads(source.read_text())
-    paired = [r for r in data["shapes"] if kinds()[r["kind"]].paired]
-    single = [r for r in data["shapes"] if r not in paired]
-    data["models"] = {
-        "single": _models("single", single, data["processors"]),
-        "paired": _models("paired", paired, data["processors"]),
-    }
+    rows: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
+    for row in data["shapes"]:
+        rows[family(kinds()[row["kind"]])].append(row)
+    data["models"] = {g: _models(g, found, data["processors"]) for g, found in rows.items()}
     data["cublas"] = _cublas_model(data)
     target.write_text(_pretty(data))
     _report_choices(data)
     print(f"wrote {target}")
 
 
-def _models(family: str, rows: list[dict], processors: int) -> dict[str, list[float]]:
+def _models(group: str, rows: list[dict], processors: int) -> dict[str, list[float]]:
     """For each config: step, tile, per_byte, fixed >= 0 of least squared relative error."""
     models = {}
     for name in sorted({name for row in rows for name in row["us"]} - {"cublas"}):
         features, us = [], []
         for row in rows:
             if name in row["us"]:
-                waves = cost.waves(family, name, row["m"], row["n"], processors)
+                waves = cost.waves(group, name, row["m"], row["n"], processors)
                 moved = cost.traffic(kinds()[row["kind"]])
                 features.append([waves * row["k"], waves, waves * moved, 1.0])
                 us.append(row["us"][name])
@@ -277,11 +277,11 @@ def _report_choices(data: dict) -> None:
     errors: dict[str, list[float]] = {}
     for row in data["shapes"]:
         program = kinds()[row["kind"]]
-        family = "paired" if program.paired else "single"
+        group = family(program)
         at = (row["m"], row["n"], row["k"])
         times = {name: us for name, us in row["us"].items() if name != "cublas"}
         model = {
-            name: cost.modelled(data, family, name, *at, cost.traffic(program)) for name in times
+            name: cost.modelled(data, group, name, *at, cost.traffic(program)) for name in times
         }
         chosen = min(model, key=model.get)
         cublas = cost.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
@@ -303,9 +303,9 @@ def _pretty(data: dict) -> str:
     lines = [f'"{key}": {json.dumps(data[key])}' for key in ("device", "processors", "torch")]
     lines.append(f'"cublas": {json.dumps(data["cublas"])}')
     families = []
-    for family, models in data["models"].items():
+    for group, models in data["models"].items():
         rows = ",\n   ".join(f'"{name}": {json.dumps(c)}' for name, c in models.items())
-        families.append(f'"{family}": {{\n   {rows}\n  }}')
+        families.append(f'"{group}": {{\n   {rows}\n  }}')
     lines.append('"models": {\n  ' + ",\n  ".join(families) + "\n }")
     rows = ",\n  ".join(json.dumps(row) for row in data["shapes"])
     lines.append(f'"shapes": [\n  {rows}\n ]')

@@ -47,6 +47,16 @@ def same(left: Any, right: Any) -> bool:
     return statically_known_true(left == right)
 
 
+def row_major(tensor: torch.Tensor) -> bool:
+    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * (1 if same(size, 0) else size)
+    return True
+
+
 def is_cast(node: Any) -> bool:
     """A pure dtype change between the float types that epilogues compute through."""
     if not isinstance(node, Node) or node.target not in (

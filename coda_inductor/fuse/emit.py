@@ -50,8 +50,11 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
         ]
         for output, nodes in zip(outputs, region.stored().values(), strict=False):
             _rewire_store(graph, region, output, nodes)
-        for output, node in zip(outputs[len(program.stores) :], region.reduces, strict=True):
-            node.replace_all_uses_with(_finalize(graph, region, output, node))
+        names = [reduce.name for reduce in program.reduces]
+        partials = dict(zip(names, outputs[len(program.stores) :], strict=True))
+        for node, reduce in region.reduces.items():
+            new = _finalize(graph, region, partials[reduce.name], node)
+            node.replace_all_uses_with(new)
     new, node = [], first.next
     while node is not behind:
         new.append(node)

@@ -38,6 +38,7 @@ from coda_inductor.graph import (
     is_cast,
     is_transpose,
     readers,
+    row_major,
     same,
 )
 from coda_inductor.program import OPS, Operand, Reduce, Step
@@ -76,7 +77,7 @@ def _violation(region: Region) -> tuple[Node, str] | None:
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return _owner(node, region), "its result is read outside and is not a floating tile"
-        if not _row_major(fake(node)):
+        if not row_major(fake(node)):
             return _owner(node, region), "its result is not laid out row by row"
         if _only_adds_a_store(value, region, stored):
             return _owner(node, region), "only a store more: its readers are elementwise too"
@@ -84,16 +85,6 @@ def _violation(region: Region) -> tuple[Node, str] | None:
         last = max((nodes[0] for nodes in stored.values()), key=order.index)
         return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
     return None
-
-
-def _row_major(tensor: torch.Tensor) -> bool:
-    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
-    expected: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not same(size, 1) and not same(stride, expected):
-            return False
-        expected = expected * (1 if same(size, 0) else size)
-    return True
 
 
 def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
@@ -309,8 +300,9 @@ class _Grower:
             return f"{node.target} does not reduce one row or column of the tile"
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             return f"{node.target} is not a reduction of floating values"
-        name = f"part{len(self.region.reduces)}"
-        self.region.reduces[node] = Reduce(name, value, axis, REDUCTIONS[node.target])
+        what = (value, axis, REDUCTIONS[node.target])
+        known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}
+        self.region.reduces[node] = known.get(what) or Reduce(f"part{len(known)}", *what)
         return None
 
     def _value(self, node: Node) -> Value | None:

@@ -84,7 +84,7 @@ class Region:
             tuple(self.operands.values()),
             tuple(self.steps),
             stores,
-            tuple(self.reduces.values()),
+            tuple(dict.fromkeys(self.reduces.values())),  # one may have several readers
         )
         return verify(simplify(program))
 

@@ -98,19 +98,20 @@ def _written_elementwise(node: Node) -> bool:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is elementwise computed from."""
-    seen: set[Node] = set()
-    todo, found = [x], []
+    """The last GEMM whose tile ``x`` is elementwise computed from.
+
+    Looks at the last node first: what is left when a GEMM is found is older than it. A residual
+    stream leads back through all layers, whichever side of an addition it stands on.
+    """
+    todo = {x}
     while todo:
-        node = todo.pop()
-        if node in seen or node.op != "call_function" or len(seen) > 32:
-            continue
-        seen.add(node)
+        node = max(todo)
+        todo.remove(node)
         if node.target in GEMMS:
-            found.append(node)
-        elif elementwise(node):
-            todo += node.all_input_nodes
-    return max(found, default=None)
+            return node
+        if node.op == "call_function" and elementwise(node):
+            todo.update(node.all_input_nodes)
+    return None
 
 
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:

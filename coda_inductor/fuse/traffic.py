@@ -62,7 +62,7 @@ def _partials(region: Region, config: str) -> int:
     m, n, _ = region.shape
     tile = Config.parse(config)
     total = 0
-    for reduce in region.reduces.values():
+    for reduce in dict.fromkeys(region.reduces.values()):
         rows, columns = hint(m), n
         if reduce.axis == "row":
             columns = -(-n // tile.tile_n)

@@ -11,7 +11,6 @@ hardware's tanh is not (1e-3 relative), so it is not used.
 from __future__ import annotations
 
 import functools
-import math
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, select_
@@ -19,7 +18,36 @@ from cutlass._mlir.dialects import arith
 from quack import activation
 from quack.epilogue.math import F2
 
-_LOG2_E = math.log2(math.e)
+from coda_inductor.kernels import approximations
+
+
+class _Scalars:
+    """What :mod:`approximations` computes with. The reciprocal flushes subnormals: it is taken of
+    numbers near 1 or above, and the one that keeps them costs four instructions more."""
+
+    @staticmethod
+    def exp2(x):
+        return cute.math.exp2(x, fastmath=True)
+
+    @staticmethod
+    def log2(x):
+        return cute.math.log2(x, fastmath=True)
+
+    @staticmethod
+    def reciprocal(x):
+        return cute.math.rcp(x, approx=True, ftz=True)
+
+    @staticmethod
+    def absolute(x):
+        return cute.math.abs(x)
+
+    @staticmethod
+    def where(condition, x, y):
+        return Float32(select_(condition, Float32(x), Float32(y)))
+
+    @staticmethod
+    def lt(x, y):
+        return Boolean(Float32(x) < Float32(y))
 
 
 def _lanewise(scalar_function):
@@ -98,19 +126,17 @@ def log2(x):
 
 @_lanewise
 def log1p(x):
-    return cute.math.log1p(Float32(x))
+    return approximations.log1p(Float32(x), _Scalars)
 
 
 @_lanewise
 def expm1(x):
-    return cute.math.expm1(Float32(x))
+    return approximations.expm1(Float32(x), _Scalars)
 
 
 @_lanewise
 def tanh(x):
-    """1 - 2 / (1 + exp(2 x)), good to 1e-7 absolute; saturates to +-1 without overflow."""
-    e = cute.math.exp2(Float32(x) * (2.0 * _LOG2_E), fastmath=True)
-    return 1.0 - 2.0 * cute.math.rcp(e + 1.0, approx=True)
+    return approximations.tanh(Float32(x), _Scalars)
 
 
 @_lanewise
@@ -120,7 +146,7 @@ def sigmoid(x):
 
 @_lanewise
 def erf(x):
-    return cute.math.erf(Float32(x))
+    return approximations.erf(Float32(x), _Scalars)
 
 
 @_lanewise

@@ -182,8 +182,11 @@ def _row_sums(
     firsts, seconds = [], []
     for product in products:
         dz, z = put.cast(product.dz, fake(p).dtype), put.cast(product.z, fake(p).dtype)
-        for vector in (product.plus.offset, product.bias):
-            z = z if vector is None else put(aten.sub.Tensor, z, vector)
+        # One vector, for each takes registers of the epilogue that reads it.
+        added = [v for v in (product.plus.offset, product.bias) if v is not None]
+        if added:
+            vector = added[0] if len(added) == 1 else put(aten.add.Tensor, *added)
+            z = put(aten.sub.Tensor, z, vector)
         firsts.append(put(aten.mul.Tensor, dz, product.plus.colsum))
         seconds.append(put(aten.mul.Tensor, dz, z))
     sizes = put.sizes(stats.rstd)

@@ -26,7 +26,8 @@ import torch
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.runtime.config import WIDTHS, Config, arch_of, choose, hint
-from coda_inductor.runtime.kinds import TERMS, kinds
+from coda_inductor.runtime.kinds import TERMS, family, kinds
+from coda_inductor.runtime.weight import extra_us
 
 _TABLE = Path(__file__).with_name("h100.json")
 _PLAIN_BYTES = 2.0  # one 16-bit store an element
@@ -55,13 +56,10 @@ def traffic(program: EpilogueProgram) -> float:
 
 
 def kind_of(program: EpilogueProgram, terms: int = 1) -> str:
-    """The measured kind that is nearest to ``program``: as many accumulators, one product or
-    several, then by the bytes loaded and stored and the reductions."""
-    alike = [
-        name
-        for name, p in kinds().items()
-        if p.paired == program.paired and (TERMS[name] > 1) == (terms > 1)
-    ]
+    """The measured kind that is nearest to ``program``: of its family, of one product or several,
+    then by the bytes loaded and stored and the reductions."""
+    related = [name for name, p in kinds().items() if family(p) == family(program)]
+    alike = [name for name in related if (TERMS[name] > 1) == (terms > 1)] or related
     mine = _traits(program)
 
     def distance(name: str) -> float:
@@ -82,7 +80,10 @@ def kernel_us(
     program: EpilogueProgram, config: Config, m: int, n: int, k: int, terms: int = 1
 ) -> float:
     """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
-    return _kernel_us(kind_of(program, terms), str(config), m, n, k, traffic(program))
+    kind = kind_of(program, terms)
+    elements = m * n * table()["processors"] / _processors()
+    extra = extra_us(program, kinds()[kind], config, elements)
+    return _kernel_us(kind, str(config), m, n, k, traffic(program)) + extra
 
 
 def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> float:
@@ -105,15 +106,15 @@ def cublas_us(m, n: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
-    family = "paired" if kinds()[kind].paired else "single"
-    if config not in table()["models"][family]:
+    group = family(kinds()[kind])
+    if config not in table()["models"][group]:
         return math.inf  # a candidate that was never measured
-    expected = modelled(table(), family, config, m, n, k, moved, _processors())
+    expected = modelled(table(), group, config, m, n, k, moved, _processors())
     row = _nearest(table()["kernels"].get((kind, n, k), ()), m, config)
     if row is None:
         return expected
     there = traffic(kinds()[kind])
-    return expected * row["us"][config] / modelled(table(), family, config, row["m"], n, k, there)
+    return expected * row["us"][config] / modelled(table(), group, config, row["m"], n, k, there)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,10 +126,10 @@ def _cublas_us(m: int, n: int, k: int) -> float:
     return expected * row["us"]["cublas"] / modelled_cublas(table(), row["m"], n, k)
 
 
-def modelled(data, family, config, m, n, k, moved, processors=None) -> float:
+def modelled(data, group, config, m, n, k, moved, processors=None) -> float:
     """The model alone, without the measurements. ``processors`` None: the measured device's."""
-    step, tile, per_byte, fixed = data["models"][family][config]
-    passes = waves(family, config, m, n, processors or data["processors"])
+    step, tile, per_byte, fixed = data["models"][group][config]
+    passes = waves(group, config, m, n, processors or data["processors"])
     return passes * (step * k + tile + per_byte * moved) + fixed
 
 
@@ -147,9 +148,9 @@ def modelled_cublas(data, m, n, k, processors=None) -> float:
     return min(data["cublas"]["ratio"] * best, small * data["processors"] / processors)
 
 
-def waves(family: str, config: str, m: int, n: int, processors: int) -> int:
+def waves(group: str, config: str, m: int, n: int, processors: int) -> int:
     """How many tiles the busiest cluster works through. N is one weight's for pairs."""
-    columns = 2 * n if family == "paired" else n
+    columns = 2 * n if group == "paired" else n
     c = Config.parse(config)
     clusters = -(-m // (c.tile_m * c.cluster_m)) * -(-columns // (c.tile_n * c.cluster_n))
     return -(-clusters // (processors // (c.cluster_m * c.cluster_n)))

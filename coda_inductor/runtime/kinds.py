@@ -1,6 +1,7 @@
 """The programs that the shipped measurements were taken with, one a kind of site.
 
-They are the sites of a Llama layer, forward and backward, and the activation of an ungated MLP.
+They are the sites of a Llama layer, forward and backward, the activation of an ungated MLP and the
+LM head in front of a cross entropy.
 Other programs are costed by the kind that is nearest to them, see ``cost.kind_of``.
 """
 
@@ -24,16 +25,25 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "act_bwd": _act_bwd(dtype),
         "norm_bwd": norm_bwd,
         "norm_bwd_joined": norm_bwd,
+        "logsumexp": _logsumexp(dtype),
     }
 
 
 #: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.
 B_MAJOR = {
-    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train"), "k"),
+    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train", "logsumexp"), "k"),
     **dict.fromkeys(("dswiglu", "act_bwd", "norm_bwd", "norm_bwd_joined"), "n"),
 }
 #: How many products the accumulator is the sum of; K of a kind is the sum of all their K's.
 TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
+
+
+def family(program: EpilogueProgram) -> str:
+    """Programs of one family share a model: that of log-sum-exps is their own, for their epilogue
+    computes, which a schedule that overlaps it with the main loop hides."""
+    if any(reduce.combine == "logsumexp" for reduce in program.reduces):
+        return "logsumexp"
+    return "paired" if program.paired else "single"
 
 
 def _scale(dtype: str) -> EpilogueProgram:
@@ -167,4 +177,14 @@ def _norm_bwd(dtype: str) -> EpilogueProgram:
         ),
         stores=(Store("out0", "dx", dtype),),
         reduces=(Reduce("part0", "dot", "col"),),
+    )
+
+
+def _logsumexp(dtype: str) -> EpilogueProgram:
+    """The LM head: the logits, and their log-sum-exp over each tile's columns."""
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        stores=(Store("out0", "acc", dtype),),
+        reduces=(Reduce("part0", "acc", "row", "logsumexp"),),
     )
