@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         default=["1B"],
         help=f"models that train, of {','.join(models.MODELS)} (default 1B)",
     )
+    add(
+        "--blocks",
+        type=_names(tuple(BLOCKS)),
+        default=list(BLOCKS),
+        help=f"blocks of suite kernels, of {','.join(BLOCKS)} (default: all)",
+    )
     add("--llama", choices=tuple(llama.SHAPES), default="1B", help="shape of suite llama")
     add(
         "--tokens",
@@ -149,7 +155,7 @@ def _model_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
-    for block in BLOCKS:
+    for block in options.blocks:
         for size in options.sizes:
             yield f"{block} {size}", _job(options, "kernels", size, options.rows, block=block)
 
