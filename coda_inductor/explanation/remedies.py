@@ -270,8 +270,11 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ("Use a bias with one value a column and no alpha or beta (F.linear)."),
     ),
     (
-        r"^expected .* us for reading its weights again",
-        f"{NOTHING}: a LayerNorm put off reads its weights once more, too much for so few rows.",
+        r"^expected .* us for reading its weights",
+        (
+            f"{NOTHING}: a LayerNorm put off reads its weights once more, too much for few rows, "
+            "and in training sums the gradients behind it (options={'gate': 'always'} does it)."
+        ),
     ),
     (
         r"^putting its weight's gradient together costs more",

@@ -138,8 +138,8 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             return region, replace(site, reason=_idle(region)), None
         program = region.program()
         check_views(region)
-        followed = _followed(region, scope)
-        verdict = policy.judge(region, program, followed)
+        behind = _behind(region, scope)
+        verdict = policy.judge(region, program, behind)
         if verdict.how == "unfused":
             reason = reason or verdict.reason
             continue
@@ -153,7 +153,7 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             bytes_before=before,
             bytes_after=after,
             stopped=tuple(f"{_short(n)}: {why}" for n, why in region.refusals.items()),
-            estimate=policy.estimate(region, program, followed) if policy.dry else None,
+            estimate=policy.estimate(region, program, behind) if policy.dry else None,
             how=verdict.how,
             reason=verdict.reason,
             program=program,
@@ -168,18 +168,21 @@ def _excused(anchor: Node, reason: str) -> str:
     return str(reason) if anchor.meta.get(OPTIONAL) else reason
 
 
-def _followed(region: Region, scope: Scope) -> bool:
-    """Does an elementwise kernel of the same pass, which no later GEMM will absorb, read what the
-    region stores?"""
+def _behind(region: Region, scope: Scope) -> frozenset[str]:
+    """The stores of the region that an elementwise kernel of the same pass reads, which no later
+    GEMM will absorb."""
     inside = {*region.values, *region.reduces}
-    return any(
-        elementwise(user)
-        and scope.same_side(user, region.anchors[0])
-        and producer(user) in region.anchors
-        for nodes in region.stored().values()
-        for node in nodes
-        for user in readers(node, through=lambda u: u.target in ALIASES)[1]
-        if user not in inside
+    return frozenset(
+        f"out{i}"
+        for i, nodes in enumerate(region.stored().values())
+        if any(
+            elementwise(user)
+            and scope.same_side(user, region.anchors[0])
+            and producer(user) in region.anchors
+            for node in nodes
+            for user in readers(node, through=lambda u: u.target in ALIASES)[1]
+            if user not in inside
+        )
     )
 
 

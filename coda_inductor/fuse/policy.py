@@ -114,8 +114,8 @@ class Policy:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
         return a.device.type == "cuda" and not self.options.reference
 
-    def judge(self, region: Region, program: EpilogueProgram, followed: bool) -> Verdict:
-        """How a region runs. ``followed``: an elementwise kernel comes behind it all the same."""
+    def judge(self, region: Region, program: EpilogueProgram, behind: frozenset[str]) -> Verdict:
+        """How a region runs; ``behind`` as in :class:`~coda_inductor.runtime.gate.Work`."""
         a, _ = gemm_inputs(region.anchors[0])
         if not self._kernels(fake(a)):
             why = f"device {fake(a).device.type} has no kernels"
@@ -128,18 +128,20 @@ class Policy:
         if reason is not None:
             return Verdict("unfused", Failure(reason))
         if self.options.gate == "auto":
-            work = gate.Work(program, hint(m), n, k, terms, followed, joined)
+            work = gate.Work(program, hint(m), n, k, terms, behind, joined)
             reason = gate.loses(work)
             if reason is not None:
                 return Verdict("unfused", reason)
         return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
 
-    def estimate(self, region: Region, program: EpilogueProgram, followed: bool) -> Estimate:
+    def estimate(
+        self, region: Region, program: EpilogueProgram, behind: frozenset[str]
+    ) -> Estimate:
         """What :meth:`judge` would say of a region on an H100, whatever device this is. The gate
         counts only where the options ask for it."""
         m, n, k = region.shape
         terms, joined = _terms(region)
-        work = gate.Work(program, hint(m), n, k, terms, followed, joined)
+        work = gate.Work(program, hint(m), n, k, terms, behind, joined)
         unfused = len(program.accs) * sum(cost.cublas_us(m, n, each) for each in work.ks)
         major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
         reason = support.unsupported(program, n, k, b_major=major)

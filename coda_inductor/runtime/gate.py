@@ -2,7 +2,7 @@
 
 Expected times come from ``cost``: shipped H100 measurements and the model fitted to them. The
 alternative is what Inductor would run: cuBLAS, then one elementwise kernel that reads the products
-and the tile operands and writes the stores, then one more kernel for each reduction over M.
+and the tile operands and writes the stores, then one more kernel if there are reductions over M.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Work:
 
     Attributes:
         terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
-        followed: an elementwise kernel comes behind all the same (a norm that no GEMM reads, say).
-            Fusing then only saves it from reading the products.
+        behind: the stores that an elementwise kernel reads which comes behind all the same (a norm
+            that no GEMM reads, say). Unfused, it reads the products instead and writes the others.
         joined: instead of ``terms``, the K of each product whose weights are copied together at
             every call.
     """
@@ -55,7 +55,7 @@ class Work:
     n: int
     k: int
     terms: int = 1
-    followed: bool = False
+    behind: frozenset[str] = frozenset()
     joined: tuple[int, ...] = ()
 
     @property
@@ -73,16 +73,20 @@ def expected(work: Work) -> tuple[float, float]:
         fused += 2 * copied / _BYTES_PER_US + _LAUNCH_US
     terms = len(work.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
-    if work.followed:
-        moved, launches = _read(program, set(program.accs), terms), 0
+    written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
+    moved = sum(WIDTHS[s.dtype] for s in written if s.name not in work.behind)
+    if work.behind:
+        moved += _read(program, set(program.accs), terms)
+        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in work.behind)
+        launches = 0
     else:
-        written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
-        moved = _read(program, everything, terms) + sum(WIDTHS[s.dtype] for s in written)
+        moved += _read(program, everything, terms)
         launches = 1
-    for reduce in program.reduces:
-        if reduce.axis == "col":
-            moved += _read(program, _sources(program, reduce.value), terms)
-            launches += 1
+    columns = [r.value for r in program.reduces if r.axis == "col"]
+    if columns:  # one pass for all sums over M
+        sources = set().union(*(_sources(program, value) for value in columns))
+        moved += _read(program, sources, terms)
+        launches += 1
     unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in work.ks)
     unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
     return fused, unfused
@@ -90,7 +94,7 @@ def expected(work: Work) -> tuple[float, float]:
 
 def loses(work: Work) -> str | None:
     """Why a site is expected to be slower fused, or None."""
-    if work.followed and _only_statistics(work.program):
+    if work.behind and _only_statistics(work.program):
         return "its product is stored as it is for an elementwise kernel: statistics save nothing"
     fused, unfused = expected(work)
     if fused <= unfused:
@@ -105,17 +109,23 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | N
     What is saved: the kernel that reads the product in front of the norm and writes its result; in
     training also the one that reads the norm's gradient, its input and the residual's gradient, and
     writes their sum. What it costs: the weights are read once more for the vectors gamma^T W and
-    beta^T W; in training their gradients are corrected by terms of rank one, read and written.
+    beta^T W; in training their gradients are corrected by terms of rank one, read and written, and
+    the products and their gradients, (m, n), are read once more for two sums over rows and one over
+    columns. Epilogues that take these sums on the way took as much longer (docs/gotchas.md), so
+    that with three or more times as many columns behind a norm as in it, training never pays.
     """
     saved, launches = 2 * m * k, 1
     costs, more = n * k, 1
     if training:
         saved, launches = saved + 3 * m * k, 2
-        costs, more = costs + 2 * n * k, 3
+        costs, more = costs + 2 * n * k + 2 * m * n, 3
     won = saved * width / _BYTES_PER_US + launches * _LAUNCH_US
     lost = costs * width / _BYTES_PER_US + more * _LAUNCH_US
     if lost <= won:
         return None
+    if training:
+        reads = f"{lost:.0f} us for reading its weights and gradients again"
+        return f"expected {reads}, {won:.0f} us saved"
     return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
 
 

@@ -195,6 +195,18 @@ def test_row_reductions_leave_as_partials(name, keepdim, tiles, monkeypatch):
     assert [r.combine for r in program.reduces] == ["max" if name == "amax" else "add"] * 2
 
 
+def test_one_sum_serves_all_its_readers():
+    """A regression: LayerNorm's gradient and a bias's took the same sum over M twice."""
+
+    def function(x, w):
+        z = F.linear(x, w).relu()
+        return z, z.sum(0), z.sum(0, keepdim=True) * 2, z.sum(-1), z.sum(1, keepdim=True) + 1
+
+    harness = check(function, randn(6, 8), randn(16, 8))
+    (site,) = harness.fused
+    assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
+
+
 def test_reduction_of_a_half_tile_is_summed_in_float32():
     def function(a, b):
         z = a @ b

@@ -264,8 +264,10 @@ def test_gate_charges_reading_the_weights_again(training):
     n, k = 16384, 4096
     reason = gate.norm_loses(256, n, k, 2, training=training)
     assert reason is not None
-    assert "reading its weights again" in reason
-    assert gate.norm_loses(16384, n, k, 2, training=training) is None
+    assert "reading its weights" in reason
+    # So many rows that the weights are little beside them; the gradients behind grow with them.
+    assert (gate.norm_loses(16384, n, k, 2, training=training) is not None) == training
+    assert gate.norm_loses(2**18, k, k, 2, training=True) is None  # few columns behind
 
 
 def test_weight_gradients_without_a_kernel_are_no_failure(monkeypatch):

@@ -42,6 +42,24 @@ def model(layers: int, bias: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(D, D, bias=bias), *(Block(bias) for _ in range(layers))).double()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
+    """A regression: with the residual on the right (GPT-2 writes it so), the search went through
+    the whole stream first, gave up, and from the fifth layer on took an older GEMM for it."""
+
+    class Deep(Block):
+        def forward(self, x):
+            y = self.o(self.v(self.norm1(x)).cumsum(1))
+            x = y + x if turned else x + y
+            z = self.down(F.gelu(self.gate(self.norm2(x))))
+            return z + x if turned else x + z
+
+    layers = 12
+    deep = nn.Sequential(nn.Linear(D, D), *(Deep() for _ in range(layers))).double()
+    harness = check(deep, randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 2 * layers
+
+
 def norm_gemm(x, w, gamma, w2):
     """The smallest case: GEMM, norm, GEMM."""
     return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
