@@ -41,6 +41,20 @@ class Panel:
         return speedup(result, name + self.ending, ("compile" + self.ending,)) or 0.0
 
 
+#: A variant has one colour in all figures.
+COLORS = {
+    "eager": "C7",
+    "compile": "C0",
+    "max_autotune": "C9",
+    "coda": "C1",
+    "ceiling": "C4",
+    "gemms": "C5",
+    "gemms_fused": "C6",
+    "liger": "C2",
+    "liger_compile": "C8",
+    **dict.fromkeys(("compile_graph", "compile_checkpoint"), "C9"),
+    **dict.fromkeys(("coda_graph", "coda_checkpoint"), "C3"),
+}
 FIGURES = {
     "layer": [Panel("Non-attention part of a Llama layer, forward", LAYER_COLUMNS)],
     "layer_train": [
@@ -64,8 +78,12 @@ def _draw(axes: Any, panel: Panel, parts: list[tuple[str, dict]], shown: list[st
     for index, name in enumerate(shown):
         heights = [panel.height(result, name) for _, result in parts]
         places = [group + (index - (len(shown) - 1) / 2) * width for group in range(len(parts))]
-        bars = axes.bar(places, heights, width, label=label(name, suite))
-        axes.bar_label(bars, fmt="%.1f" if panel.memory else "%.2f", fontsize=7)
+        color = COLORS[name.removesuffix(panel.ending)]
+        bars = axes.bar(places, heights, width, label=label(name, suite), color=color)
+        form = ".1f" if panel.memory else ".2f"
+        axes.bar_label(
+            bars, [f"{height:{form}}" if height else "" for height in heights], fontsize=7
+        )
     axes.set_xticks(range(len(parts)), [part for part, _ in parts], fontsize=8)
     axes.margins(x=0.02)
     axes.set_title(panel.title, fontsize=10)

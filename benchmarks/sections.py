@@ -33,11 +33,15 @@ position. Attention is the same code in both compiled columns. Peak memory is wh
 beyond weights and inputs."""
 
 LLAMA_TRAIN_NOTES = """\
-`transformers.LlamaForCausalLM`, unmodified, {num_hidden_layers} layers of width {hidden_size},
-vocabulary {vocab_size}, bf16: forward with HF's loss and backward of one sequence, optimizer in the
-step: {optimizer}. *checkpointing* is HF's own, not re-entrant. Peak memory counts the gradients;
-*the model* is parameters and optimizer state. Errors are those of all gradients as one vector, and
-of the parameter where a variant is worst."""
+Models of `transformers`, unmodified, bf16: forward with HF's loss and backward, optimizer in the
+step: {optimizer}. *1B* is `LlamaForCausalLM` with 16 layers of width 2048 and a vocabulary of
+128256 that the LM head shares, *8B* four of its layers of width 4096, both on one sequence;
+*gpt2* is `GPT2LMHeadModel`, 12 layers of width 1280 and sequences of 1024; *vit*
+`ViTForImageClassification`, 24 layers of width 1024 and 64 images, whatever the number of tokens
+says. *checkpointing* is HF's own, not re-entrant. Peak memory counts the gradients; *the model*
+is parameters and optimizer state. Errors are those of all gradients as one vector, and of the
+parameter where a variant is worst: a key projection's bias, where there is one, has no gradient
+but rounding, and no error to compare."""
 
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
