@@ -25,6 +25,9 @@ from coda_inductor.graph import ALIASES, aten, elementwise, fake, insert, is_cas
 from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.sides import Scope, checkpoint
 
+#: Nodes that are looked at in search of a GEMM: a chain of elementwise ops may be very long.
+_FAR = 256
+
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
 Legal = Callable[[Node], str | None]
 
@@ -104,7 +107,9 @@ def producer(x: Node) -> Node | None:
     stream leads back through all layers, whichever side of an addition it stands on.
     """
     todo = {x}
-    while todo:
+    for _ in range(_FAR):
+        if not todo:
+            break
         node = max(todo)
         todo.remove(node)
         if node.target in GEMMS:
