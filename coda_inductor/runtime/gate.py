@@ -124,8 +124,10 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | N
     if lost <= won:
         return None
     if training:
-        reads = f"{lost:.0f} us for reading its weights and gradients again"
-        return f"expected {reads}, {won:.0f} us saved"
+        return (
+            f"expected {lost:.0f} us for reading its weights and gradients again, "
+            f"{won:.0f} us saved"
+        )
     return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
 
 
