@@ -32,6 +32,7 @@ from coda_inductor.rewrite import (
     gather_lookup_gradients,
     keep_tables,
     recompute_in_backward,
+    reshapes_to_views,
     save_borders,
     slice_loss_gradient,
     split_packed,
@@ -97,6 +98,7 @@ class JointPass(CustomGraphPass):
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
         decompose(graph)
         if training(graph):
+            reshapes_to_views(graph)
             _observed(graph, "coda_borders", save_borders)
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()

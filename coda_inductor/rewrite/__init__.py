@@ -11,6 +11,7 @@ loss            the gradient of the logits is made a slice at a time
 lookup_gradients  an embedding's gradient touches only the rows that were looked up
 recompute       the backward pass computes elementwise values anew
 tables          sines and cosines are computed once
+views           reshapes are views, which the partitioner does not save
 borders         what one checkpointed block hands to the next is saved
 """
 
@@ -21,12 +22,14 @@ from coda_inductor.rewrite.norms import defer_norms
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
+from coda_inductor.rewrite.views import reshapes_to_views
 
 __all__ = [
     "defer_norms",
     "gather_lookup_gradients",
     "keep_tables",
     "recompute_in_backward",
+    "reshapes_to_views",
     "save_borders",
     "slice_loss_gradient",
     "split_packed",
