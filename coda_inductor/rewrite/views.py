@@ -40,6 +40,6 @@ def _needs_no_copy(node: Node) -> bool:
         return False  # to ask would add a guard
     try:
         tensor.view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # a fake tensor raises the latter
         return False
     return True
