@@ -3,8 +3,8 @@
 CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and hold many registers: in an epilogue, which
 has few left beside the accumulators, they cost 80 to 100 multiplications an element and make the
 kernel spill (docs/gotchas.md). Each function here takes a number ``x`` and the primitives ``f`` to
-compute with (``f.exp2``, ``f.log2``, ``f.reciprocal``, ``f.absolute``, ``f.where``, ``f.lt``), so
-that it can be tested without a GPU.
+compute with (``f.exp2``, ``f.log2``, ``f.reciprocal_of_normal``, ``f.absolute``, ``f.where``,
+``f.lt``), so that it can be tested without a GPU.
 
 The coefficients are weighted least squares fits, made minimax by Lawson's iteration, in float64;
 their relative error on the interval named is below 4e-8, before float32 rounds.
@@ -53,7 +53,7 @@ def erf(x: Any, f: Any) -> Any:
 
 def log1p(x: Any, f: Any) -> Any:
     """log(1 + x), exact for small x; NaN below -1."""
-    s = x * f.reciprocal(x + 2.0)
+    s = x * f.reciprocal_of_normal(x + 2.0)
     near = s * _polynomial(_LOG1P, s * s)
     return f.where(f.lt(f.absolute(x), 0.5), near, f.log2(x + 1.0) * _LN_2)
 
@@ -66,7 +66,7 @@ def expm1(x: Any, f: Any) -> Any:
 
 def tanh(x: Any, f: Any) -> Any:
     """1 - 2 / (1 + exp(2 x)), good to 1e-7 absolute; saturates to +-1 without overflow."""
-    return 1.0 - 2.0 * f.reciprocal(f.exp2(x * (2.0 * _LOG2_E)) + 1.0)
+    return 1.0 - 2.0 * f.reciprocal_of_normal(f.exp2(x * (2.0 * _LOG2_E)) + 1.0)
 
 
 def _polynomial(coefficients: Sequence[float], x: Any) -> Any:

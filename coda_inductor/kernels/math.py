@@ -11,6 +11,7 @@ hardware's tanh is not (1e-3 relative), so it is not used.
 from __future__ import annotations
 
 import functools
+import sys
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, select_
@@ -20,34 +21,8 @@ from quack.epilogue.math import F2
 
 from coda_inductor.kernels import approximations
 
-
-class _Scalars:
-    """What :mod:`approximations` computes with. The reciprocal flushes subnormals: it is taken of
-    numbers near 1 or above, and the one that keeps them costs four instructions more."""
-
-    @staticmethod
-    def exp2(x):
-        return cute.math.exp2(x, fastmath=True)
-
-    @staticmethod
-    def log2(x):
-        return cute.math.log2(x, fastmath=True)
-
-    @staticmethod
-    def reciprocal(x):
-        return cute.math.rcp(x, approx=True, ftz=True)
-
-    @staticmethod
-    def absolute(x):
-        return cute.math.abs(x)
-
-    @staticmethod
-    def where(condition, x, y):
-        return Float32(select_(condition, Float32(x), Float32(y)))
-
-    @staticmethod
-    def lt(x, y):
-        return Boolean(Float32(x) < Float32(y))
+#: What approximations are made of: the functions of this file.
+_SELF = sys.modules[__name__]
 
 
 def _lanewise(scalar_function):
@@ -76,6 +51,12 @@ def absolute(x):
 @_lanewise
 def reciprocal(x):
     return cute.math.rcp(Float32(x), approx=True)
+
+
+@_lanewise
+def reciprocal_of_normal(x):
+    """A subnormal counts as zero: to keep it takes four instructions more."""
+    return cute.math.rcp(Float32(x), approx=True, ftz=True)
 
 
 @_lanewise
@@ -126,17 +107,17 @@ def log2(x):
 
 @_lanewise
 def log1p(x):
-    return approximations.log1p(Float32(x), _Scalars)
+    return approximations.log1p(Float32(x), _SELF)
 
 
 @_lanewise
 def expm1(x):
-    return approximations.expm1(Float32(x), _Scalars)
+    return approximations.expm1(Float32(x), _SELF)
 
 
 @_lanewise
 def tanh(x):
-    return approximations.tanh(Float32(x), _Scalars)
+    return approximations.tanh(Float32(x), _SELF)
 
 
 @_lanewise
@@ -146,7 +127,7 @@ def sigmoid(x):
 
 @_lanewise
 def erf(x):
-    return approximations.erf(Float32(x), _Scalars)
+    return approximations.erf(Float32(x), _SELF)
 
 
 @_lanewise

@@ -13,7 +13,7 @@ from coda_inductor.kernels import approximations
 TORCH = types.SimpleNamespace(
     exp2=torch.exp2,
     log2=torch.log2,
-    reciprocal=torch.reciprocal,
+    reciprocal_of_normal=torch.reciprocal,
     absolute=torch.abs,
     where=lambda c, x, y: torch.where(c, torch.as_tensor(x), torch.as_tensor(y)),
     lt=lambda x, y: torch.as_tensor(x) < y,
