@@ -13,7 +13,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-from coda_inductor import attention, late_gradients, patterns, runtime
+from coda_inductor import attention, late_gradients, op_by_op, patterns, runtime
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import FallbackError, OptionError
 from coda_inductor.joint import JointPass
@@ -53,7 +53,9 @@ def coda(
     )
     ours = JointPass(settings, recorder, user_pass)
     patches = {**settings.inductor, "joint_custom_pre_pass": ours}
-    return around(cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches)))
+    inner = op_by_op.compiler(recorder.report.name, strict=settings.strict)
+    compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    return around(cast(Callable[..., Any], compiled))
 
 
 def raise_pass(

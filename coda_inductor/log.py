@@ -24,11 +24,11 @@ def count(pattern: str, times: int = 1) -> None:
     counters["coda"][pattern] += times
 
 
-def warn_once(site: str, cause: str) -> None:
-    """Log one warning for each (site, cause): what fell back, and why."""
+def warn_once(site: str, cause: str, to: str = "Inductor") -> None:
+    """Log one warning for each (site, cause): what fell back, what ``to``, and why."""
     if (site, cause) not in _warned:
         _warned.add((site, cause))
-        logger.warning("%s falls back to Inductor: %s", site, cause)
+        logger.warning("%s falls back to %s: %s", site, to, cause)
 
 
 def forget_warnings() -> None:

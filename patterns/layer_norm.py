@@ -17,7 +17,7 @@ Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; th
 which precision. The op computes in float32 (float64 for float64), never less than the idiom did.
 
 What it enables (coda_inductor.rewrite.layer_norms): rule R5,
-LN(x) W = D_rstd (x.weight) W - (rstd mean)(weight^T W) + bias^T W: both statistics leave the GEMM
+LN(x) W = D_rstd ((x.weight) W - mean (weight^T W)) + bias^T W: both statistics leave the GEMM
 in front as partials and are applied behind the GEMMs that read the norm.
 
 Refuses: statistics not over the whole last dimension; an unbiased variance; eps that is not a
@@ -87,9 +87,9 @@ def _identities():
     r = sympy.Symbol("r", positive=True)
     normalized = [(xi - mean) * r * gi + bi for xi, gi, bi in zip(x, g, b, strict=True)]
     product = sum(n * wi for n, wi in zip(normalized, w, strict=True))
-    deferred = r * sum(xi * gi * wi for xi, gi, wi in zip(x, g, w, strict=True))
-    deferred -= r * mean * sum(gi * wi for gi, wi in zip(g, w, strict=True))
-    deferred += sum(bi * wi for bi, wi in zip(b, w, strict=True))
+    deferred = sum(xi * gi * wi for xi, gi, wi in zip(x, g, w, strict=True))
+    deferred -= mean * sum(gi * wi for gi, wi in zip(g, w, strict=True))
+    deferred = r * deferred + sum(bi * wi for bi, wi in zip(b, w, strict=True))
     return [
         (1 / sympy.sqrt(squares + eps), 1 / sympy.sqrt(moments + eps)),
         (sympy.expand(product), sympy.expand(deferred)),

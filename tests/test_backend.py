@@ -46,7 +46,7 @@ class Block(nn.Module):
 def light(monkeypatch):
     """Run what Inductor would be given, without compiling it."""
 
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, *, config_patches, **_):
         def compiler(graph_module, _):
             config_patches["joint_custom_pre_pass"](graph_module.graph)
             graph_module.recompile()

@@ -8,10 +8,13 @@ Before::
 After (RMSNorm, rule R1; LayerNorm, rule R5)::
 
     z = (h @ W) * rstd + b
-    z = (h @ W) * rstd + shift * colsum + (offset + b)      shift = -rstd * mean
+    z = (h @ W - m * colsum) * rstd + (offset + b)
 
-Why it is valid: n = D_rstd h for RMSNorm, and D_rstd h + shift gamma^T + 1 beta^T for LayerNorm,
-with h = x * gamma, colsum = gamma^T W and offset = beta^T W.
+Why it is valid: n = D_rstd h for RMSNorm, and D_rstd (h - m gamma^T) + 1 beta^T for LayerNorm,
+with h = x * gamma, m the mean of a row of x, colsum = gamma^T W and offset = beta^T W.
+
+m comes as it is, not as rstd * m: the kernel that adds up the partials and stores rstd would store
+the product too, which Triton 3.6 fails to compile in some orders (docs/gotchas.md).
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ KEEP = "coda_keep"
 
 @dataclass(frozen=True)
 class Shift:
-    """What LayerNorm adds to the row scale: ``shift`` (M, 1) times ``colsum`` (N,), and ``offset``
-    (N,), None where the norm has no bias. All in float32 (float64 for float64 GEMMs)."""
+    """What LayerNorm has beside the row scale: ``center`` (M, 1) times ``colsum`` (N,) is taken
+    away before it, and ``offset`` (N,), None where the norm has no bias, added behind. All in
+    float32 (float64 for float64 GEMMs)."""
 
-    shift: Node
+    center: Node
     colsum: Node
     offset: Node | None
 
@@ -46,20 +50,21 @@ def scale(
     rstd: Node,
     *,
     pattern: tuple[str, str],
-    plus: Shift | None = None,
+    shift: Shift | None = None,
 ) -> Node:
-    """``gemm(n, W)`` becomes ``gemm(h, W) * rstd + plus``; a bias is added behind that. ``rstd`` is
-    (M, 1). Returns what takes the place of ``gemm``."""
+    """``gemm(n, W)`` becomes ``gemm(h, W) * rstd``, or what the ``shift`` says; a bias is added
+    behind that. ``rstd`` is (M, 1). Returns what takes the place of ``gemm``."""
     dtype, wide = fake(gemm).dtype, fake(rstd).dtype
     put = Put(graph, like=gemm, pattern=pattern)
     with graph.inserting_before(gemm):
         z = put(aten.mm.default, h, gemm_inputs(gemm)[1])
         z = put.cast(z, wide)
+        if shift is not None:
+            z = put(aten.sub.Tensor, z, put(aten.mul.Tensor, shift.center, shift.colsum))
         z = put(aten.mul.Tensor, z, rstd)
         bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-        if plus is not None:
-            z = put(aten.add.Tensor, z, put(aten.mul.Tensor, plus.shift, plus.colsum))
-            offset = plus.offset
+        if shift is not None:
+            offset = shift.offset
             if offset is not None and bias is not None and plain_bias(gemm):
                 offset, bias = put(aten.add.Tensor, offset, bias), None  # N values, not M x N
             if offset is not None:

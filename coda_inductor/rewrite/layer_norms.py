@@ -9,7 +9,7 @@ After::
 
     x = x0 + y @ Wo;  v = x - pivot;  h = v * gamma
     m = mean(v);  rstd = rsqrt(mean(v * v) - m**2 + eps);  mean = m + pivot
-    z = (h @ W) * rstd - (rstd * m) * (gamma^T W) + (beta^T W + b)
+    z = (h @ W - m * (gamma^T W)) * rstd + (beta^T W + b)
 
 Why it is valid: n = D_rstd (v - m 1^T) diag(gamma) + 1 beta^T, multiplied out; LayerNorm does not
 change when a row is shifted, so any ``pivot``, one value a row, will do. gamma^T W and
@@ -92,16 +92,15 @@ def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> Non
         mean = put(aten.add.Tensor, m, pivot)
         flat = put(aten.reshape.default, rstd, [-1, 1])
         center = put(aten.reshape.default, m, [-1, 1])
-        shift = put(aten.neg.default, put(aten.mul.Tensor, flat, center))
     means.note(norm, mean)
     gradients = found.products(biased=True)
     known: list[Product] | None = None if gradients is None else []
     for gemm in found.gemms:
-        plus = _vectors(graph, gemm, norm, shift)
+        shift = _shift(graph, gemm, norm, center)
         bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-        z = scale(graph, gemm, h, flat, pattern=pattern, plus=plus)
+        z = scale(graph, gemm, h, flat, pattern=pattern, shift=shift)
         if known is not None and gradients is not None and gemm in gradients:
-            known.append(Product(z, gradients[gemm], plus, bias))
+            known.append(Product(z, gradients[gemm], shift, bias))
     differentiate(graph, norm, found, Statistics(h, mean, rstd, center, flat), known)
     prune(list(norm.users))
 
@@ -120,10 +119,10 @@ def _variance(put: Put, x: Node, mean: Node) -> Node:
     return put(aten.relu.default, variance)  # rounding may take a constant row below zero
 
 
-def _vectors(graph: Graph, gemm: Node, norm: Node, shift: Node) -> Shift:
-    """gamma^T W, and beta^T W plus the GEMM's bias where it is one value a column."""
+def _shift(graph: Graph, gemm: Node, norm: Node, center: Node) -> Shift:
+    """``center`` (M, 1) with gamma^T W and beta^T W, each (N,)."""
     _, gamma, beta, _, _ = norm.args
-    weight, wide = gemm_inputs(gemm)[1], fake(shift).dtype
+    weight, wide = gemm_inputs(gemm)[1], fake(center).dtype
     put = Put(graph, like=gemm)
     with graph.inserting_before(gemm):
         w = put.cast(weight, wide)
@@ -134,4 +133,4 @@ def _vectors(graph: Graph, gemm: Node, norm: Node, shift: Node) -> Shift:
             column = put(aten.reshape.default, put.cast(vector, wide), [-1, 1])
             return put(aten.sum.dim_IntList, put(aten.mul.Tensor, w, column), [0])
 
-        return Shift(shift, times(gamma), None if beta is None else times(beta))
+        return Shift(center, times(gamma), None if beta is None else times(beta))

@@ -41,12 +41,12 @@ from coda_inductor.rewrite.norms_backward import Scaled, add_rows, cheap
 
 @dataclass(frozen=True)
 class Product:
-    """A GEMM behind the norm: its result ``z`` (M, N), the gradient ``dz`` of it, what the norm
-    added to z, and its own bias (N,), if any."""
+    """A GEMM behind the norm: its result ``z`` (M, N), the gradient ``dz`` of it, what beside the
+    row scale is behind it, and its own bias (N,), if any."""
 
     z: Node
     dz: Node
-    plus: Shift
+    shift: Shift
     bias: Node | None
 
 
@@ -183,11 +183,11 @@ def _row_sums(
     for product in products:
         dz, z = put.cast(product.dz, fake(p).dtype), put.cast(product.z, fake(p).dtype)
         # One vector, for each takes registers of the epilogue that reads it.
-        added = [v for v in (product.plus.offset, product.bias) if v is not None]
+        added = [v for v in (product.shift.offset, product.bias) if v is not None]
         if added:
             vector = added[0] if len(added) == 1 else put(aten.add.Tensor, *added)
             z = put(aten.sub.Tensor, z, vector)
-        firsts.append(put(aten.mul.Tensor, dz, product.plus.colsum))
+        firsts.append(put(aten.mul.Tensor, dz, product.shift.colsum))
         seconds.append(put(aten.mul.Tensor, dz, z))
     sizes = put.sizes(stats.rstd)
     return tuple(

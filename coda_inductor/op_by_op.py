@@ -1,0 +1,50 @@
+"""What Inductor cannot compile runs op by op, with one warning: a training run goes on.
+
+Our rewrites make kernels of Inductor's that it does not make otherwise, and its compilers have
+their bugs: Triton 3.6 rejects some reductions with three stores (docs/gotchas.md). By then a
+forward and a backward pass are split, so stock Inductor cannot take over. Every op of a graph, ours
+included, also runs by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.exc import InductorError
+from torch.fx import Graph, GraphModule
+
+from coda_inductor.errors import FallbackError
+from coda_inductor.log import logger, warn_once
+
+
+def compiler(name: str, *, strict: bool) -> Callable[..., Any]:
+    """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
+    the Dynamo graph ``name``.
+
+    What it returns raises FallbackError, when ``strict``, instead of falling back.
+    """
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        untouched = Graph()  # Inductor's passes change the graph in place
+        untouched.output(untouched.graph_copy(gm.graph, {}))
+        try:
+            return compile_fx_inner(gm, inputs, **how)
+        except InductorError as error:
+            part = "backward pass" if how.get("is_backward") else "forward pass"
+            cause = f"Inductor could not compile it ({_last_line(error)})"
+            if strict:
+                raise FallbackError(f"{name}, {part}: {cause}") from error
+            warn_once(f"{name}, {part},", cause, to="one op at a time, which is slower")
+            logger.debug("traceback", exc_info=True)
+            return make_boxed_func(GraphModule(gm, untouched).forward)
+
+    return compile_graph
+
+
+def _last_line(error: InductorError) -> str:
+    """What went wrong at the bottom: the message of a worker process ends with its exception."""
+    inner = error.inner_exception
+    return f"{type(inner).__name__}: {inner}".strip().splitlines()[-1].strip()

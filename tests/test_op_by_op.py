@@ -1,0 +1,97 @@
+"""A graph that Inductor cannot compile runs op by op, with one warning."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.exc import InductorError
+
+from coda_inductor import op_by_op
+from coda_inductor.errors import FallbackError
+from coda_inductor.log import forget_warnings
+
+D = 8
+
+
+class Block(nn.Module):
+    """A residual GEMM, a norm, GEMMs behind it, and a buffer that is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.o, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D)
+        self.gate, self.up = nn.Linear(D, 16, bias=False), nn.Linear(D, 16, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.norm(x + self.o(x))
+        return F.silu(self.gate(h)) * self.up(h)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Makes Inductor fail on forward passes, or on backward passes, as a worker process of its own
+    reports it; returns a list of what it was asked for."""
+    forget_warnings()
+    real = op_by_op.compile_fx_inner
+
+    def breaks(backward: bool) -> list[bool]:
+        asked: list[bool] = []
+
+        def compile_fx_inner(gm, inputs, **how):
+            asked.append(bool(how.get("is_backward")))
+            if asked[-1] is not backward:
+                return real(gm, inputs, **how)
+            gm.graph.erase_node(gm.graph.output_node())  # its passes have been at work
+            raise InductorError(RuntimeError("in a worker:\n\nPassManager::run failed\n"), None)
+
+        monkeypatch.setattr(op_by_op, "compile_fx_inner", compile_fx_inner)
+        return asked
+
+    return breaks
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_results_and_gradients_are_eagers(broken, part, caplog):
+    asked = broken(part == "backward")
+    model = Block().double()
+    own = torch.compile(copy.deepcopy(model), backend="coda")
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    mine = x.detach().clone().requires_grad_()
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        for _ in range(2):
+            y, want = own(mine), model(x)
+            y.sum().backward()
+            want.sum().backward()
+    assert asked == [False, True]
+    torch.testing.assert_close(y, want)
+    grads = [(mine.grad, x.grad)]
+    grads += [(a.grad, b.grad) for a, b in zip(own.parameters(), model.parameters(), strict=True)]
+    for found, exact in grads:
+        torch.testing.assert_close(found, exact)
+    assert own.calls == model.calls == 2
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert f"{part} pass, falls back to one op at a time" in warning
+    assert "RuntimeError: in a worker" not in warning
+    assert "PassManager::run failed" in warning
+
+
+def test_inference(broken, caplog):
+    broken(False)
+    model, x = Block(), torch.randn(3, D)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "coda_inductor"):
+        torch.testing.assert_close(torch.compile(model, backend="coda")(x), model(x))
+    assert len(caplog.records) == 1
+
+
+def test_strict_raises(broken):
+    broken(False)
+    own = torch.compile(Block(), backend="coda", options={"strict": True})
+    with pytest.raises(Exception, match=r"PassManager::run failed") as raised:
+        own(torch.randn(3, D))
+    assert isinstance(raised.value.inner_exception, FallbackError)
