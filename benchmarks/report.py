@@ -10,6 +10,8 @@ from tabulate import tabulate
 from .sections import SECTIONS
 from .tables import complete
 
+#: What a run's environment says of the run itself.
+RUN = ("commit", "date", "command")
 SUITES = tuple(section.suite for section in SECTIONS if section.suite != "compile")
 
 
@@ -34,9 +36,14 @@ def merged(parts: list[dict]) -> dict:
         for suite, measured in part.items():
             if suite != "environment":
                 results.setdefault(suite, {}).update(measured)
-    for key in ("commit", "date", "command"):
+    for key in RUN:
         values = dict.fromkeys(part["environment"][key] or "unknown" for part in parts)
         environment[key] = "; ".join(values)
+    environment["runs"] = [
+        {key: run[key] for key in RUN}
+        for part in parts
+        for run in part["environment"].get("runs", [part["environment"]])
+    ]
     return results
 
 
@@ -114,11 +121,14 @@ def _environment(environment: dict) -> str:
     rows = [
         ["GPU", f"{environment['gpu'] or 'none'}, driver {environment['driver'] or 'none'}"],
         ["software", f"Python {environment['python']}, {versions}"],
-        ["commit", environment["commit"] or "unknown"],
-        ["date", environment["date"]],
-        ["command", f"`{environment['command']}`"],
     ]
-    return tabulate(rows, headers=["", ""], tablefmt="github", disable_numparse=True)
+    table = tabulate(rows, headers=["", ""], tablefmt="github", disable_numparse=True)
+    runs = [
+        f"- {run['date'][:16].replace('T', ' ')}, commit {run['commit'] or 'unknown'}: "
+        f"`{run['command']}`"
+        for run in environment.get("runs", [environment])
+    ]
+    return "\n".join([table, "", "Runs, in UTC:", "", *runs])
 
 
 METHOD = """\
