@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from coda_inductor.matching import mutates, normalize, value, written
+from coda_inductor.matching import changes, normalize, value
 from coda_inductor.runtime.config import hint
 from coda_inductor.runtime.loss import SLICE_BYTES
 
@@ -88,7 +88,7 @@ def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
     results = list(output.args[0])
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     found: list[tuple[int, int, int | None, float]] = []
-    changed = {n for node in gm.graph.nodes if mutates(node) for n in written(node)}
+    changed = changes(gm.graph)
     for place, logits in enumerate(results):
         if not isinstance(logits, Node) or results.count(logits) > 1 or not _is_large(logits):
             continue
@@ -96,8 +96,7 @@ def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
         if head is None or len(logits.users) < 2:
             continue
         parameters = {p for p in (head.w, head.b) if p is not None}
-        # To write to what stands between h and the logits counts as writing to h (``written``).
-        if not parameters <= set(inputs) or changed & {head.h, *parameters}:
+        if not parameters <= set(inputs) or changed & _read(logits, {head.h, *parameters}):
             continue
         with gm.graph.inserting_before(output):
             detached = gm.graph.call_method("detach", (logits,))
@@ -109,6 +108,16 @@ def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
     output.args = (tuple(results),)
     gm.recompile()
     return lambda compiled: _wrap(compiled, found) if found else compiled
+
+
+def _read(node: Node, ends: set[Node]) -> set[Node]:
+    """``node``, ``ends``, and what stands between them."""
+    found, todo = set(ends), [node]
+    while todo:
+        if (step := todo.pop()) not in found:
+            found.add(step)
+            todo += step.all_input_nodes
+    return found
 
 
 def _is_large(node: Node) -> bool:

@@ -95,7 +95,8 @@ class _Masks:
         return IndexProof(self.body.graph, self.constants.changed, self.body.outer, around)
 
     def verdict(self, mask: Node, queries: Any, keys: Any) -> str:
-        if mask in self.body.outer and self.around is not None:  # evaluated once for all layers
+        known_outside = mask in self.body.outer and mask not in self.constants.changed
+        if known_outside and self.around is not None:  # evaluated once for all layers
             return self.around.verdict(self.body.outer[mask], queries, keys)
         key = (mask, str(queries), str(keys))  # SymInts have no hash
         if key not in self.known:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from coda_inductor.matching import mutates, value, written
+from coda_inductor.matching import changes, value
 
 #: Ops of which the first argument says only dtype, device and shape.
 _LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
@@ -49,7 +49,7 @@ class Constants:
         self._outer, self._around = outer or {}, around
         self._why: dict[Node, str | None] = {}
         #: What in-place ops of this graph may write to.
-        self.changed = {n for node in graph.nodes if mutates(node) for n in written(node)}
+        self.changed = changes(graph)
         for node in graph.nodes:
             self._why[node] = (
                 "an in-place op changes it" if node in self.changed else self._check(node)

@@ -222,6 +222,8 @@ class IndexProof:
         }
         allow(node, allowed)
         args = list(node.args)
+        if len(args) == 1 and "end" in node.kwargs:
+            args.append(node.kwargs["end"])  # what stands alone in front is the start
         start = args[0] if len(args) > 1 else node.kwargs.get("start", 0)
         step = args[2] if len(args) > 2 else node.kwargs.get("step", 1)
         return index(-1) * literal(step) + as_affine(constant(literal(start)))

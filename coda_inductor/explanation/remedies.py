@@ -79,6 +79,10 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
+        r"^no view in the region makes the symbolic shape",
+        "Compile with dynamic=False, or mark only one dimension as dynamic.",
+    ),
+    (
         r"^N or K is symbolic",
         (
             "Keep weights static: mark only batch and sequence as dynamic "
@@ -342,7 +346,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
-        r"^it is not the gradient of one linear layer",
+        r"^it is not the gradient of one linear layer|^its linear layer makes several rows",
         f"{NOTHING}: the logits are not one linear layer's.",
     ),
     (r"^logits, weight and operand differ in dtype", "Give the LM head one dtype."),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch.fx import Graph, Node
 
@@ -14,7 +15,7 @@ from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.policy import Policy, Verdict
-from coda_inductor.fuse.region import GEMMS, OPTIONAL, Region, gemm_inputs
+from coda_inductor.fuse.region import GEMMS, OPTIONAL, NoRegionError, Region, gemm_inputs
 from coda_inductor.fuse.sums import producer, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph import (
@@ -126,18 +127,25 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
     site = _site(anchor, scope)
     if policy.dry:
         site = replace(site, estimate=policy.estimate_plain(anchor))
-    region = Region((anchor,))
+    alone = Region((anchor,))
     if (reason := policy.legal(anchor)) is not None:
         if isinstance(reason, Failure) and not _neighbours(anchor):
             reason = f"nothing to absorb, and {reason}"  # nothing is lost: no warning
         reason = _excused(anchor, reason)
-        return region, replace(site, reason=reason), None
+        return alone, replace(site, reason=reason), None
     reason = ""
-    for region in _candidates(anchor, scope, policy):
-        if not region.work:
-            return region, replace(site, reason=_idle(region)), None
+    for grown in _candidates(anchor, scope, policy):
+        try:
+            region = grown()
+            if region is None:
+                continue
+            if not region.work:
+                return region, replace(site, reason=_idle(region)), None
+            check_views(region)
+        except NoRegionError as error:
+            reason = reason or str(error)
+            continue
         program = region.program()
-        check_views(region)
         behind = _behind(region, scope)
         verdict = policy.judge(region, program, behind)
         if verdict.how == "unfused":
@@ -160,7 +168,7 @@ def _plan(anchor: Node, scope: Scope, policy: Policy) -> tuple[Region, SiteRepor
             config=verdict.config,
         )
         return region, site, verdict
-    return region, replace(site, reason=_excused(anchor, reason)), None
+    return alone, replace(site, reason=_excused(anchor, reason)), None
 
 
 def _excused(anchor: Node, reason: str) -> str:
@@ -192,13 +200,14 @@ def _neighbours(anchor: Node) -> list[Node]:
     return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
 
-def _candidates(anchor: Node, scope: Scope, policy: Policy) -> Iterator[Region]:
-    """Regions around ``anchor``, the most profitable first."""
+def _candidates(
+    anchor: Node, scope: Scope, policy: Policy
+) -> Iterator[Callable[[], Region | None]]:
+    """How to grow regions around ``anchor``, the most profitable first."""
     if (found := sum_with(anchor, scope, policy.legal)) is not None:
-        yield grow(found[0], scope, found[1])
-    if (pair := pair_with(anchor, scope)) is not None:
-        yield pair
-    yield grow((anchor,), scope)
+        yield partial(grow, found[0], scope, found[1])
+    yield partial(pair_with, anchor, scope)
+    yield partial(grow, (anchor,), scope)
 
 
 def _short(node: Node) -> str:
@@ -216,13 +225,26 @@ def _idle(region: Region) -> str:
 def _patterns(region: Region) -> set[tuple[str, str]]:
     """(pattern, occurrence) of everything a region absorbed."""
     found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
-    m, n, _ = region.shape  # an (M, N) operand is a residual, also where M is 1
-    tiles = {o.name for (x, _), o in region.operands.items() if same(fake(x).numel(), m * n)}
-    if any(step.op in ("add", "sub") and tiles & set(step.args) for step in region.steps):
+    if _adds_residual(region):
         found.add(("residual", region.anchors[0].name))
     if not found:
         found.add(("epilogue", region.anchors[0].name))
     return found
+
+
+def _adds_residual(region: Region) -> bool:
+    """Is an (M, N) operand that nothing else reads added to something computed? A GELU's gradient
+    adds x and its cube, LayerNorm's takes a mean from x."""
+    m, n, _ = region.shape  # also where M is 1
+    tiles = {o.name for (x, _), o in region.operands.items() if same(fake(x).numel(), m * n)}
+    loaded = {o.name for o in region.operands.values()}
+    reads = Counter(arg for step in region.steps for arg in step.args)
+    return any(
+        step.op in ("add", "sub")
+        and len(loaded.intersection(step.args)) == 1
+        and any(arg in tiles and reads[arg] == 1 for arg in step.args)
+        for step in region.steps
+    )
 
 
 def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy: Policy) -> None:

@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import reference
-from coda_inductor.errors import ProgramError
-from coda_inductor.fuse.region import Region
+from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, settle, splice
 from coda_inductor.program import EpilogueProgram
@@ -70,7 +69,7 @@ def check_views(region: Region) -> None:
     anything.
 
     Raises:
-        ProgramError: a shape with several symbolic sizes that no view in the region makes.
+        NoRegionError: a shape with several symbolic sizes that no view in the region makes.
     """
     for nodes in region.stored().values():
         for node in nodes:
@@ -173,4 +172,4 @@ def _sizes(node: Node, region: Region) -> list[Any]:
         makes_shape = view.target in _VIEWS and same(fake(view).shape, shape)
         if makes_shape:
             return list(view.args[1])
-    raise ProgramError(f"no view in the region makes the symbolic shape {tuple(shape)}")
+    raise NoRegionError(f"no view in the region makes the symbolic shape {tuple(shape)}")

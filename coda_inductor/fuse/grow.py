@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.errors import ProgramError
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
-from coda_inductor.fuse.region import GEMMS, Region, constant, dtype_name
+from coda_inductor.fuse.region import GEMMS, NoRegionError, Region, constant, dtype_name
 from coda_inductor.fuse.sums import producer
 from coda_inductor.graph import (
     ALIASES,
@@ -55,7 +54,7 @@ def grow(anchors: tuple[Node, ...], scope: Scope, total: Node | None = None) -> 
     is. The sides of all anchors must be the same.
 
     Raises:
-        ProgramError: an anchor's own result would have to be stored and cannot be.
+        NoRegionError: an anchor's own result would have to be stored and cannot be.
     """
     banned: dict[Node, str] = {}
     while True:
@@ -66,7 +65,7 @@ def grow(anchors: tuple[Node, ...], scope: Scope, total: Node | None = None) -> 
             return region
         node, reason = trouble
         if node in banned or node in anchors or node is total:
-            raise ProgramError(f"{node.name}: {reason}")
+            raise NoRegionError(f"{node.name}: {reason}")
         banned[node] = reason
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from coda_inductor.fuse.grow import grow
-from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
+from coda_inductor.fuse.region import GEMMS, NoRegionError, Region, gemm_inputs
 from coda_inductor.graph import aten, fake, same
 from coda_inductor.sides import Scope
 
@@ -34,7 +34,10 @@ def pair_with(anchor: Node, scope: Scope) -> Region | None:
             continue
         if not _alike(b, gemm_inputs(other)[1]):
             continue
-        region = grow((anchor, other), scope)
+        try:
+            region = grow((anchor, other), scope)
+        except NoRegionError:
+            continue
         if _meet(region, scope):
             return region
     return None

@@ -22,6 +22,10 @@ OPTIONAL = "coda_optional"
 GEMMS = (aten.mm.default, aten.addmm.default)
 
 
+class NoRegionError(Exception):
+    """Why GEMMs cannot have this region; the text is for users."""
+
+
 @dataclass
 class Region:
     """One or more GEMMs and what their epilogue absorbs, in graph order.

@@ -7,8 +7,8 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.guards import epochs, mutates, written
+from coda_inductor.matching.guards import changes, epochs, mutates
 from coda_inductor.matching.match import Idiom, Match
 from coda_inductor.matching.normalize import normalize, value
 
-__all__ = ["Body", "Idiom", "Match", "bodies", "epochs", "mutates", "normalize", "value", "written"]
+__all__ = ["Body", "Idiom", "Match", "bodies", "changes", "epochs", "mutates", "normalize", "value"]

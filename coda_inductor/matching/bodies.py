@@ -1,4 +1,5 @@
-"""The graphs inside a Dynamo graph that run as if they stood in it: checkpointed regions."""
+"""The graphs inside a Dynamo graph, above all those that run as if they stood in it: checkpointed
+regions."""
 
 from __future__ import annotations
 
@@ -33,24 +34,39 @@ def bodies(gm: GraphModule, around: Body | None = None) -> Iterator[Body]:
     """
     body = around or Body(gm)
     yield body
-    callers: dict[str, list[tuple[str, Node]]] = {}
+    callers: dict[str, list[Node]] = {}
     for node in gm.graph.nodes:
-        name = str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))
-        if name in _REGIONS:
-            for arg in node.args:
-                if isinstance(arg, Node) and arg.op == "get_attr":
-                    callers.setdefault(str(arg.target), []).append((name, node))
+        if _name(node) in _REGIONS:
+            for target in nested(node):
+                callers.setdefault(target, []).append(node)
     for target, calls in callers.items():
         child = getattr(gm, target, None)
         if isinstance(child, GraphModule):
-            outer = _outer(child, *calls[0]) if len(calls) == 1 else {}
-            yield from bodies(child, Body(child, body, outer))
+            outer = passed(calls[0], child) if len(calls) == 1 else None
+            yield from bodies(child, Body(child, body, outer or {}))
 
 
-def _outer(child: GraphModule, name: str, call: Node) -> dict[Node, Node]:
-    """Placeholders -> arguments of the only call of ``child``."""
+def nested(node: Node) -> dict[str, GraphModule | None]:
+    """The graphs that a call is given, by their names in the module around it; None for what that
+    module, if it is known, does not hold."""
+    names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    found = {name: getattr(node.graph.owning_module, name, None) for name in names}
+    return {
+        name: child if isinstance(child, GraphModule) else None
+        for name, child in found.items()
+        if isinstance(child, GraphModule | None)  # else a tensor
+    }
+
+
+def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:
+    """Placeholders of ``child`` -> what ``call`` passes for each; None where that is not known, as
+    it is for other calls than those of checkpointed regions."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
-    passed = call.args[1:]
-    if name not in _CHECKPOINTS or len(passed) != len(placeholders):
-        return {}
-    return {p: a for p, a in zip(placeholders, passed, strict=True) if isinstance(a, Node)}
+    given = call.args[1:]
+    if _name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
+        return None
+    return {p: a for p, a in zip(placeholders, given, strict=True) if isinstance(a, Node)}
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))

@@ -12,6 +12,10 @@ import operator
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from coda_inductor.matching.bodies import nested, passed
+from coda_inductor.matching.normalize import value
 
 _STATE = frozenset(
     {
@@ -36,6 +40,8 @@ def mutates(node: Node) -> bool:
         return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     if node.op != "call_function":
         return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return bool(_written_inside(node))
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
         return True
     if _inplace_flag(node):
@@ -63,13 +69,54 @@ def _inplace_flag(node: Node) -> bool:
 
 
 def written(node: Node) -> set[Node]:
-    """What a node that ``mutates`` may write to: its tensors, and what those may be views of. A
-    view's first argument is its base."""
-    found, todo = {node}, list(node.all_input_nodes)
+    """What a node that ``mutates`` may write to: its tensors, and what those may be views of."""
+    higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    found, todo = {node}, list(_written_inside(node) if higher else node.all_input_nodes)
     while todo:
-        found.add(base := todo.pop())
-        todo += [a for a in base.args[:1] if isinstance(a, Node) and a not in found]
+        base = todo.pop()
+        if base not in found:
+            found.add(base)
+            todo += [source for source in base.all_input_nodes if _may_view(base, source)]
     return found
+
+
+def _written_inside(node: Node) -> set[Node]:
+    """What a call of a higher-order operator changes, which is what the graphs that it is given
+    change. Without any (a Triton kernel, say), or where they are not known, all that it reads."""
+    children, found = nested(node), set()
+    for child in children.values():
+        if child is None:
+            return set(node.all_input_nodes)
+        changed = {n for n in changes(child.graph) if n.op == "placeholder"}
+        outer = passed(node, child)
+        if changed and outer is None:
+            return set(node.all_input_nodes)
+        found |= {(outer or {})[n] for n in changed if n in (outer or {})}
+    return found if children else set(node.all_input_nodes)
+
+
+def changes(graph: Graph) -> set[Node]:
+    """All nodes of ``graph`` that in-place ops of it may write to."""
+    return {n for node in graph.nodes if mutates(node) for n in written(node)}
+
+
+def _may_view(node: Node, source: Node) -> bool:
+    """May ``node`` share memory with ``source``, which it reads? Errs on the side of yes."""
+    mine, theirs = _memory(node), _memory(source)
+    return mine is None or theirs is None or not mine.isdisjoint(theirs) or mutates(node)
+
+
+def _memory(node: Node) -> set[int] | None:
+    """The storages of the recorded value, which views share; None if it is not known."""
+    known = value(node)
+    if known is None:
+        return None
+    try:
+        return {
+            t.untyped_storage()._cdata for t in tree_leaves(known) if isinstance(t, torch.Tensor)
+        }
+    except NotImplementedError:  # sparse tensors have none
+        return None
 
 
 def epochs(graph: Graph) -> dict[Node, int]:

@@ -79,6 +79,9 @@ def _slice(graph: Graph, node: Node) -> str | None:
             return f"{product.name} ({product.target}) reads it too"
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
         return "it is not the gradient of one linear layer"
+    widths = [fake(p.args[0]).shape[1] for p in dgrads] + [fake(p.args[0]).shape[0] for p in wgrads]
+    if not all(same(width, logits.shape[-1]) for width in widths):
+        return "its linear layer makes several rows of logits at once"
     weight = dgrads[0].args[1] if dgrads else None
     x = wgrads[0].args[1] if wgrads else None
     dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}

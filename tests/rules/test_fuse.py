@@ -9,9 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, leave_custom_ops, randn
+from checking import Weights, check, leave_custom_ops, randn, reasons
 from torch import nn
 
+from coda_inductor.fuse import driver
+from coda_inductor.fuse.region import NoRegionError
 from coda_inductor.joint import JointPass
 
 M, N, K = 6, 10, 8
@@ -274,6 +276,29 @@ def test_gate_and_up_of_different_widths_are_no_pair():
 
     harness = check(function, randn(M, K), randn(N, K), randn(N + 2, K))
     assert [site.program.paired for site in harness.fused] == [False, False]
+
+
+def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
+    """The next candidate is tried, and with none left the reason is reported: strict raises not."""
+
+    def none(*_):
+        raise NoRegionError("more than 3 tiles would be stored")
+
+    a, b = matrices()
+    monkeypatch.setattr(driver, "pair_with", none)
+    assert check(lambda a, b: F.silu(a @ b), a, b).report.sites[0].fused
+    monkeypatch.setattr(driver, "grow", none)
+    assert "more than 3 tiles" in reasons(check(lambda a, b: F.silu(a @ b), a, b))
+
+
+def test_only_what_is_read_once_is_a_residual():
+    """The gradient of a GELU reads x twice; a mean that is taken away is no residual either."""
+
+    def function(a, b, x, mean):
+        return (a @ b) * (x + 0.5 * x**3), (a @ b) * (x - mean)
+
+    harness = check(function, *matrices(), randn(M, N), randn(M, 1))
+    assert harness.counts["residual"] == 0
 
 
 def test_residual_is_counted_by_name():

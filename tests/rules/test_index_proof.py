@@ -88,6 +88,7 @@ def causal(x):
 #: Each one ends in a value that must be proven; all before it are compared too.
 PROVEN = {
     "start_and_step": lambda x: torch.arange(3, x.shape[1] + 3) * 2 - torch.arange(0, 2, 1)[:1],
+    "start_and_named_end": lambda x: torch.arange(1, end=x.shape[1] + 1) + torch.arange(end=1),
     "arithmetic": lambda x: -(5 - arange(x).sub(2) * 3) + 2 * arange(x)[:, None].add(1),
     "views": lambda x: arange(x).view(1, -1, 1).expand(x.shape[0], -1, 4).transpose(1, 2)[:, :2],
     "slices": lambda x: (arange(x)[None, ..., None] + arange(x))[0, 1:, :-1],

@@ -124,7 +124,24 @@ class ChangedBeforeItsCap(Head):
         return F.cross_entropy(logits.float().view(-1, 32), labels), logits
 
 
-@pytest.mark.parametrize("kind", [OnlyLogits, Bent, BentCap, ChangedBeforeItsCap])
+class ChangedByName(Head):
+    def forward(self, x, labels):
+        h = torch.tanh(self.body(x))
+        logits = F.linear(input=h, weight=self.head.weight)
+        logits.mul_(2)
+        return F.cross_entropy(logits.float().view(-1, 32), labels), logits
+
+
+class ChangedCap(Head):
+    def forward(self, x, labels):
+        logits = 2 * torch.tanh(self.head(torch.tanh(self.body(x))) / 2)
+        logits.mul_(2)
+        return F.cross_entropy(logits.float().view(-1, 32), labels), logits
+
+
+@pytest.mark.parametrize(
+    "kind", [OnlyLogits, Bent, BentCap, ChangedBeforeItsCap, ChangedByName, ChangedCap]
+)
 def test_other_outputs_keep_their_gradient(kind):
     harness, model = Harness(), kind()
     calls = []

@@ -206,6 +206,21 @@ def test_a_bias_added_by_hand(slices):
     assert check_gradients(head, x, w, b, labels).counts["cross_entropy_backward"] == 1
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices):
+    """Codebooks, or several tokens predicted at once."""
+
+    def function(x, w, labels):
+        h = x.detach() if frozen else x
+        return hugging_face(F.linear(h, w).view(*x.shape[:2], 3, V), labels) + x.sum()
+
+    x, labels = inputs()
+    labels = labels.repeat_interleave(3, -1).view(*labels.shape, 3)
+    harness = check_gradients(function, x, randn(3 * V, D).requires_grad_(), labels)
+    assert harness.counts["cross_entropy_backward"] == 0
+    assert "several rows of logits at once" in reasons(harness)
+
+
 @pytest.mark.parametrize("frozen", ["head", "weight", "body and input"])
 def test_only_wanted_gradients(frozen, slices):
     model, (x, labels) = LanguageModel(hugging_face, bias=frozen != "head"), inputs()
