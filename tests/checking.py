@@ -98,7 +98,8 @@ class Weights(nn.Module):
         self.function, self.weights = function, nn.ParameterList(weights)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, *self.weights)
+        # Dynamo of torch 2.11 does not unpack a ParameterList.
+        return self.function(x, *[self.weights[i] for i in range(len(self.weights))])
 
 
 def raised(harness: Harness, op: Any) -> int:

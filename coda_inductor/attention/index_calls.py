@@ -20,8 +20,8 @@ FILLED = {
     "full": None, "full_like": None, "new_full": None,
 }  # fmt: skip
 _SPELLINGS = {
-    "and_": "and", "__and__": "and", "bitwise_and": "and", "logical_and": "and",
-    "or_": "or", "__or__": "or", "bitwise_or": "or", "logical_or": "or",
+    "and_": "and", "bitwise_and": "and", "logical_and": "and",
+    "or_": "or", "bitwise_or": "or", "logical_or": "or",
     "invert": "not", "inv": "not", "bitwise_not": "not", "logical_not": "not",
     "type": "to", "bool": "to", "int": "to", "long": "to", "float": "to", "half": "to",
     "bfloat16": "to", "double": "to", "contiguous": "to", "clone": "to", "detach": "to",
@@ -40,6 +40,8 @@ def op_name(node: Node) -> str:
         name = getattr(node.target, "__name__", "")
         if node.target not in (getattr(operator, name, None), getattr(torch, name, None)):
             return f"{getattr(node.target, '__module__', '')}.{name}"  # only named like ours
+    elif name.startswith("__"):
+        name = name.strip("_")  # torch 2.11 records == of two tensors as a call of __eq__
     return _SPELLINGS.get(name, name)
 
 

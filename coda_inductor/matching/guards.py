@@ -31,13 +31,14 @@ _INPLACE_OPERATORS = frozenset(
         operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
     }
 )  # fmt: skip
+_INPLACE_METHODS = frozenset(f"__{op.__name__}__" for op in _INPLACE_OPERATORS)
 
 
 def mutates(node: Node) -> bool:
     """Does ``node`` change a tensor in place? Errs on the side of yes."""
     if node.op == "call_method":
         name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):

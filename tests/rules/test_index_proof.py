@@ -97,6 +97,7 @@ PROVEN = {
         torch.gt(arange(x), arange(x)[:, None] + 2) | arange(x)[:, None].lt(arange(x) * 2)
     ),
     "equalities": lambda x: (arange(x) == arange(x)[:, None]) & (arange(x) >= 0),
+    "methods": lambda x: arange(x)[:, None].__lt__(arange(x)).__or__(arange(x) == 0).__invert__(),
     "inequality": lambda x: ((arange(x) * 2)[:, None] != arange(x) * 2).logical_not(),
     "halves": lambda x: (2 * arange(x)[:, None] + 1 >= 2 * arange(x)) & ~(arange(x) < 0),
     "stricter": lambda x: (arange(x) <= arange(x)[:, None] + 3) & causal(x),

@@ -130,6 +130,14 @@ def test_a_region_that_changes_a_tensor_between_the_nodes_of_a_norm():
     assert raised(harness, rms_norm) == 0
 
 
+@pytest.mark.parametrize("name", ["__setitem__", "__iadd__", "__imul__", "add_", "copy_"])
+def test_methods_that_write(name):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert mutates(graph.call_method(name, (x, x)))
+    assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
+
+
 def test_a_kernel_that_a_user_calls_may_change_what_it_reads():
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
