@@ -37,7 +37,7 @@ class Untied(Tied):
 
 
 def kept(harness) -> int:
-    """Gradients that are still scattered into a whole table (torch 2.11 knows no masked scatter)."""
+    """Gradients still scattered into a whole table (torch 2.11 knows no masked scatter)."""
     nodes = list(harness.graph.nodes)
     (rows,) = {n.args[0].meta["val"].shape[0] for n in nodes if n.target is aten.embedding.default}
     adds = [n for n in nodes if n.target is aten.index_put.default and n.args[3:] == (True,)]
