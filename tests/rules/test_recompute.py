@@ -91,6 +91,10 @@ def held(tensors, value) -> bool:
     return any(t.numel() == flat.numel() and torch.allclose(t.flatten(), flat) for t in tensors)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.12"),
+    reason="torch 2.11 does not show what a compiled function has saved",
+)
 @pytest.mark.parametrize("custom", [False, True])
 def test_nothing_normalized_is_saved(custom, monkeypatch):
     if custom:
