@@ -128,7 +128,8 @@ def _environment(environment: dict) -> str:
         f"`{run['command']}`"
         for run in environment.get("runs", [environment])
     ]
-    return "\n".join([table, "", "Runs, in UTC:", "", *runs])
+    ceiling = "`--ceiling` names a layer composed by hand, which is not here: leave it out"
+    return "\n".join([table, "", f"Runs, in UTC ({ceiling}):", "", *runs])
 
 
 METHOD = """\

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from coda_inductor.errors import CodaError
 
+ABOUT = "What the coda backend does with a model, and checks of pattern files."
 COMMANDS = {
     "check": "coda_inductor.cli.check",
     "explain": "coda_inductor.cli.explain",
@@ -20,7 +21,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=ABOUT)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():

@@ -56,8 +56,10 @@ class JointPass(CustomGraphPass):
         self.options, self.recorder, self.dry = options, recorder, dry
         several = isinstance(before, (list, tuple))
         self.before = tuple(before) if several else () if before is None else (before,)
+        self.ran = False
 
     def __call__(self, graph: Graph) -> None:
+        self.ran = True
         for theirs in self.before:
             theirs(graph)
         _remove_noops(graph)
@@ -104,6 +106,8 @@ class JointPass(CustomGraphPass):
         self.recorder.finish()
         if not self.dry:
             record(report)
+            fused = sum(site.fused for site in report.sites)
+            logger.info("%s: %d of %d GEMMs fused", report.name, fused, len(report.sites))
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
         near_misses = self.recorder.report.near_misses

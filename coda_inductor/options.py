@@ -74,7 +74,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(torch._inductor.list_options())
     for key, value in (options or {}).items():
-        if key in _OWN:
+        if key == "patterns":  # in front of those of the environment
+            own[key] = tuple(dict.fromkeys((*_check(key, value), *own[key])))
+        elif key in _OWN:
             own[key] = _check(key, value)
         elif key in known_to_inductor:
             inductor[key] = value
@@ -101,7 +103,8 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
         return {}
     known = torch._inductor.list_mode_options()
     if mode not in known:
-        raise OptionError(f"unknown mode {mode!r}; known modes are default, {', '.join(known)}")
+        names = ", ".join(dict.fromkeys(("default", *known)))
+        raise OptionError(f"unknown mode {mode!r}; known modes are {names}")
     return known[mode]
 
 

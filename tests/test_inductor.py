@@ -122,11 +122,14 @@ def in_a_new_process(options: dict, folder: Path, **environment: str) -> tuple[d
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
-    first, _ = in_a_new_process({}, tmp_path)
+    first, log = in_a_new_process({}, tmp_path, TORCH_LOGS="coda_inductor")
     assert (first["hits"], first["analysed"]) == ([0, 0], 1)
-    second, _ = in_a_new_process({}, tmp_path)
+    assert "GEMMs fused" in log
+    second, log = in_a_new_process({}, tmp_path, TORCH_LOGS="coda_inductor")
     assert (second["hits"], second["analysed"]) == ([1, 1], 0)
     assert second["result"] == first["result"]
+    assert "from torch's compile cache" in log
+    assert "GEMMs fused" not in log
     third, log = in_a_new_process({"disable": ["swiglu"]}, tmp_path, TORCH_LOGS="+coda_inductor")
     assert (third["hits"], third["analysed"]) == ([0, 0], 1)  # another option is another graph
     assert "raise: rms_norm at" in log

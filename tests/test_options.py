@@ -124,6 +124,9 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
     Path(second).write_text(Path(first).read_text())
     monkeypatch.setenv("CODA_PATTERNS", os.pathsep.join([first, second]))
     assert parse(None, None).patterns == (first, second)
+    third = str(tmp_path)
+    given = parse(None, {"patterns": [third, second]}).patterns
+    assert given == (third, second, first)  # the environment's stay
     monkeypatch.setenv("CODA_PATTERNS", str(tmp_path / "gone.py"))
     with pytest.raises(PatternError, match=r"gone\.py"):
         parse(None, None)

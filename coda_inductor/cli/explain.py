@@ -29,7 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("target", nargs="?", help="FILE.py:FUNCTION or MODULE:FUNCTION")
-    parser.add_argument("--hf", metavar="FAMILY", help="a model_type of transformers, e.g. llama")
+    parser.add_argument("--hf", metavar="FAMILY",
+                        help="a language model's model_type in transformers, e.g. llama")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a sequence (--hf)")
@@ -46,13 +47,17 @@ def run(chosen: argparse.Namespace) -> int:
     """Explain, print, save. Returns 1, with a message, if that is not possible."""
     from coda_inductor.explanation import explain
 
+    if chosen.out and not Path(chosen.out).resolve().parent.is_dir():
+        sys.stderr.write(f"error: --out {chosen.out}: its folder does not exist\n")
+        return 1
     try:
         model, args, kwargs = _model(chosen)
         options = dict(_setting(text, "--option") for text in chosen.option)
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, **kwargs)
     except CodaError as error:
-        sys.stderr.write(f"error: {error}\n")
+        hint = "; --hf is for language models, give others as FILE.py:FUNCTION"
+        sys.stderr.write(f"error: {error}{hint if chosen.hf and chosen.target is None else ''}\n")
         return 1
     sys.stdout.write(f"{found}\n")
     if chosen.out or chosen.open:
@@ -118,6 +123,12 @@ def _hugging_face(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple
     except (ValueError, KeyError) as error:
         first = str(error).split("\n", maxsplit=1)[0]
         raise ExplainError(f"--hf {chosen.hf}: {first[:300]}") from None
+    known = config.__class__().to_dict()
+    if unknown := [key for key in values if key not in known]:
+        raise ExplainError(
+            f"--set {unknown[0]}: {type(config).__name__} has no such value; it has "
+            f"{', '.join(sorted(known))}"
+        )
     with torch.device("meta"):
         try:
             model = transformers.AutoModelForCausalLM.from_config(config)

@@ -158,7 +158,8 @@ _ROWS: tuple[tuple[str, str], ...] = (
             "The normalized tensor has another reader than "
             "projections (an output, a router, a residual around it): let that one read "
             "the input of the "
-            "norm, if the model allows it."
+            "norm, if the model allows it. Where logits are returned beside a loss, the last "
+            "norm's result is kept for their gradient: nothing to do."
         ),
     ),
     (r"reads it twice", f"{NOTHING}: the normalized tensor is multiplied by itself."),

@@ -67,6 +67,8 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
         (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
         (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
         (["explain", "--hf", "no_such_family"], "no_such_family"),
+        (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
+        (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
     ],
 )
 def test_mistakes_are_messages_and_exit_code_1(target, arguments, says, capsys):
