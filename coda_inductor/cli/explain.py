@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("target", nargs="?", help="FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--hf", metavar="FAMILY",
-                        help="a language model's model_type in transformers, e.g. llama")  # fmt: skip
+                        help="a language model's model_type, e.g. llama")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a sequence (--hf)")
