@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch._inductor.config as inductor_config
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
@@ -60,6 +61,7 @@ def coda(
     return around(cast(Callable[..., Any], compiled))
 
 
+@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
 def raise_pass(
     gm: GraphModule, settings: Options, recorder: Recorder, *, dry: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -289,6 +289,28 @@ def test_hook_on_an_output():
     assert_same(*found, 1e-10)
 
 
+def test_a_checkpoint_around_compiled_blocks():
+    """Layers compiled one by one, with gradient checkpointing: the step that compiles saves what the
+    recomputation saves, and a user's hooks see real tensors only."""
+    block, x = Block().double(), torch.randn(2, 5, D, dtype=torch.float64)
+    seen, found = set(), []
+    for call in (torch.compile(block, backend=Harness()), block):
+        block.zero_grad()
+        checkpoint(call, x, use_reentrant=False).sin().sum().backward()
+        found.append(list(gradients(block).values()))
+    assert_same(*found, 1e-10)
+
+    def pack(tensor):
+        seen.add(type(tensor))
+        return tensor
+
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.compile(block, backend=Harness())(x).sum().backward()
+    assert seen <= {torch.Tensor, nn.Parameter}
+    assert seen
+
+
 def test_nested_compile_region_trains():
     model, ids = Decoder(LAYERS), tokens()
     region = torch.compiler.nested_compile_region(lambda block, x: block(x))
