@@ -290,8 +290,8 @@ def test_hook_on_an_output():
 
 
 def test_a_checkpoint_around_compiled_blocks():
-    """Layers compiled one by one, with gradient checkpointing: the step that compiles saves what the
-    recomputation saves, and a user's hooks see real tensors only."""
+    """Layers compiled one by one, with gradient checkpointing: the step that compiles saves what
+    the recomputation saves, and a user's hooks see real tensors only."""
     block, x = Block().double(), torch.randn(2, 5, D, dtype=torch.float64)
     seen, found = set(), []
     for call in (torch.compile(block, backend=Harness()), block):
