@@ -64,6 +64,9 @@ def test_page_is_well_formed_self_contained_and_complete(name):
     assert all(row.name in text for row in found.rows)
     assert all(s.program is None or f"p-{s.program.key}" in checker.ids for s in found.sites)
     assert found.summary in text
+    times = [row.site.estimate for row in found.rows if row.site.fused and row.site.estimate]
+    slower = [t for t in times if t.fused_us is not None and t.fused_us > t.unfused_us]
+    assert page.count("slower: on a GPU the gate leaves it") == len(slower)
     assert page.count('role="img"') == 2 * len(found.blocks)
     assert page.count("<svg") == page.count("<title>") - page.count('<g class="box') - 1
 
