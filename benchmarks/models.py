@@ -39,6 +39,48 @@ VIT = {
 IMAGES = 64
 
 
+def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        **more,
+    }
+
+
+#: Name -> (class in transformers, tokens of a sequence, its config): the widths of the model named
+#: behind it, and so many of its layers that a step takes some tens of milliseconds.
+OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "qwen3": (  # 1.7B
+        "Qwen3ForCausalLM",
+        2048,
+        _widths(2048, 6144, 16, 8, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    ),
+    "gemma2": (  # 2B
+        "Gemma2ForCausalLM",
+        2048,
+        _widths(2304, 9216, 8, 8, num_key_value_heads=4, head_dim=256, vocab_size=256000),
+    ),
+    "phi3": (  # mini
+        "Phi3ForCausalLM",
+        2048,
+        _widths(3072, 8192, 32, 8, num_key_value_heads=32, vocab_size=32064, pad_token_id=0),
+    ),
+    "bert": (  # large
+        "BertForMaskedLM",
+        512,
+        _widths(1024, 4096, 16, 12, vocab_size=30528, hidden_dropout_prob=0.0),
+    ),
+    "t5": (  # v1.1 large; as many layers decode
+        "T5ForConditionalGeneration",
+        512,
+        {"d_model": 1024, "d_ff": 2816, "num_layers": 8, "num_heads": 16, "vocab_size": 32128,
+         "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+}  # fmt: skip
+
+
 def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     model, draw = llama.build(size, length, LLAMAS[size])
     tokens = draw()
@@ -69,12 +111,27 @@ def _vit(_size: str, _length: int) -> tuple[Any, Batch, dict[str, Any]]:
     return model, {"pixel_values": images, "labels": labels}, {"images": IMAGES, **VIT}
 
 
+def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    """As many whole sequences as `length` tokens make."""
+    import transformers
+
+    kind, each, shape = OTHERS[name]
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class(**shape)
+    config.attention_probs_dropout_prob = 0.0
+    with torch.device(device()):
+        model = model_class(config).bfloat16()
+        tokens = torch.randint(shape["vocab_size"], (max(1, length // each), min(length, each)))
+    return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **shape}
+
+
 #: Name -> a function of (name, tokens of a step) that gives a model on the device, its batch (with
 #: labels) and what to note of its shape.
 MODELS: dict[str, Callable[[str, int], tuple[Any, Batch, dict[str, Any]]]] = {
     **dict.fromkeys(LLAMAS, _llama),
     "gpt2": _gpt2,
     "vit": _vit,
+    **dict.fromkeys(OTHERS, _other),
 }
 
 

@@ -317,6 +317,10 @@ def test_every_model_has_a_loss_that_trains(name, monkeypatch):
     cut = {name: small[name] for name in models.VIT}
     monkeypatch.setattr(models, "VIT", cut)
     monkeypatch.setattr(models, "IMAGES", 2)
+    small |= {"head_dim": 16, "d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 4}
+    for other, (kind, each, shape) in models.OTHERS.items():
+        cut = shape | {field: value for field, value in small.items() if field in shape}
+        monkeypatch.setitem(models.OTHERS, other, (kind, each, cut))
     model, batch, _ = models.build(name, 16)
     trained = model_train.Trained(model, batch)
     loss, found = trained.gradients()
