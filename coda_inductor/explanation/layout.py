@@ -7,7 +7,8 @@
 4. x: each box as near to its neighbours' mean as its own neighbours in the layer allow, which is
    an isotonic regression (pool adjacent violators), sweeping as well; then long edges are made
    straight where there is room;
-5. labels sit on their edge in the gap above the box that it enters, in as many rows as they need.
+5. an edge ends in a straight stem above the box that it enters, on which its label sits; the labels
+   of a gap take as many rows as they need.
 
 Sizes are in pixels; x grows to the right, y downwards.
 """
@@ -234,7 +235,7 @@ def _isotonic(values: list[float], weights: list[float] | None = None) -> list[f
 def _route(layers: list[list[Box]], chains: dict[Edge, list[Box]]) -> None:
     """Set y of the boxes, points of the edges, and the labels."""
     leaving, entering = _ports(chains, out=True), _ports(chains, out=False)
-    y = 0.0
+    y, stems = 0.0, []
     for number, layer in enumerate(layers):
         height = max(box.height for box in layer)
         for box in layer:
@@ -242,18 +243,18 @@ def _route(layers: list[list[Box]], chains: dict[Edge, list[Box]]) -> None:
             box.height = box.height if box.real else height
         arriving = [e for e, chain in chains.items() if chain[-1].layer == number + 1]
         rows = _label_rows(arriving, entering)
-        for edge, row in rows.items():
-            at = y + height + LAYER_GAP * 0.55 + row * LABEL_HEIGHT + LABEL_HEIGHT / 2
-            edge.label_at = (0.0, at)
         count = max(rows.values(), default=-1) + 1
-        y += height + LAYER_GAP * (1.6 if count else 1.2) + count * LABEL_HEIGHT
+        y += height + LAYER_GAP * (1.9 if count else 1.2) + count * LABEL_HEIGHT
+        bottom = y - LAYER_GAP * 0.5
+        stems.append(bottom - count * LABEL_HEIGHT)
+        for edge, row in rows.items():
+            edge.label_at = (entering[edge], bottom - (row + 0.5) * LABEL_HEIGHT)
     for edge, chain in chains.items():
         points = [(leaving[edge], chain[0].y + chain[0].height)]
         for box in chain[1:-1]:
             points += [(box.middle, box.y), (box.middle, box.y + box.height)]
-        edge.points = [*points, (entering[edge], chain[-1].y)]
-        edge.label_at = (_x_at(edge.points, edge.label_at[1]), edge.label_at[1])
-    _spread([e for e in chains if e.label])
+        stem = (entering[edge], stems[chain[-1].layer - 1])
+        edge.points = [*points, stem, (entering[edge], chain[-1].y)]
 
 
 def _ports(chains: dict[Edge, list[Box]], *, out: bool) -> dict[Edge, float]:
@@ -281,30 +282,3 @@ def _label_rows(edges: list[Edge], entering: dict[Edge, float]) -> dict[Edge, in
         ends[row : row + 1] = [left + edge.label_width]
         rows[edge] = row
     return rows
-
-
-def _x_at(points: list[tuple[float, float]], y: float) -> float:
-    """X of the last curve of an edge at height ``y``."""
-    (x1, y1), (x2, y2) = points[-2:]
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        t = (low + high) / 2
-        here = y1 + (y2 - y1) * (1.5 * t * (1 - t) + t**3)
-        low, high = (t, high) if here < y else (low, t)
-    return x1 + (x2 - x1) * (3 * low**2 - 2 * low**3)
-
-
-def _spread(edges: list[Edge]) -> None:
-    """Push labels of one row apart where curves bring them together."""
-    rows = defaultdict(list)
-    for edge in edges:
-        rows[edge.label_at[1]].append(edge)
-    for y, row in rows.items():
-        row.sort(key=lambda e: e.label_at[0])
-        offset, offsets = 0.0, []
-        for edge, after in zip(row, [*row[1:], None], strict=True):
-            offsets.append(offset)
-            offset += (edge.label_width + (after.label_width if after else 0.0)) / 2 + 4
-        xs = _isotonic([e.label_at[0] - at for e, at in zip(row, offsets, strict=True)])
-        for edge, x, at in zip(row, xs, offsets, strict=True):
-            edge.label_at = (x + at, y)

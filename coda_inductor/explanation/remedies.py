@@ -204,7 +204,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ),
     (r"is not a reduction of floating values", f"{NOTHING}: the reduction is of integers."),
     (
-        r"aten\.(permute|t|transpose)\S* (is not in|changes)",
+        r"turns the tile",
         (
             f"{NOTHING}: the result is only "
             "transposed (a weight's gradient, a layout change), which is no arithmetic."

@@ -180,6 +180,8 @@ class _Grower:
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
             return f"{node.target} is not elementwise"
+        if node.target is aten.permute.default:
+            return f"{node.target} turns the tile"
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return f"{node.target} changes the tile's shape"
         renames = node.target in ALIASES or is_cast(node)

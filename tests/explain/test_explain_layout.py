@@ -40,6 +40,16 @@ def test_nothing_overlaps(seed):
         assert end.x <= edge.points[-1][0] <= end.x + end.width
 
 
+def test_labels_lie_near_the_heads_of_their_arrows():
+    """Where one box fans out, a label further up could belong to any of its arrows."""
+    boxes = [Box("top", 60.0, 30.0), *(Box(str(i), 140.0, 30.0) for i in range(5))]
+    edges = [Edge("top", str(i), "8.4 MB", 50.0) for i in range(5)]
+    layout(boxes, edges)
+    for edge in edges:
+        nearest = min(edges, key=lambda e: abs(e.points[-1][0] - edge.label_at[0]))
+        assert nearest is edge
+
+
 def test_a_chain_hangs_straight():
     boxes = [Box(str(i), 60.0 + 20 * (i % 3), 30.0) for i in range(12)]
     layout(boxes, [Edge(str(i), str(i + 1)) for i in range(11)])

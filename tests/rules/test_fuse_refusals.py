@@ -42,7 +42,7 @@ NOTHING_ABSORBED = {
     "scan": (lambda x, w: F.linear(x, w).cumsum(0), "cumsum"),
     "sign": (lambda x, w: F.linear(x, w).sign(), "sign"),
     "sort": (lambda x, w: F.linear(x, w).sort(-1).values, "sort"),
-    "transpose": (lambda x, w: F.linear(x, w).transpose(0, 1).contiguous(), "permute"),
+    "transpose": (lambda x, w: F.linear(x, w).transpose(0, 1).contiguous(), "turns the tile"),
     "heads": (lambda x, w: F.linear(x, w).view(B, T, 2, 5).sum(2), "changes the tile's shape"),
     "slice": (lambda x, w: F.linear(x, w)[..., :4] * 2, "slice"),
     "broadcast result": (
