@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .runner import Job
 
 LEARNING_RATE = 1e-5
+#: A parameter's gradient below this share of all gradients' norm is zero but for rounding: that of
+#: a key's bias, which a softmax does not see. It has no relative error.
+ZERO = 1e-6
 
 
 class Trained:
@@ -96,18 +99,20 @@ def _accuracy(model: Any, batch: models.Batch, trained: dict[str, Trained], resu
     """Relative errors of all gradients of each variant as one vector and of its worst parameter.
 
     That parameter's name goes into ``result["worst_parameter"]``, the losses into
-    ``result["loss"]``. The reference is eager fp32 with the same weights; it recomputes
-    activations, which changes no value and lets it fit beside the models measured.
+    ``result["loss"]``. A gradient that is nothing but rounding (``ZERO``) is no candidate. The
+    reference is eager fp32 with the same weights; it recomputes activations, which changes no value
+    and lets it fit beside the models measured.
     """
     batch = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
     exact_loss, exact = Trained(copy.deepcopy(model).float(), batch, checkpoint=True).gradients()
     norm = sum(truth.square().sum() for truth in exact.values()).sqrt()
+    real = [p for p, truth in exact.items() if truth.norm() > ZERO * norm]
     accuracy = {}
     result["loss"], result["worst_parameter"] = {"exact": exact_loss}, {}
     for name, own in trained.items():
         loss, found = own.gradients()
         off = sum((found[p].float() - truth).square().sum() for p, truth in exact.items()).sqrt()
-        each = {p: relative_error(found.pop(p), truth) for p, truth in exact.items()}
+        each = {p: relative_error(found.pop(p), exact[p]) for p in real}
         worst = max(each, key=lambda p: each[p])
         result["loss"][name], result["worst_parameter"][name] = loss, worst
         accuracy[name] = {"all gradients": (off / norm).item(), "worst parameter": each[worst]}

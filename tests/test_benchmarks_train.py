@@ -307,8 +307,8 @@ def test_what_a_pattern_is_worth_is_ours_with_and_without_it():
     ]
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_every_model_has_a_loss_that_trains(name, monkeypatch):
+@pytest.fixture
+def small_models(monkeypatch):
     """The models themselves, with their sizes cut down."""
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
@@ -321,11 +321,29 @@ def test_every_model_has_a_loss_that_trains(name, monkeypatch):
     for other, (kind, each, shape) in models.OTHERS.items():
         cut = shape | {field: value for field, value in small.items() if field in shape}
         monkeypatch.setitem(models.OTHERS, other, (kind, each, cut))
+
+
+@pytest.mark.usefixtures("small_models")
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_model_has_a_loss_that_trains(name):
     model, batch, _ = models.build(name, 16)
     trained = model_train.Trained(model, batch)
     loss, found = trained.gradients()
     assert loss > 0
     assert all(gradient is not None for gradient in found.values())
+
+
+@pytest.mark.usefixtures("small_models")
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_the_worst_parameter():
+    """A key's bias adds the same to all scores of a query: its gradient is zero."""
+    model, batch, _ = models.build("bert", 16)
+    _, found = model_train.Trained(model.float(), batch).gradients()
+    assert found["bert.encoder.layer.0.attention.self.key.bias"].norm() < 1e-6
+    result = {}
+    trained = {"eager": model_train.Trained(model.bfloat16(), batch)}
+    accuracy = model_train._accuracy(model, batch, trained, result)["eager"]
+    assert 0 < accuracy["worst parameter"] < 0.5
+    assert "key.bias" not in result["worst_parameter"]["eager"]
 
 
 def test_a_blocks_table_is_of_its_forward_or_of_its_step():
