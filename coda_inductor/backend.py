@@ -54,7 +54,7 @@ def coda(
     )
     ours = JointPass(settings, recorder, user_pass)
     patches = {**settings.inductor, "joint_custom_pre_pass": ours}
-    inner = op_by_op.compiler(name or "graph", strict=settings.strict)
+    inner = op_by_op.compiler(name or "graph", strict=settings.strict, failed=lambda: ours.failed)
     compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     if not ours.ran:
         logger.info("%s: from torch's compile cache, neither counted nor reported", name or "graph")

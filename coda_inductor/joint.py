@@ -23,7 +23,7 @@ from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse import REDUCTIONS, Policy, fuse_gemms
-from coda_inductor.graph import fake, splice
+from coda_inductor.graph import splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
@@ -48,6 +48,11 @@ class JointPass(CustomGraphPass):
 
     ``before`` is what the user had set as ``joint_custom_pre_pass``: a pass or several; they run
     first. ``dry``: fused sites stay calls, nothing is compiled, counted or kept in ``reports()``.
+
+    Attributes:
+        ran: False where torch took the graph from its cache.
+        failed: something that the next process may be able to do could not be done (a compiler that
+            was killed, a full disk): the result must not be kept in torch's cache.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class JointPass(CustomGraphPass):
         self.options, self.recorder, self.dry = options, recorder, dry
         several = isinstance(before, (list, tuple))
         self.before = tuple(before) if several else () if before is None else (before,)
-        self.ran = False
+        self.ran = self.failed = False
 
     def __call__(self, graph: Graph) -> None:
         self.ran = True
@@ -72,6 +77,7 @@ class JointPass(CustomGraphPass):
                 raise
             if self.options.strict:
                 raise FallbackError(f"{type(error).__name__} in our own passes: {error}") from error
+            self.failed = True
             cause = f"{type(error).__name__} in our own passes: {error}"
             if self.dry:
                 self.recorder.report.near_misses.append(f"everything at the whole graph: {cause}")
@@ -86,14 +92,13 @@ class JointPass(CustomGraphPass):
         self.recorder.graph("2_traced", _owner(graph))
         report = self.recorder.report
         policy = replace(Policy.of(self.options, graph), dry=self.dry)
-        on_gpu = any(getattr(fake(n), "is_cuda", False) for n in graph.nodes)
-        if on_gpu and policy.small is None and not self.dry:
+        if policy.compiles and not self.dry:
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph, keep=REDUCTIONS)
         if policy.fuses:
             _observed(graph, "coda_tables", keep_tables)
-        if training(graph) and policy.fuses:
+        if training(graph) and policy.fuses and policy.idle is None:
             keep = self.options.keep_activations
             _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, keep=keep))
         self.recorder.graph("3_rewritten", _owner(graph))
@@ -137,6 +142,7 @@ class JointPass(CustomGraphPass):
     def _fuse(self, graph: Graph, policy: Policy) -> None:
         sites, fired = fuse_gemms(graph, policy)
         self.recorder.report.sites += sites
+        self.failed |= any(s.fused and isinstance(s.reason, Failure) for s in sites)
         for name, times in fired.items() if not self.dry else ():
             count(name, times)
 

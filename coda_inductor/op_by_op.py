@@ -9,8 +9,11 @@ included, also runs by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import torch._inductor.config as inductor_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.exc import InductorError
@@ -19,10 +22,14 @@ from torch.fx import Graph, GraphModule
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import logger, warn_once
 
+_NO_CACHES = partial(inductor_config.patch, force_disable_caches=True)
 
-def compiler(name: str, *, strict: bool) -> Callable[..., Any]:
+
+def compiler(
+    name: str, *, strict: bool, failed: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
     """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
-    the Dynamo graph ``name``.
+    the Dynamo graph ``name``; ``failed`` says of it whether it is worse than it could be.
 
     What it returns raises FallbackError, when ``strict``, instead of falling back.
     """
@@ -31,7 +38,9 @@ def compiler(name: str, *, strict: bool) -> Callable[..., Any]:
         untouched = Graph()  # Inductor's passes change the graph in place
         untouched.output(untouched.graph_copy(gm.graph, {}))
         try:
-            return compile_fx_inner(gm, inputs, **how)
+            # What failed once, in torch's cache, would have failed for ever.
+            with _NO_CACHES() if failed() else nullcontext():
+                return compile_fx_inner(gm, inputs, **how)
         except InductorError as error:
             part = "backward pass" if how.get("is_backward") else "forward pass"
             cause = f"Inductor could not compile it ({_last_line(error)})"

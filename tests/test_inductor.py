@@ -89,11 +89,18 @@ from torch import nn
 import coda_inductor
 from coda_inductor.backend import coda
 
+if "full disk" in sys.argv:
+    def fuse_gemms(graph, policy):
+        raise OSError("No space left on device")
+
+    coda_inductor.joint.fuse_gemms = fuse_gemms
 torch.manual_seed(0)
 model, x = Block(), torch.randn(4, D)
-with torch.no_grad():
+with torch.set_grad_enabled("train" in sys.argv):
     ours = torch.compile(model, backend=coda, options=json.loads(sys.argv[1]))(x)
     torch.testing.assert_close(ours, model(x))
+    if "train" in sys.argv:
+        ours.sum().backward()
 hits = [counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]
 print(json.dumps({
     "hits": hits,
@@ -103,7 +110,9 @@ print(json.dumps({
 """
 
 
-def in_a_new_process(options: dict, folder: Path, **environment: str) -> tuple[dict, str]:
+def in_a_new_process(
+    options: dict, folder: Path, *how: str, **environment: str
+) -> tuple[dict, str]:
     """What SCRIPT printed, and its standard error."""
     environment = {
         **os.environ,
@@ -113,7 +122,7 @@ def in_a_new_process(options: dict, folder: Path, **environment: str) -> tuple[d
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         **environment,
     }
-    command = [sys.executable, "-c", SCRIPT, json.dumps(options)]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options), *how]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=folder
     )
@@ -135,6 +144,17 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     assert "raise: rms_norm at" in log
     assert "raise: swiglu at" not in log
     assert "fuse: o reference" in log
+
+
+@pytest.mark.parametrize("how", ["infer", "train"])
+def test_what_failed_once_is_not_kept_in_torchs_cache(tmp_path, how):
+    first, log = in_a_new_process({}, tmp_path, how, "full disk")
+    assert "No space left on device" in log
+    for hit in (False, True):
+        found, log = in_a_new_process({}, tmp_path, how)
+        assert "No space left" not in log
+        assert (found["hits"][1], found["analysed"]) == (int(hit), int(not hit))
+        torch.testing.assert_close(torch.tensor(found["result"]), torch.tensor(first["result"]))
 
 
 class LayerNormBlock(nn.Module):

@@ -7,13 +7,16 @@ import logging
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.exc import InductorError
 
 from coda_inductor import op_by_op
 from coda_inductor.errors import FallbackError
+from coda_inductor.fuse import Policy
 from coda_inductor.log import forget_warnings
+from coda_inductor.runtime import pool, support
 
 D = 8
 
@@ -99,3 +102,21 @@ def test_strict_raises(broken):
     with pytest.raises(Exception, match=r"PassManager::run failed") as raised:
         own(torch.randn(3, D))
     assert isinstance(raised.value.inner_exception, FallbackError)
+
+
+@pytest.mark.parametrize("outcome", [None, "compiling its kernel took too long"])
+def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatch, outcome):
+    monkeypatch.setattr(Policy, "_kernels", lambda _, a: a.dim() == 2)
+    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(pool, "wait", lambda requests: dict.fromkeys(requests, outcome))
+    real, cached = op_by_op.compile_fx_inner, []
+
+    def compile_fx_inner(gm, inputs, **how):
+        cached.append(not inductor_config.force_disable_caches)
+        return real(gm, inputs, **how)
+
+    monkeypatch.setattr(op_by_op, "compile_fx_inner", compile_fx_inner)
+    model, x = Block().bfloat16(), torch.randn(5, D, dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="coda", options={"gate": "always"})
+    compiled(x).sum().backward()
+    assert cached == [outcome is None] * 2  # forward, backward

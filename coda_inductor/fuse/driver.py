@@ -260,7 +260,7 @@ def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy
         if policy.options.strict:
             raise FallbackError(f"{site.site}: {cause}")
         warn_once(site.site, cause)
-        sites[calls[call]] = replace(site, how="reference", reason=cause)
+        sites[calls[call]] = replace(site, how="reference", reason=Failure(cause))
     for call, i in calls.items():
         if sites[i].how == "reference":
             expand(graph, call)

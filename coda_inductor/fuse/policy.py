@@ -19,7 +19,7 @@ from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram, Store
 from coda_inductor.report import Estimate
 from coda_inductor.runtime import cost, gate, support
-from coda_inductor.runtime.config import Config, choose, hint
+from coda_inductor.runtime.config import Config, arch_of, choose, hint
 
 _STORE = Store("out0", "acc", "bfloat16")
 #: Shapes the partials of a call that is then expanded; any legal config will do.
@@ -39,31 +39,44 @@ class Verdict:
 class Policy:
     """Decisions under one set of options, for one graph.
 
-    ``small`` says why the graph's GEMMs are too small to fuse, or is None. ``dry``: only say what
-    would happen, with expected times; compile nothing and warn of nothing.
+    ``small`` says why the graph's GEMMs are too small to fuse, or is None; ``idle`` why no GEMM of
+    any size becomes a kernel on this GPU. ``dry``: only say what would happen, with expected times;
+    compile nothing and warn of nothing.
     """
 
     options: Options
     small: str | None = None
     dry: bool = False
+    idle: str | None = None
+    on_gpu: bool = False
 
     @property
     def fuses(self) -> bool:
         """May anything be fused in this graph?"""
         return self.small is None and self.options.gate != "never"
 
+    @property
+    def compiles(self) -> bool:
+        """May any GEMM in this graph become a kernel?"""
+        return self.fuses and self.idle is None and self.on_gpu and not self.options.reference
+
     @staticmethod
     def of(options: Options, graph: Graph) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
         config = torch._inductor.config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
-        shapes = [
-            (hint(fake(a).shape[0]), hint(fake(b).shape[1]), hint(fake(b).shape[0]))
-            for a, b in (gemm_inputs(n) for n in graph.nodes if n.target in GEMMS)
-            if fake(a).is_cuda
-        ]
-        gated = options.gate == "auto" and shapes and not cuda_graphs
-        return Policy(options, gate.host_bound(shapes) if gated else None)
+        pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
+        pairs = [(fake(a), fake(b)) for a, b in pairs if fake(a).is_cuda]
+        if not pairs:
+            return Policy(options)
+        shapes = [(hint(a.shape[0]), hint(b.shape[1]), hint(b.shape[0])) for a, b in pairs]
+        small = idle = None
+        if not options.reference:
+            idle = support.kernel_stack()
+        if options.gate == "auto":
+            small = None if cuda_graphs else gate.host_bound(shapes)
+            idle = idle or gate.unmeasured(arch_of(pairs[0][0].device))
+        return Policy(options, small, idle=idle, on_gpu=True)
 
     def legal(self, gemm: Node) -> str | None:
         """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may.
@@ -87,7 +100,7 @@ class Policy:
         failure = support.kernel_stack() or support.unsupported(bare, w.shape[1], w.shape[0])
         if failure is not None:
             return Failure(failure)
-        return self.small
+        return self.small or self.idle
 
     def norm_loses(self, gemms: list[Node], training: bool) -> str | None:
         """Why putting a LayerNorm off past ``gemms`` costs more than it saves, or None."""

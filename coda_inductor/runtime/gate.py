@@ -19,6 +19,8 @@ from coda_inductor.runtime.cost import cublas_us, estimate_us
 #: than this on average, the GPU waits for the host, and fusing makes it wait longer. Measured on
 #: Llama-3.2-1B: 19 us (512 tokens) lost 17 %, 49 us (2048 tokens) won 13 %.
 HOST_BOUND_US = 48.0
+#: Compute capability, major, of the shipped measurements.
+MEASURED_ARCH = 9
 #: What an elementwise kernel of Inductor's reaches on an H100, bytes a microsecond, and its launch.
 _BYTES_PER_US = 2.7e6
 _LAUNCH_US = 2.0
@@ -34,6 +36,17 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
         return None
     return (
         f"too small: the graph's GEMMs take {mean:.0f} us on average, so the host is the limit "
+        "(options['gate'] = 'always' fuses anyway)"
+    )
+
+
+def unmeasured(arch: int) -> str | None:
+    """Why GEMMs are left to cuBLAS on compute capability ``arch``.x whatever they are, or None:
+    where nothing was measured, nothing is expected to win."""
+    if arch == MEASURED_ARCH:
+        return None
+    return (
+        f"nothing was measured on compute capability {arch}.x, so nothing is expected to win "
         "(options['gate'] = 'always' fuses anyway)"
     )
 

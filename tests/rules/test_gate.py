@@ -13,7 +13,7 @@ import coda_inductor
 from coda_inductor.fuse import Policy
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
-from coda_inductor.runtime import gate
+from coda_inductor.runtime import gate, support
 from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import kinds
 
@@ -59,6 +59,27 @@ def test_only_auto_without_cuda_graphs_is_limited(options, small):
 
 def test_mode_reduce_overhead_lifts_the_limit():
     assert Policy.of(parse("reduce-overhead", None), graph_of(512)).small is None
+
+
+def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
+    """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
+    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr("coda_inductor.fuse.policy.arch_of", lambda _: 10)
+    graph = graph_of(8192)
+    gemm = next(n for n in graph.nodes if n.op == "call_function")
+    auto, always = (Policy.of(parse(None, {"gate": g}), graph) for g in ("auto", "always"))
+    assert "nothing was measured on compute capability 10.x" in auto.legal(gemm)
+    assert always.legal(gemm) is None
+    assert (auto.compiles, always.compiles) == (False, True)
+
+
+@pytest.mark.parametrize("options", [{"gate": "never"}, {"reference": True}], ids=str)
+def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch, options):
+    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    assert Policy.of(parse(None, {}), graph_of(8192)).compiles
+    assert not Policy.of(parse(None, options), graph_of(8192)).compiles
+    monkeypatch.setattr(support, "kernel_stack", lambda: "compute capability 8.0 is not supported")
+    assert not Policy.of(parse(None, {}), graph_of(8192)).compiles
 
 
 @pytest.mark.parametrize(("m", "loses"), [(512, True), (8192, False)])
