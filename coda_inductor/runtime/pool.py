@@ -6,7 +6,9 @@ a worker left in QuACK's on-disk cache (a few milliseconds). Workers fork from o
 that has imported torch and CuTeDSL already (QuACK's own preload). Kernels that are on disk are not
 submitted: each has a small marker beside it, written by the worker that compiled it.
 
-Nothing here can hang: every wait has a deadline, and workers are daemons of this process.
+Nothing here can hang: every wait has a deadline, and workers are daemons of this process. Nothing
+raises either: what cannot be compiled has a reason. In a daemonic process, which may have no
+children, the first launch compiles.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ import threading
 import time
 from pathlib import Path
 
+from coda_inductor.log import logger
 from coda_inductor.runtime.support import library_stack
-from coda_inductor.runtime.worker import KernelRequest, compile_kernel
+from coda_inductor.runtime.worker import KernelRequest, begin, compile_kernel
 
 _IDLE_SECONDS = 120.0
+
+
+class _Lost(str):
+    """Why a kernel was not compiled that may yet be: a worker that died takes its pool with it."""
 
 
 _lock = threading.Lock()
@@ -38,7 +45,7 @@ _idle_timers: list[threading.Timer] = []
 def submit(requests: list[KernelRequest]) -> int:
     """Start compiling those of ``requests`` that are neither compiled nor under way; returns how
     many were started. Without the libraries this does nothing: ``wait`` says why."""
-    if library_stack() is not None:
+    if library_stack() is not None or _childless():
         return 0
     requests = [_resolved(r) for r in requests]
     with _lock:
@@ -53,11 +60,19 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
     Returns, for each, None if its kernel is in the on-disk cache now, else why it is not.
     """
-    if library_stack() is not None:
+    if library_stack() is not None or _childless():
         return dict.fromkeys(requests, library_stack())
-    submit(requests)
     deadline = time.monotonic() + timeout
-    outcome = {request: _outcome(_resolved(request), deadline) for request in requests}
+    outcome: dict[KernelRequest, str | None] = {}
+    try:
+        submit(requests)
+        outcome |= {r: _outcome(_resolved(r), deadline) for r in requests}
+        lost = [r for r, error in outcome.items() if isinstance(error, _Lost)]
+        submit(lost)  # once more: it may have died of another's kernel, or of an interrupt
+        outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
+    except Exception as error:
+        logger.debug("the compile pool failed", exc_info=True)
+        outcome |= {r: f"no compile pool: {error!r}" for r in requests if r not in outcome}
     _restart_idle_timer()
     return outcome
 
@@ -65,15 +80,19 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 def warm_up() -> None:
     """Start the server process that workers fork from: it imports for seconds, while the caller
     still analyses its graph. Does nothing without the libraries."""
-    if library_stack() is not None:
+    if library_stack() is not None or _childless():
         return
     from quack.cache.async_compile import _neutral_main
 
-    with _lock, _neutral_main():
-        arch = _machine_arch()
-        if arch not in _executors:
-            _executors[arch] = _make_executor(arch)
-            _executors[arch].submit(os.getpid)
+    try:
+        with _lock, _neutral_main():
+            arch = _machine_arch()
+            if arch not in _executors:
+                _executors[arch] = _make_executor(arch)
+                _executors[arch].submit(os.getpid)
+    except Exception:  # ``wait`` will say so, if anything is to be compiled at all
+        logger.debug("the compile pool did not start", exc_info=True)
+    _restart_idle_timer()
 
 
 def shutdown() -> None:
@@ -100,14 +119,16 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
     with _lock:
         future = _futures.get(request)
     if future is None:
-        return None if is_ready(request) else "the compile pool was shut down"
+        return None if is_ready(request) else _Lost("the compile pool was shut down")
     try:
         error = future.result(max(0.0, deadline - time.monotonic()))
     except concurrent.futures.TimeoutError:
         return "compiling its kernel took too long"
     except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor) as exception:
-        error = f"a compile worker died: {exception!r}"
         shutdown()  # a broken executor takes no more work
+        return _Lost(f"a compile worker died: {exception!r}")
+    except Exception as exception:
+        error = f"its compile worker failed: {exception!r}"
     with _lock:
         _futures.pop(request, None)
     return error
@@ -127,16 +148,19 @@ def _start(requests: list[KernelRequest]) -> None:
 
 
 def _make_executor(arch: str | None) -> concurrent.futures.ProcessPoolExecutor:
-    from quack.cache.async_compile import _pool_initializer
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["quack.cache._pool_preload", "coda_inductor.kernels.build"])
     return concurrent.futures.ProcessPoolExecutor(
         max_workers=min(os.cpu_count() or 1, 16),
         mp_context=context,
-        initializer=_pool_initializer,
+        initializer=begin,
         initargs=(arch, f"sm_{arch}a"),
     )
+
+
+def _childless() -> bool:
+    """Daemonic processes (of a ``multiprocessing.Pool``, say) may not start any."""
+    return multiprocessing.current_process().daemon
 
 
 def _marker(request: KernelRequest) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,14 @@ class KernelRequest:
     swap_lanes: bool = False
     joined: str = ""
     arch: str | None = None
+
+
+def begin(arch: str | None, name: str) -> None:
+    """A worker's first act. Ctrl-C is for the process that waits: it reaches all of a terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from quack.cache.async_compile import _pool_initializer
+
+    _pool_initializer(arch, name)
 
 
 def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> str | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import signal
+import threading
+import time
 
 import pytest
 
@@ -53,3 +57,49 @@ def test_without_the_libraries_it_says_why(monkeypatch):
     request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
     assert pool.submit([request]) == 0
     assert pool.wait([request]) == {request: "quack-kernels is not installed"}
+
+
+def in_a_daemon(request, found):
+    found.put((pool.submit([request]), list(pool.wait([request]).values())))
+
+
+def test_a_daemonic_process_leaves_compiling_to_the_first_launch():
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    process = context.Process(target=in_a_daemon, args=(request, found), daemon=True)
+    process.start()
+    assert found.get(timeout=60) == (0, [None])
+    process.join()
+
+
+def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
+    def no_processes(arch):
+        raise OSError(f"no processes for {arch}")
+
+    monkeypatch.setattr(pool, "_make_executor", no_processes)
+    monkeypatch.setattr(pool, "_machine_arch", lambda: "90")
+    pool.warm_up()
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
+    assert "no processes for 90" in pool.wait([request])[request]
+
+
+def test_a_killed_worker_is_tried_again_once():
+    request = pool.KernelRequest(kinds()["dswiglu"].to_json(), str(CONFIG), b_major="n", arch="90")
+    pool.submit([request])
+    (executor,) = pool._executors.values()
+
+    def kill():
+        while not any(future.running() for future in pool._futures.values()):
+            time.sleep(0.05)
+        for process in list(executor._processes.values()):
+            process.kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    assert pool.wait([request], timeout=180) == {request: None}
+
+
+def test_workers_ignore_ctrl_c():
+    pool.submit([pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")])
+    (executor,) = pool._executors.values()
+    assert executor.submit(signal.getsignal, signal.SIGINT).result(60) == signal.SIG_IGN
