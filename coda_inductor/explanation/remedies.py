@@ -53,9 +53,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^nothing to absorb \(\w+: (?P<inner>.*)\)$", ""),
     (r"^its GEMM \w+ is not fused: (?P<inner>.*)$", ""),
     (r"^the GEMM that makes its input, \w+, is not fused: (?P<inner>.*)$", ""),
-    (r"in our own passes: ", _BUG),
-    (r"^its kernel does not compile", _BUG),
-    (r"^raising idioms failed", _BUG),
+    (r"in our own passes: |^its kernel does not compile|^raising idioms failed", _BUG),
     # may it: dtype, shape, device, kernel stack
     (
         r"^device \w+ has no kernels",
@@ -66,6 +64,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ),
     (r"^no CUDA device is available", "Run on an NVIDIA GPU (Hopper or newer)."),
     (r"^compute capability .* is not supported", "Kernels need Hopper or newer."),
+    (r"^nothing was measured on ", "Measure options={'gate': 'always'}: it fuses all the same."),
     (r"^quack-kernels|^nvidia-cutlass-dsl", "pip install 'coda-inductor[cuda]'"),
     (r"^a \S+ GEMM has no kernel", _DTYPES),
     (r"has no epilogue program$", _DTYPES + " Both factors of a product need one floating dtype."),
@@ -78,6 +77,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
             "model.resize_token_embeddings(pad_to_multiple_of=8)."
         ),
     ),
+    (r"no multiple of 16 bytes$", "Let each weight start at a multiple of 16 bytes of its buffer."),
     (
         r"^no view in the region makes the symbolic shape",
         "Compile with dynamic=False, or mark only one dimension as dynamic.",
@@ -356,10 +356,6 @@ _ROWS: tuple[tuple[str, str], ...] = (
         "Give class indices (M,), and logits (M, V) with the classes last.",
     ),
     (r"^\S+ is not a constant$", "Pass the loss's options as plain Python numbers."),
-    (
-        r"^the shape of (the logits|an input)",
-        f"{NOTHING}: torch.compile records too little here.",
-    ),
     (r"^a gradient of the turns is wanted", f"{NOTHING}: learned rotations stay as they are."),
     # raising idioms
     (
@@ -391,7 +387,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (
         (
             r"^(shape|device) would change|shape of the input is unknown|no fake value is recorded"
-            r"|^gate or up is not a tensor"
+            r"|^gate or up is not a tensor|^the shape of (the logits|an input)"
         ),
         f"{NOTHING}: torch.compile records too little here.",
     ),

@@ -97,7 +97,12 @@ class Policy:
         if not self._kernels(x):
             return None
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
-        failure = support.kernel_stack() or support.unsupported(bare, w.shape[1], w.shape[0])
+        failure = (
+            support.kernel_stack()
+            or support.unsupported(bare, w.shape[1], w.shape[0])
+            or support.unaligned("its left operand", x)
+            or support.unaligned("its right operand", w)
+        )
         if failure is not None:
             return Failure(failure)
         return self.small or self.idle

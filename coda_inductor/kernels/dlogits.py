@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -55,10 +57,11 @@ def dlogits(
     if m:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         grid = (m, triton.cdiv(columns, _BLOCK))
-        _kernel[grid](
-            rows, lse.contiguous(), target.contiguous(), scale,
-            scale if dlse is None else dlse.contiguous(), out,
-            rows.stride(0), first, columns, smoothing, smoothing / v,
-            cap, BLOCK=_BLOCK, CAPPED=cap != 0, PENALIZED=dlse is not None,
-        )  # fmt: skip
+        with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
+            _kernel[grid](
+                rows, lse.contiguous(), target.contiguous(), scale,
+                scale if dlse is None else dlse.contiguous(), out,
+                rows.stride(0), first, columns, smoothing, smoothing / v,
+                cap, BLOCK=_BLOCK, CAPPED=cap != 0, PENALIZED=dlse is not None,
+            )  # fmt: skip
     return out

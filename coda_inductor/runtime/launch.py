@@ -61,16 +61,20 @@ class Kernel:
         if plan is None:
             from coda_inductor.kernels.build import build
 
-            with _on_device(device):
-                plan = self._plans[key] = build(
-                    self.program,
-                    self.config,
-                    a_major=a_major,
-                    b_major=b_major,
-                    swap_lanes=swap_lanes,
-                    joined=joined,
-                    device=device,
-                )
+            # Activations of the next call may lie in the other order, and while a CUDA graph is
+            # captured no kernel can be loaded.
+            for way in ("straight", "crossed") if joined else ("",):
+                with _on_device(device):
+                    self._plans[a_major, b_major, swap_lanes, way, device.index] = build(
+                        self.program,
+                        self.config,
+                        a_major=a_major,
+                        b_major=b_major,
+                        swap_lanes=swap_lanes,
+                        joined=way,
+                        device=device,
+                    )
+            plan = self._plans[key]
         return plan
 
     def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:

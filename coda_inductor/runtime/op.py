@@ -111,7 +111,8 @@ def _cuda(as_, bs, operands, program, config):
     except UnpairableError as error:  # these weights, perhaps not the next ones
         return _fall_back(str(error), as_, bs, operands, program, config, error)
     except Exception as error:
-        _failed[program, config] = repr(error)
+        if not isinstance(error, torch.OutOfMemoryError):  # the next call may find room
+            _failed[program, config] = repr(error)
         return _fall_back(repr(error), as_, bs, operands, program, config, error)
     return outputs
 
@@ -131,7 +132,7 @@ def _fall_back(cause, as_, bs, operands, program, config, error=None):
     site = f"program {parsed.key} ({as_[0].shape[1]} x {bs[0].shape[1]}, config {config})"
     if _mode["strict"]:
         raise KernelError(f"{site} has no kernel: {cause}") from error
-    warn_once(site, cause)
+    warn_once(site, cause, to="the reference executor, op by op")
     return _reference(as_, bs, operands, program, config)
 
 

@@ -43,6 +43,17 @@ def library_stack() -> str | None:
     return None
 
 
+def unaligned(name: str, x: torch.Tensor) -> str | None:
+    """Why a kernel would have to copy the matrix ``x`` at every call, by what is known before it,
+    or None: TMA reads from multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    strides = [s for s, size in zip(x.stride(), x.shape, strict=True) if size != 1 and s != 1]
+    for what, value in [("storage offset", x.storage_offset()), *(("stride", s) for s in strides)]:
+        if isinstance(value, int) and value % step:
+            return f"{name} has a {what} of {value} elements, which is no multiple of 16 bytes"
+    return None
+
+
 def unsupported(
     program: EpilogueProgram, n: int, k: int, *, b_major: str = "k", device=None
 ) -> str | None:

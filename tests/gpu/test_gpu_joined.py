@@ -14,6 +14,7 @@ from oracle import check, config_for
 from programs import activation_chain, inputs
 
 from coda_inductor.runtime import gemm_epilogue, kernel_stack, requests
+from coda_inductor.runtime.config import arch_of, legal_configs
 from coda_inductor.runtime.kinds import kinds
 from coda_inductor.runtime.pool import KernelRequest, wait
 
@@ -109,6 +110,23 @@ def test_what_cannot_be_read_in_place_is_copied():
     check(program, [a0[:, :72], a1[:, :72]], [b0[:72], b1[:72]], operands)
     check(program, [a0, a1.t().contiguous().t()], [b0, b1], operands)
     check(program, [a0, a1], [b0, b1.t().contiguous().t()], operands)
+
+
+@pytest.mark.parametrize("other", ["straight", "crossed"])
+def test_a_captured_call_may_find_its_tensors_in_the_other_order(in_place, other):
+    """Each case has a config of its own: a kernel that has been launched is loaded."""
+    program, as_, bs, operands = terms("norm_bwd", 500, 256)
+    config = legal_configs(program, arch_of())[1 if other == "straight" else 2]
+    assert not any(wait(requests(as_, bs, program.to_json(), str(config))).values())
+    first, second = (as_[::-1], as_) if other == "straight" else (as_, as_[::-1])
+    gemm_epilogue(first, bs, operands, program, config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gemm_epilogue(second, bs, operands, program, config)
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(captured, gemm_epilogue(second, bs, operands, program, config), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -211,6 +211,20 @@ def test_reasons(program, n, k, major, why):
     assert why in unsupported(program, n, k, b_major=major)
 
 
+def test_a_matrix_that_tma_cannot_read_where_it_lies():
+    """Parameters in one flat buffer, columns of a wider matrix."""
+    flat = torch.empty(64 * 72, dtype=torch.bfloat16)
+    weight = flat[: 64 * 64].view(64, 64)
+    assert support.unaligned("w", weight) is None
+    assert support.unaligned("w", weight.t()) is None
+    assert support.unaligned("w", flat[8 : 8 + 64].view(1, 64)) is None
+    assert support.unaligned("w", weight[:, :1].expand(64, 8)) is None
+    shifted = flat[1 : 1 + 64 * 64].view(64, 64)
+    assert "w has a storage offset of 1" in support.unaligned("w", shifted)
+    wide = torch.empty(8, 68, dtype=torch.bfloat16)[:, :64]
+    assert "w has a stride of 68" in support.unaligned("w", wide)
+
+
 @pytest.fixture
 def fresh_stack():
     support.library_stack.cache_clear()

@@ -3,12 +3,15 @@ which kernels a call may launch."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+
 import pytest
 import torch
 from programs import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coda_inductor.runtime import Config, gemm_epilogue, requests
+from coda_inductor.runtime import Config, gemm_epilogue, launch, op, requests
 from coda_inductor.runtime.kinds import kinds
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.runtime.tensors import UnpairableError, joint_view
@@ -132,6 +135,22 @@ def test_requests_name_every_kernel_that_a_call_may_launch():
     assert asked([a, a, a], [b, b, b]) == [("k", "n", False, "")]
     pair = asked([a], [w, w], kinds()["swiglu"])
     assert pair == [("k", "k", False, ""), ("k", "k", True, "")]
+
+
+def test_both_orders_are_loaded_before_a_graph_is_captured(monkeypatch):
+    """Where activations lie is known at the call; while one is captured nothing can be loaded."""
+    build = importlib.import_module("coda_inductor.kernels.build")
+    built = []
+    monkeypatch.setattr(build, "build", lambda *_, **how: built.append(how["joined"]) or "plan")
+    monkeypatch.setattr(launch, "_on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
+    as_, bs = terms()
+    _, _, operands = inputs(PROGRAM, M, N, F, b_major="n", terms=2)
+    kernel = Kernel(PROGRAM, CONFIG)
+    outputs = op._allocate(PROGRAM, CONFIG, as_[0], bs)
+    for left in (as_, as_[::-1]):
+        kernel.launch(left, bs, operands, outputs)
+        assert sorted(built) == ["crossed", "straight"]
 
 
 def test_requests_leave_the_row_count_symbolic():

@@ -117,6 +117,21 @@ def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
     assert "no such instruction" in caplog.text
 
 
+@pytest.mark.parametrize(("error", "kept"), [(torch.OutOfMemoryError, False), (OSError, True)])
+def test_memory_may_be_there_the_next_time(broken, monkeypatch, error, kept):
+    launches = []
+
+    def launch(self, *_):
+        launches.append(self)
+        raise error("no room")
+
+    monkeypatch.setattr(Broken, "launch", launch)
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    for _ in range(3):
+        op._cuda(*arguments)
+    assert len(launches) == (1 if kept else 3)
+
+
 def test_strict_raises_every_time(broken):
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
     op.set_strict(True)

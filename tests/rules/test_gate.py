@@ -73,6 +73,20 @@ def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     assert (auto.compiles, always.compiles) == (False, True)
 
 
+def test_a_weight_that_a_kernel_would_copy_at_every_call_stays_with_cublas(monkeypatch):
+    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    graph = graph_of(8192)
+    gemm = next(n for n in graph.nodes if n.op == "call_function")
+    policy = Policy.of(parse(None, {"gate": "always"}), graph)
+    assert policy.legal(gemm) is None
+    weight = gemm.args[1]
+    with FakeTensorMode():
+        weight.meta["val"] = torch.empty_strided(
+            (2048, 2048), (1, 2052), dtype=torch.bfloat16, device="cuda"
+        )
+    assert "its right operand has a stride of 2052" in policy.legal(gemm)
+
+
 @pytest.mark.parametrize("options", [{"gate": "never"}, {"reference": True}], ids=str)
 def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch, options):
     monkeypatch.setattr(support, "kernel_stack", lambda: None)
