@@ -14,17 +14,24 @@ def cache_dir() -> Path:
     """``CODA_CACHE_DIR``, else ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else, where that
     cannot be written, a folder of this user under the system's temporary directory. Created."""
     chosen = os.environ.get("CODA_CACHE_DIR")
-    if chosen:
-        path = Path(chosen).expanduser()
-    else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        path = (Path(base) if base else Path.home() / ".cache") / "coda_inductor"
+    base = os.environ.get("XDG_CACHE_HOME")
     try:
+        if chosen:
+            path = Path(chosen).expanduser()
+        else:
+            path = (Path(base) if base else Path.home() / ".cache") / "coda_inductor"
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
             return path
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         pass
-    path = Path(tempfile.gettempdir()) / f"coda_inductor_{getuser()}"
+    path = Path(tempfile.gettempdir()) / f"coda_inductor_{_user()}"
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _user() -> str:
+    try:
+        return getuser()
+    except (OSError, KeyError):  # a container's user id need not have a name
+        return f"uid_{os.getuid()}"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
+import pwd
+import tempfile
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 import coda_inductor
 from coda_inductor import FallbackError, OptionError, backend, joint, log, report
 from coda_inductor.backend import coda
+from coda_inductor.cache_dir import cache_dir
 from coda_inductor.debug import Recorder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -253,6 +257,20 @@ def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
     (warning,) = warnings_of(messages)
     assert "mm" in warning
     assert "torch.int64" in warning
+
+
+def test_user_without_home_and_name_has_a_cache(tmp_path, monkeypatch):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    expected = tmp_path / f"coda_inductor_uid_{os.getuid()}"
+    assert cache_dir.__wrapped__() == expected
+    os.environ["CODA_CACHE_DIR"] = os.devnull
+    assert cache_dir.__wrapped__() == expected
+    assert expected.is_dir()
 
 
 @pytest.mark.usefixtures("light")
