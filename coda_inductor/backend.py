@@ -41,7 +41,8 @@ def coda(
         name: names the graph in reports and debug folders.
 
     Raises:
-        OptionError: unknown option or mode, or a value of the wrong type.
+        OptionError: unknown option or mode, or a value of the wrong type; no debug folder can be
+            made.
         PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """

@@ -6,6 +6,7 @@ and generated kernel source.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
-from coda_inductor.errors import KernelError
+from coda_inductor.errors import KernelError, OptionError
 from coda_inductor.log import logger
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.render import render
@@ -81,8 +82,16 @@ def _source(program: EpilogueProgram) -> str:
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    while True:
-        folder = parent / f"{name}_{next(_numbers):03d}"
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            return folder
+    """The first folder that is not there; other ranks of a job number theirs alike."""
+    try:
+        while True:
+            folder = parent / f"{name}_{next(_numbers):03d}"
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise OptionError(
+            f"option 'debug_dir': no folder can be made in {str(parent)!r} ({error.strerror}); "
+            "give one that can be written, here or as CODA_DEBUG_DIR"
+        ) from error

@@ -7,6 +7,7 @@ seconds a compile; the tests of test_inductor.py go through Inductor itself.
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import os
 import pwd
@@ -23,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 import coda_inductor
-from coda_inductor import FallbackError, OptionError, backend, joint, log, report
+from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, report
 from coda_inductor.backend import coda
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.debug import Recorder
@@ -154,6 +155,24 @@ def test_debug_folders_never_overwrite_each_other(tmp_path):
         torch._dynamo.reset()
         run(torch.sin, torch.randn(3), debug=True, debug_dir=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_debug_folder_that_another_rank_makes_first_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(debug, "_numbers", itertools.count())
+    (tmp_path / "graph_000").symlink_to("nowhere")  # mkdir meets what exists() has not seen
+    assert Recorder("graph", str(tmp_path)).folder == tmp_path / "graph_001"
+
+
+@pytest.mark.usefixtures("light")
+def test_debug_folder_that_cannot_be_made_reaches_the_user(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to("nowhere")
+    for parent in (file, link):
+        with pytest.raises(Exception, match=r"'debug_dir': .*CODA_DEBUG_DIR") as caught:
+            run(torch.sin, torch.randn(3), debug=True, debug_dir=str(parent))
+        assert isinstance(inner(caught), OptionError)
+        assert repr(str(parent)) in str(caught.value)
 
 
 @pytest.mark.usefixtures("light")
