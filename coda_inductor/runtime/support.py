@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 
 import torch
 
@@ -40,6 +41,11 @@ def library_stack() -> str | None:
         return f"quack-kernels {version} is installed, {QUACK_SERIES}.x is needed"
     if importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed: pip install nvidia-cutlass-dsl"
+    if (cache := os.environ.get("QUACK_CACHE_ENABLED", "1")) != "1":  # as QuACK reads it
+        return (
+            f"QUACK_CACHE_ENABLED={cache} turns off QuACK's disk cache, through which compile "
+            "workers hand over their kernels: unset it"
+        )
     return None
 
 

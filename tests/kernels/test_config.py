@@ -17,6 +17,7 @@ from coda_inductor.runtime import (
     cublas_us,
     estimate_us,
     gate,
+    pool,
     support,
     unsupported,
 )
@@ -24,6 +25,7 @@ from coda_inductor.runtime.config import HOPPER, HOPPER_LEAN, legal_configs, mai
 from coda_inductor.runtime.cost import kernel_us, kind_of, table
 from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import TERMS, kinds
+from coda_inductor.runtime.versions import identity
 
 
 def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
@@ -248,6 +250,22 @@ def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
         function.cache_clear()
     monkeypatch.setattr(support.importlib.metadata, "version", missing)
     assert "not installed" in support.kernel_stack()
+
+
+def test_stack_names_a_disk_cache_that_is_off(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "1")
+    assert support.kernel_stack() is None
+    with_cache = identity.__wrapped__()
+    for function in (support.library_stack, support.kernel_stack):
+        function.cache_clear()
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
+    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", support.kernel_stack())
+    request = pool.KernelRequest(kinds()["scale"].to_json(), "128x128:2x1:pp", arch="90")
+    assert pool.wait([request]) == {request: support.kernel_stack()}
+    assert identity.__wrapped__() != with_cache
 
 
 def test_stack_names_an_old_gpu(fresh_stack, monkeypatch):
