@@ -30,6 +30,15 @@ def cache_dir() -> Path:
     return path
 
 
+def write(path: Path, text: str) -> None:
+    """Atomic, for several processes, of several containers, may write one file at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
 def _user() -> str:
     try:
         return getuser()

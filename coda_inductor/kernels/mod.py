@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.machinery
-import os
 import sys
-import tempfile
 import types
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
 from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
 
-from coda_inductor.cache_dir import cache_dir
+from coda_inductor.cache_dir import cache_dir, write
 from coda_inductor.kernels import join, pair
 from coda_inductor.kernels.lean import LeanEpilogue
 from coda_inductor.kernels.ports import ports
@@ -88,7 +86,9 @@ def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -
     """
     assert not (program.paired and joined), "a paired program reads one A"
     path = source_path(program, swap_lanes, joined)
-    _write(path, render(program, swap_lanes=swap_lanes))
+    source = render(program, swap_lanes=swap_lanes)
+    if not path.exists() or path.read_text() != source:
+        write(path, source)
     name = f"coda_inductor_epilogue_{path.stem}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     module = types.ModuleType(name)
@@ -105,17 +105,6 @@ def source_path(program: EpilogueProgram, swap_lanes: bool = False, joined: str 
     """Where the source of ``program`` is, or will be once it has been loaded."""
     variant = "s" if swap_lanes else f"_{joined}" if joined else ""
     return cache_dir() / "epilogues" / f"{program.key}{variant}_v{RENDERER_VERSION}.py"
-
-
-def _write(path: Path, text: str) -> None:
-    """Atomic, for several processes may load one program at the same time."""
-    if path.exists() and path.read_text() == text:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+from coda_inductor.cache_dir import write
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,10 @@ def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> 
         path = _compile(request, folder)
         if not path.exists():
             return f"the kernel was compiled but could not be saved as {path}"
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        temporary = marker.with_suffix(f".{os.getpid()}")
-        temporary.write_text(str(path))
-        os.replace(temporary, marker)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # without its marker a kernel is looked up again, no more
+        write(marker, str(path))
     return None
 
 

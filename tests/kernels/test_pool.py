@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -12,7 +13,8 @@ import pytest
 
 pytest.importorskip("quack")
 
-from coda_inductor.runtime import Config, pool
+from coda_inductor.cache_dir import write
+from coda_inductor.runtime import Config, pool, worker
 from coda_inductor.runtime.kinds import kinds
 
 CONFIG = Config(128, 128, 2, 1, True)
@@ -45,6 +47,31 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
     assert pool.submit([good]) == 0
     other_majors = dataclasses.replace(good, b_major="n")
     assert not pool.is_ready(other_majors)
+
+
+def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
+    """Two containers that share a folder: one writes while the other is about to replace."""
+    replace, file = os.replace, tmp_path / "file"
+
+    def late(*names):
+        monkeypatch.setattr(os, "replace", replace)
+        write(file, "theirs")
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    write(file, "ours")
+    assert file.read_text() == "ours"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernel.o"
+    kernel.touch()
+    monkeypatch.setattr(worker, "_compile", lambda *_: kernel)
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    assert worker.compile_kernel(request, kernel / "marker", None) is None
+    assert worker.compile_kernel(request, tmp_path / "marker", None) is None
+    assert (tmp_path / "marker").read_text() == str(kernel)
 
 
 def test_deadline_is_kept():
