@@ -24,11 +24,12 @@ def count(pattern: str, times: int = 1) -> None:
     counters["coda"][pattern] += times
 
 
-def warn_once(site: str, cause: str, to: str = "Inductor") -> None:
-    """Log one warning for each (site, cause): what fell back, what ``to``, and why."""
+def warn_once(site: str, cause: str, to: str = "Inductor", first: str = "") -> None:
+    """Log one warning for each (site, cause): what fell back, what ``to``, and why. ``first``
+    says which of many it was, and repeats no warning."""
     if (site, cause) not in _warned:
         _warned.add((site, cause))
-        logger.warning("%s falls back to %s: %s", site, to, cause)
+        logger.warning("%s falls back to %s: %s", f"{site} {first}".strip(), to, cause)
 
 
 def forget_warnings() -> None:

@@ -96,10 +96,10 @@ def _announce(sites: list[SiteReport], policy: Policy) -> None:
         if isinstance(site.reason, Failure):
             failures.setdefault(str(site.reason), []).append(site.site)
     for cause, names in failures.items():
-        more = f" (and {len(names) - 1} more GEMMs)" if len(names) > 1 else ""
+        more = f" (and {len(names) - 1} more GEMMs of its graph)" if len(names) > 1 else ""
         if policy.options.strict:
             raise FallbackError(f"GEMM {names[0]}{more}: {cause}")
-        warn_once(f"GEMM {names[0]}{more}", cause)
+        warn_once("GEMM", cause, first=names[0] + more)
 
 
 def _site(anchor: Node, scope: Scope) -> SiteReport:
