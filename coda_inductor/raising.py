@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor.graph import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import Match, bodies, epochs, value
 from coda_inductor.patterns import Pattern
@@ -85,12 +86,23 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
     if len({epoch[n] for n in covered}) != 1:
         return "an in-place op or a grad/autocast mode change lies between its nodes"
     leaves = {n for n in match.casts if n.args[0] in match.bound.values()}
+    wide = next((n for n in covered if _widens(n)), None)
+    if wide is not None:
+        return f"{wide.name} makes it float64, which its input is not"
     for node in match.inner:
         if node in leaves:
             continue  # a widened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
             return f"its intermediate {node.name} is used elsewhere"
     return None
+
+
+def _widens(node: Node) -> bool:
+    """Does ``node`` make float64 of what is none? The op would compute in float32."""
+    inputs = [value(n) for n in node.all_input_nodes]
+    narrow = not any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in inputs)
+    result = value(node)
+    return narrow and isinstance(result, torch.Tensor) and result.dtype == torch.float64
 
 
 def _fake(arg: object) -> object:
@@ -108,6 +120,11 @@ def _mismatch(pattern: Pattern, match: Match) -> str | None:
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
             return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
+    # A view or an as_strided of the result counts on them.
+    strides = [x.stride() for x in (want, have)]
+    wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
+    if not all(same(strides[0][i], strides[1][i]) for i in wider):
+        return f"stride would change from {strides[0]} to {strides[1]}"
     return None
 
 

@@ -381,13 +381,17 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^the input is \S+, not a floating type|^gate or up is not floating", _DTYPES),
     (r"differ in shape", "Gate and up need one shape: no broadcast between them."),
     (
+        r"float64, (its GEMM|the GEMM|which its input) is not$",
+        "Compute in float32, or all in float64.",
+    ),
+    (
         r"^the result has another dtype|^dtype would change",
         ("Remove the cast in the middle of the idiom, or cast behind it."),
     ),
     (
         (
-            r"^(shape|device) would change|shape of the input is unknown|no fake value is recorded"
-            r"|^gate or up is not a tensor|^the shape of (the logits|an input)"
+            r"^(shape|stride|device) would change|shape of the input is unknown"
+            r"|no fake value is recorded|^gate or up is not a tensor|^the shape of (the|an) "
         ),
         f"{NOTHING}: torch.compile records too little here.",
     ),

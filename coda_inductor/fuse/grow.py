@@ -111,7 +111,6 @@ class _Grower:
         self.anchor = region.anchors[0]
         self.start = min(region.anchors)
         self.m, self.n, _ = region.shape
-        self.device = fake(self.anchor).device
         self.depends: dict[Node, bool] = {}
         self.origin = ""
 
@@ -182,6 +181,8 @@ class _Grower:
             return f"{node.target} is not elementwise"
         if node.target is aten.permute.default:
             return f"{node.target} turns the tile"
+        if operands.wider(node, self.anchor):
+            return f"{node.target} is computed in float64, its GEMM is not"
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return f"{node.target} changes the tile's shape"
         renames = node.target in ALIASES or is_cast(node)
@@ -226,6 +227,8 @@ class _Grower:
             return f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
         if result in self.region.values.values():
             return f"{node.target} with {node.args[1:]} is a copy"  # outputs must not share memory
+        if fake(node).dtype == torch.bool and not self.region.is_truth(result):
+            result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
         self._note(node, result, pull)
         return None
 
@@ -323,7 +326,7 @@ class _Grower:
             return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
             return f"{arg.name} depends on this GEMM"
-        return operands.refusal(arg, full, self.device)
+        return operands.refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:
         """Does an outside node depend on the region? (Absorbing its user would make a cycle.)"""

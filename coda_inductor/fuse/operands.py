@@ -37,15 +37,23 @@ def source(node: Node) -> Node:
         node = node.args[0]
 
 
-def refusal(node: Node, full: tuple, device: torch.device) -> str | None:
-    """Why ``node`` cannot be an operand for a tile of shape ``full``, or None if it can."""
+def wider(node: Node, anchor: Node) -> bool:
+    """Is ``node`` float64 where the tile of the GEMM ``anchor`` is computed in float32?"""
+    return fake(node).dtype == torch.float64 != fake(anchor).dtype
+
+
+def refusal(node: Node, full: tuple, anchor: Node) -> str | None:
+    """Why ``node`` cannot be an operand for a tile of ``anchor`` that is seen in shape ``full``, or
+    None if it can."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
         return f"{node.name} is not a tensor"
     if tensor.dtype not in FLOATS:
         return f"{node.name} is {tensor.dtype}, not a floating type"
-    if tensor.device != device:
-        return f"{node.name} is on {tensor.device}, the GEMM on {device}"
+    if wider(node, anchor):
+        return f"{node.name} is float64, the GEMM is not"
+    if tensor.device != fake(anchor).device:
+        return f"{node.name} is on {tensor.device}, the GEMM on {fake(anchor).device}"
     if classify(tensor.shape, full) is None:
         return f"{node.name} broadcasts over part of the leading dimensions"
     return None

@@ -14,7 +14,16 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph import ALIASES, aten, fake
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, simplify, verify
+from coda_inductor.program import (
+    OPS,
+    EpilogueProgram,
+    Operand,
+    Reduce,
+    Step,
+    Store,
+    simplify,
+    verify,
+)
 
 #: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
@@ -66,6 +75,10 @@ class Region:
     def work(self) -> list[Node]:
         """Absorbed nodes that compute something (views do not)."""
         return [n for n in self.absorbed if n.target not in ALIASES]
+
+    def is_truth(self, value: Value) -> bool:
+        """Is ``value`` a bool in the program?"""
+        return any(step.name == value and OPS[step.op].boolean for step in self.steps)
 
     def stored(self) -> dict[Value, list[Node]]:
         """Values that something outside reads, each with the nodes that are read."""

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
-from coda_inductor.graph import ALIASES, aten, elementwise, fake, insert, is_cast, same
+from coda_inductor.graph import ALIASES, aten, elementwise, fake, insert, is_cast, readers, same
 from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.sides import Scope, checkpoint
 
@@ -43,7 +44,7 @@ def terms(node: Node) -> list[Node] | None:
             return None
         if top.target is aten.mm.default:
             found.append(top)
-        elif top.target in ALIASES or is_cast(top):
+        elif top.target in ALIASES or (is_cast(top) and fake(top).dtype != torch.float64):
             todo.append(top.args[0])
         elif _is_add(top):
             todo += top.args
@@ -53,8 +54,11 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def _is_add(node: Node) -> bool:
-    plain = node.target is aten.add.Tensor and not node.kwargs
-    return plain and all(isinstance(a, Node) for a in node.args) and node.args[0] != node.args[1]
+    """Element by element: a sum that broadcasts adds every row to every row."""
+    if node.target is not aten.add.Tensor or node.kwargs or node.args[0] == node.args[1]:
+        return False
+    tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
+    return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
 
 
 def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
@@ -121,7 +125,8 @@ def producer(x: Node) -> Node | None:
 
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     """The A and B operands of a region's GEMM at the graph's insertion point. Terms that cannot be
-    read in place are concatenated; other readers of the left ones then read a slice."""
+    read in place are concatenated; other readers of the left ones then read a slice, but for the
+    user of the graph, to whom each output is a tensor of its own."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
@@ -136,7 +141,14 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
         end = start + fake(part).shape[1]
         piece = insert(graph, aten.slice.Tensor, (a, 1, start, end), like=part)
         part.replace_all_uses_with(
-            piece, delete_user_cb=lambda user: user not in (a, *region.anchors)
+            piece,
+            delete_user_cb=lambda user: user not in (a, *region.anchors) and not _is_shown(user),
         )
         start = end
     return [a], [b]
+
+
+def _is_shown(node: Node) -> bool:
+    """Is ``node`` the graph's output, or a view that is in it?"""
+    _, others = readers(node, through=lambda u: u.target in ALIASES)
+    return node.op == "output" or (node.target in ALIASES and any(u.op == "output" for u in others))

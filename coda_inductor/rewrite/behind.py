@@ -83,7 +83,9 @@ def _biased(put: Put, gemm: Node, z: Node) -> Node:
     if (alpha := gemm.kwargs.get("alpha", 1)) != 1:
         z = put(aten.mul.Tensor, z, alpha)
     bias: Any = gemm.args[0]
-    if (beta := gemm.kwargs.get("beta", 1)) != 1:
+    if (beta := gemm.kwargs.get("beta", 1)) == 0:
+        return z  # torch reads no bias then, be it NaN
+    if beta != 1:
         bias = put(aten.mul.Tensor, bias, beta)
     return put(aten.add.Tensor, z, bias)
 

@@ -24,6 +24,7 @@ LayerNorm that read x0 has computed it. Refuses where there is none (``docs/gotc
 
 from __future__ import annotations
 
+import math
 import operator
 
 from torch.fx import Graph, Node
@@ -107,7 +108,7 @@ def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> Non
 
 def _fits(mean: Node, norm: Node) -> bool:
     """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
-    rows = fake(norm.args[0]).shape[:-1].numel()
+    rows = math.prod(fake(norm.args[0]).shape[:-1])  # Size.numel() would make a size a number
     return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)
 
 

@@ -185,7 +185,8 @@ def _sizes(half: Node) -> list[Any] | None:
     """The sizes of ``half`` as a view's arguments, none read from what will be gone; None if they
     are not known."""
     shape = fake(half).shape
-    if sum(isinstance(s, torch.SymInt) for s in shape) <= 1:
+    symbolic = sum(isinstance(s, torch.SymInt) for s in shape)
+    if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     source = half.args[0] if half.target is aten.slice.Tensor else half.args[0].args[0]
     views = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

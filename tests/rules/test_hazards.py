@@ -241,3 +241,76 @@ def test_inputs_without_gradients_raise_with_grad_mode_on():
     have = torch.compile(norm_swiglu, backend=harness)(*copy.deepcopy(args))
     assert_same(have, norm_swiglu(*args))
     assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
+
+
+def centered(h):
+    return (h * h).mean(-1) - h.mean(-1) ** 2
+
+
+def by_hand(h):
+    return 1 - (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)).pow(2).mean(-1)
+
+
+WIDENED = {
+    "reductions": centered,
+    "a difference": lambda h: torch.exp(h * 1e-2) - torch.exp(h * 1e-2 - 1e-9),
+    "a comparison": lambda h: torch.where(h > 1000 + 1e-9, h, -h),
+    "layer_norm": lambda h: F.layer_norm(h, (4 * D,), eps=1e-12),
+    "rms_norm": by_hand,
+    "swiglu": lambda h: F.silu(h - 1000) * (h - 1000),
+    "cross entropy": lambda h: F.cross_entropy(h, torch.arange(4), reduction="none"),
+    "a sum of products": lambda h: (h + h.flip(0)).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_what_is_computed_in_float64_stays_so(name):
+    """A float32 model that widens for a delicate step: neither patterns nor epilogues narrow it."""
+    w, b = randn(4 * D, D, dtype=torch.float32), torch.full((4 * D,), 1000.0)
+
+    def function(x, w, b):
+        return WIDENED[name](F.linear(x, w, b).double())
+
+    check(function, randn(4, D, dtype=torch.float32), w, b, tolerance=1e-12)
+
+
+def test_a_sum_in_float64_is_no_float32_gemm():
+    def function(x, v, w):
+        return (x @ v.t()).double() + (x @ w.t()).double()
+
+    args = [randn(*s, dtype=torch.float32) for s in ((4, D), (D, D), (D, D))]
+    check(function, *args, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norm_has_the_strides_of_torchs(norm):
+    """A patch embedding: its tokens lie a picture apart. torch's norms return rows."""
+
+    def function(x):
+        n = norm(x.flatten(2).transpose(1, 2), (D,))
+        return n, n.view(-1, D), torch.as_strided(n, (2, D), (D, 1))
+
+    harness = check(function, randn(2, D, 3, 3))
+    assert "stride would change" in reasons(harness)
+
+
+@pytest.mark.parametrize("use", ["mul", "add", "maximum", "where"])
+def test_arithmetic_of_bools_gives_bools(use):
+    def function(x, w):
+        h = x @ w
+        low, high = h > -0.5, h < 0.5
+        if use == "where":
+            both = torch.where(h > 0, low, high)
+        else:
+            both = getattr(torch, use)(low, high)
+        return torch.where(both, h, h * 2), both * h
+
+    assert len(check(function, randn(5, D), randn(D, D)).fused) == 1
+
+
+def test_a_bias_that_torch_does_not_read_is_not_read():
+    def function(x, a, w):
+        nothing = torch.full((3, D), float("nan"), dtype=x.dtype)
+        return torch.addmm(nothing, F.rms_norm(x + x @ a, (D,)), w, beta=0)
+
+    assert check(function, randn(3, D), randn(D, D), randn(D, D)).counts["rms_norm"] == 1

@@ -206,6 +206,20 @@ def test_two_dynamic_sizes(name):
     assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == norms
 
 
+@pytest.mark.parametrize("name", ["residual MLP, two norms", "rows flattened"])
+def test_a_dynamic_size_stays_dynamic(name):
+    """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
+    function, *_ = case(name)
+    harness, graphs = Harness(), set()
+    compiled = torch.compile(function, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x = randn(2, length, D)
+            torch.testing.assert_close(compiled(x), function(x))
+            graphs.add(harness.graphs)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("frozen", [("gamma",), ("beta",), ("x", "w", "gamma"), ("a",)], ids=str)
 def test_frozen_leaves(frozen):
     function, x, _ = case("one GEMM")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, leave_custom_ops, randn, reasons
+from harness import Harness
 
 from coda_inductor.fuse import Policy
 
@@ -61,6 +62,15 @@ def test_gradients_are_eagers(cut, dynamic, bias):
         joined = [n for n in harness.graph.nodes if n.target is torch.ops.aten.cat.default]
         weight, row = (2 * HIDDEN, D), (1, 2 * HIDDEN)
         assert {tuple(n.meta["val"].shape) for n in joined} == ({weight, row} if bias else {weight})
+
+
+def test_no_tokens_of_a_symbolic_batch():
+    """A view may have one -1, but not beside a 0."""
+    compiled = torch.compile(mlp(CUTS["chunk"], GATES["SwiGLU"], False), backend=Harness())
+    x = randn(3, 0, D)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        assert compiled(x).shape == (3, 0, D)
 
 
 def read_elsewhere(x, w):

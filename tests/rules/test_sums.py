@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, leave_custom_ops, randn
+from harness import Harness
 
 from coda_inductor.fuse import Policy
 from coda_inductor.runtime import gate, pool, support
@@ -225,3 +226,35 @@ def test_product_of_forward_values_in_the_backward_pass(monkeypatch):
     harness = check_gradients(function, randn(4, D).requires_grad_(), randn(D, D))
     assert [D] in calls(harness)
     assert all(len(terms) <= 2 for terms in calls(harness))
+
+
+PAIRWISE = {
+    "all pairs summed": lambda t: t.sum((0, 1)),
+    "largest of all pairs": lambda t: t.amax((0, 1)),
+    "elementwise": torch.tanh,
+    "returned": lambda t: t,
+}
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+def test_a_sum_that_broadcasts_is_no_sum_of_products(name):
+    """Additive attention: every row of one product plus every row of the other."""
+
+    def pairs(x, v, w):
+        return PAIRWISE[name]((x @ v.t())[:, None, :] + (x @ w.t())[None, :, :])
+
+    check(pairs, randn(4, D), randn(D, D), randn(D, D))
+
+
+def test_what_is_concatenated_is_returned_as_it_was():
+    """Not as a slice of a buffer that holds the other terms too."""
+
+    def returned(x, u, v, w):
+        a, b, c = x + 1, x * 2, x.tanh()
+        return a @ u.t() + b @ v.t() + c @ w.t(), a, b.view(3, 2, D), c
+
+    harness = Harness()
+    outputs = harness.run(returned, randn(6, D), randn(D, D), randn(D, D), randn(D, D))
+    assert harness.ops()["aten.cat.default"] == 2
+    assert all(t.is_contiguous() for t in outputs)
+    assert len({t.untyped_storage().data_ptr() for t in outputs}) == 4
