@@ -38,10 +38,13 @@ step: {optimizer}. *1B* is `LlamaForCausalLM` with 16 layers of width 2048 and a
 128256 that the LM head shares, *8B* four of its layers of width 4096, both on one sequence;
 *gpt2* is `GPT2LMHeadModel`, 12 layers of width 1280 and sequences of 1024; *vit*
 `ViTForImageClassification`, 24 layers of width 1024 and 64 images, whatever the number of tokens
-says. *checkpointing* is HF's own, not re-entrant. Peak memory counts the gradients; *the model*
-is parameters and optimizer state. Errors are those of all gradients as one vector, and of the
-parameter where a variant is worst: a key projection's bias, where there is one, has no gradient
-but rounding, and no error to compare."""
+says; the others have the widths of Qwen3-1.7B, Gemma 2 2B, Phi-3 mini (8 layers, sequences of
+2048), BERT large (12 layers) and T5 v1.1 large (8 and 8 layers, sequences of 512).
+*checkpointing* is HF's own, not re-entrant. Peak memory counts the gradients; *the model* is
+parameters and optimizer state. Errors are those of all gradients as one vector, and of the
+parameter where a variant is worst. A key projection's bias is never that: it has no gradient but
+rounding, and no error to compare.
+"""
 
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
