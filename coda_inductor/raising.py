@@ -99,10 +99,9 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
 
 def _widens(node: Node) -> bool:
     """Does ``node`` make float64 of what is none? The op would compute in float32."""
-    inputs = [value(n) for n in node.all_input_nodes]
-    narrow = not any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in inputs)
-    result = value(node)
-    return narrow and isinstance(result, torch.Tensor) and result.dtype == torch.float64
+    double = (torch.float64, torch.complex128)
+    result, *inputs = (getattr(value(n), "dtype", None) for n in (node, *node.all_input_nodes))
+    return result in double and not any(dtype in double for dtype in inputs)
 
 
 def _fake(arg: object) -> object:

@@ -66,9 +66,9 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^compute capability .* is not supported", "Kernels need Hopper or newer."),
     (r"^nothing was measured on ", "Measure options={'gate': 'always'}: it fuses all the same."),
     (r"^quack-kernels|^nvidia-cutlass-dsl", "pip install 'coda-inductor[cuda]'"),
-    (r"^a \S+ GEMM has no kernel", _DTYPES),
+    (r"^QUACK_CACHE_ENABLED=", "Unset QUACK_CACHE_ENABLED."),
+    (r"^a \S+ GEMM has no kernel|^float64 operands and stores", _DTYPES),
     (r"has no epilogue program$", _DTYPES + " Both factors of a product need one floating dtype."),
-    (r"^float64 operands and stores", _DTYPES),
     (
         r"^N=\d+ and K=\d+ must be positive multiples of 8",
         (
