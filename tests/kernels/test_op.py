@@ -112,7 +112,7 @@ def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
         for _ in range(3):
             for x, y in zip(op._cuda(*arguments), expected, strict=True):
                 assert torch.equal(x, y)
-    assert len(caplog.records) == 1
+    assert [r.name for r in caplog.records].count("coda_inductor") == 1
     assert broken.key in caplog.text
     assert "no such instruction" in caplog.text
 
