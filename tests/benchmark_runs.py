@@ -13,12 +13,9 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess:
-    """``python -m benchmarks`` with `arguments`; what it printed is captured as text. A busy
-    machine has more time than the default."""
+    """``python -m benchmarks`` with `arguments`; what it printed is captured as text."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    if "--timeout" not in arguments and "report" not in arguments:
-        command += ["--timeout", "900"]
     return subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
     )
