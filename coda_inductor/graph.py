@@ -116,16 +116,57 @@ def insert(
     return node
 
 
+class CycleError(RuntimeError):
+    """A rewrite made a node depend on itself."""
+
+
 def settle(nodes: Sequence[Node]) -> None:
-    """Move what reads ``nodes`` behind them, and what reads that, where it stands in front: cheaper
-    than sorting a whole graph for each rewrite."""
-    todo = list(nodes)
+    """Move what reads ``nodes`` after them, and what reads that, where it stands before: cheaper
+    than sorting a whole graph for each rewrite.
+
+    Raises:
+        CycleError: there is no such order. Looking for one would never end.
+    """
+    moving = _readers_before(nodes)
+    for node in _in_order(moving):
+        last = max((n for n in node.all_input_nodes), default=None)
+        if last is not None and node < last:
+            last.append(node)
+
+
+def _readers_before(nodes: Sequence[Node]) -> set[Node]:
+    """The readers of ``nodes`` that stand before them, and all that reads those and stands before
+    the last of ``nodes``: beyond it nothing has to move."""
+    found: set[Node] = set()
+    if not nodes:
+        return found
+    last = max(nodes)
+    todo = [user for node in nodes for user in node.users if user < node]
     while todo:
         node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [user for user in node.users if user < last or user == last]
+    return found
+
+
+def _in_order(nodes: set[Node]) -> list[Node]:
+    """``nodes``, each after those of them that it reads."""
+    waits = {node: sum(n in nodes for n in node.all_input_nodes) for node in nodes}
+    ready = sorted((node for node, count in waits.items() if not count), reverse=True)
+    order: list[Node] = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
         for user in node.users:
-            if user < node:
-                node.append(user)
-                todo.append(user)
+            if user in waits:
+                waits[user] -= 1
+                if not waits[user]:
+                    ready.append(user)
+    if len(order) < len(nodes):
+        stuck = min(node for node, count in waits.items() if count)
+        raise CycleError(f"{stuck.name} would depend on itself")
+    return order
 
 
 def prune(nodes: Sequence[Node]) -> None:

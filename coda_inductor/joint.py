@@ -160,11 +160,12 @@ class JointPass(CustomGraphPass):
 
 def _observed(graph: Graph, name: str, function: Callable[[Graph], None]) -> None:
     """Run a pass under its own name, so that provenance tracking and
-    ``torch._inductor.config.disabled_passes`` see it."""
+    ``torch._inductor.config.disabled_passes`` see it. It must leave a graph that is in order."""
     if graph.owning_module is None:
         function(graph)
     else:
         GraphTransformObserver(graph.owning_module, name).apply_graph_pass(function)
+    graph.lint()
 
 
 def decompose(graph: Graph, keep: Collection[object] = ()) -> None:

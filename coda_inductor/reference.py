@@ -33,7 +33,7 @@ def run(
     bs: Sequence[Tensor],
     operands: Sequence[Tensor],
     *,
-    exact: bool = False,
+    exact: bool = True,
 ) -> list[Tensor]:
     """Run ``program`` on ``as_``, each (M, K_j), and ``bs``, each (K_j, N).
 
@@ -42,8 +42,8 @@ def run(
 
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
     every value twice, col (M,), scalar ().
-    With ``exact`` the GEMM itself runs in the compute dtype (the oracle); without, in the
-    inputs' dtype, which is what an unfused graph does and costs no more than it.
+    With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
+    product is rounded to the inputs' dtype first, which is what an unfused graph does.
 
     Returns the stores, each (M, N), then the partials of the reductions over one tile that covers
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
@@ -52,7 +52,7 @@ def run(
     env: dict[str, Tensor] = {}
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        return a.to(wide) @ b.to(wide) if exact else (a @ b).to(wide)
+        return accumulated(a, b, wide) if exact else (a @ b).to(wide)
 
     if program.paired:
         env.update({name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)})
@@ -77,6 +77,15 @@ def run(
         value = env[reduce.value].expand(shape)
         outputs.append(COMBINE[reduce.combine](value, dim, keepdim=True))
     return outputs
+
+
+def accumulated(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """``a @ b`` as its accumulators hold it: (M, K) times (K, N), in ``wide``."""
+    if a.dtype == wide:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
 
 
 def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: torch.device):

@@ -10,10 +10,11 @@ Example, for the program in :mod:`coda_inductor.program.ir`::
         c0 = c
         x = acc + c0  # aten.add.Tensor
         h = x * w0  # aten.mul.Tensor
+        x_r = coda_math.round_bfloat16(x)  # as stored
         return {
             "D": x,  # out0
             "out1": h,
-            "part0": (x, x),  # sq = x * x, folded as one fused multiply-add
+            "part0": (x_r, x_r),  # sum of sq, one fused multiply-add
         }
 """
 
@@ -44,6 +45,8 @@ TEMPLATES: dict[str, str] = {
     "reciprocal": "coda_math.reciprocal({0})",
     "maximum": "coda_math.maximum({0}, {1})",
     "minimum": "coda_math.minimum({0}, {1})",
+    "round_bfloat16": "coda_math.round_bfloat16({0})",
+    "round_float16": "coda_math.round_float16({0})",
     "sqrt": "coda_math.sqrt({0})",
     "rsqrt": "coda_math.rsqrt({0})",
     "exp": "coda_math.exp({0})",

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
-from coda_inductor.graph import ALIASES, aten, fake
+from coda_inductor.graph import ALIASES, HALF, aten, fake, is_cast
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -21,6 +21,7 @@ from coda_inductor.program import (
     Reduce,
     Step,
     Store,
+    consistent,
     simplify,
     verify,
 )
@@ -103,7 +104,12 @@ class Region:
             stores,
             tuple(dict.fromkeys(self.reduces.values())),  # one may have several readers
         )
-        return verify(simplify(program))
+        return verify(simplify(consistent(simplify(program), self._apart())))
+
+    def _apart(self) -> set[str]:
+        """Sums over M that nothing ever combines with a tile: the gradients of biases, gammas."""
+        columns = {r.name for r in self.reduces.values() if r.axis == "col"}
+        return columns - {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
 
 
 def gemm_inputs(node: Node) -> tuple[Node, Node]:
@@ -127,6 +133,31 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _ends_alone(node: Node) -> bool:
+    """Does ``node`` reach the graph's output without ever meeting another tensor?"""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        tensors = [n for n in user.all_input_nodes if isinstance(fake(n), torch.Tensor)]
+        if user.op != "output" and len(tensors) > 1:
+            return False
+        todo += user.users
+    return True
+
+
 def _common_dtype(nodes: list[Node]) -> torch.dtype:
-    """The dtype from which every one of ``nodes`` can be made without loss."""
-    return functools.reduce(torch.promote_types, (fake(node).dtype for node in nodes))
+    """The dtype from which every one of ``nodes``, all one value, can be made without loss. Where
+    one is a widened copy of what another reader sees rounded, that is the rounded one."""
+    dtypes = [fake(node).dtype for node in nodes]
+    if any(dtype in HALF for dtype in dtypes):
+        dtypes = [_narrowest(node) for node in nodes]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _narrowest(node: Node) -> torch.dtype:
+    """The 16-bit dtype that ``node`` was rounded to before it was widened, if any; else its own."""
+    dtype = fake(node).dtype
+    while dtype not in HALF and (is_cast(node) or node.target in ALIASES):
+        node = node.args[0]
+        dtype = fake(node).dtype if fake(node).dtype in HALF else dtype
+    return dtype

@@ -126,7 +126,8 @@ def producer(x: Node) -> Node | None:
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     """The A and B operands of a region's GEMM at the graph's insertion point. Terms that cannot be
     read in place are concatenated; other readers of the left ones then read a slice, but for the
-    user of the graph, to whom each output is a tensor of its own."""
+    user of the graph, to whom each output is a tensor of its own, and for what another left one is
+    made by, which is there before the concatenation is."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
@@ -136,16 +137,30 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     like = region.anchors[-1]
     a = insert(graph, aten.cat.default, (left, 1), like=like)
     b = insert(graph, aten.cat.default, (right, 0), like=like)
+    before = _between(left)
     start = 0
     for part in left:
         end = start + fake(part).shape[1]
         piece = insert(graph, aten.slice.Tensor, (a, 1, start, end), like=part)
         part.replace_all_uses_with(
             piece,
-            delete_user_cb=lambda user: user not in (a, *region.anchors) and not _is_shown(user),
+            delete_user_cb=lambda user: (
+                user not in (a, *region.anchors) and user not in before and not _is_shown(user)
+            ),
         )
         start = end
     return [a], [b]
+
+
+def _between(nodes: list[Node]) -> set[Node]:
+    """``nodes`` and what they are made from, as far back as the first of them."""
+    first, found, todo = min(nodes), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found and not node < first:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def _is_shown(node: Node) -> bool:

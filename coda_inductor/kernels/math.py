@@ -14,7 +14,7 @@ import functools
 import sys
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, select_
+from cutlass import BFloat16, Boolean, Float16, Float32, select_
 from cutlass._mlir.dialects import arith
 from quack import activation
 from quack.epilogue.math import F2
@@ -73,6 +73,17 @@ def minimum(x, y):
 
 def relu(x):
     return maximum(x, 0.0)
+
+
+@_lanewise
+def round_bfloat16(x):
+    """To the nearest bfloat16, ties to even, as a store does."""
+    return Float32(Float32(x).to(BFloat16))
+
+
+@_lanewise
+def round_float16(x):
+    return Float32(Float32(x).to(Float16))
 
 
 @_lanewise

@@ -16,7 +16,8 @@ from coda_inductor.program import EpilogueProgram, Store
 _HALF = ("bfloat16", "float16")
 #: Ops that map zeros to zero, whatever their literal arguments are.
 _ZERO_ALL = frozenset({"add", "sub", "maximum", "minimum"})
-_ZERO_UNARY = frozenset({"neg", "abs", "sqrt", "tanh", "erf", "sin", "relu", "log1p", "expm1"})
+_ROUNDING = frozenset({"round_bfloat16", "round_float16"})
+_ZERO_UNARY = _ROUNDING | {"neg", "abs", "sqrt", "tanh", "erf", "sin", "relu", "log1p", "expm1"}
 #: Ops that cannot make an infinity or NaN out of zeros and values of ordinary size.
 _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmoid", "cos"}
 

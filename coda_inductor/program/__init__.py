@@ -3,12 +3,17 @@
 ir      the frozen dataclasses, their JSON form and identity
 ops     the elementwise vocabulary
 simplify  shorter programs that mean the same
+statistics  reductions read what is stored
 verify  is a program legal?
 """
 
 from coda_inductor.program.ir import EpilogueProgram, Operand, Reduce, Step, Store
 from coda_inductor.program.ops import OPS
 from coda_inductor.program.simplify import simplify
+from coda_inductor.program.statistics import consistent
 from coda_inductor.program.verify import verify
 
-__all__ = ["OPS", "EpilogueProgram", "Operand", "Reduce", "Step", "Store", "simplify", "verify"]
+__all__ = [
+    "OPS", "EpilogueProgram", "Operand", "Reduce", "Step", "Store", "consistent", "simplify",
+    "verify",
+]  # fmt: skip

@@ -15,7 +15,8 @@ Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + defer
       load  w0      : row bfloat16
       x     = add acc c0          # aten.add.Tensor
       h     = mul x w0            # aten.mul.Tensor
-      sq    = mul x x             # aten.mul.Tensor
+      x_r   = round_bfloat16 x    # as stored
+      sq    = mul x_r x_r         # aten.mul.Tensor
       store out0    = x : bfloat16
       store out1    = h : bfloat16
       reduce part0  = add over N of sq

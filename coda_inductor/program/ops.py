@@ -33,6 +33,9 @@ OPS: dict[str, OpSpec] = {
     "reciprocal": OpSpec(1, torch.reciprocal),
     "maximum": OpSpec(2, torch.maximum),
     "minimum": OpSpec(2, torch.minimum),
+    # to the precision of a store, and back
+    "round_bfloat16": OpSpec(1, lambda x: x.to(torch.bfloat16).to(x.dtype)),
+    "round_float16": OpSpec(1, lambda x: x.to(torch.float16).to(x.dtype)),
     # powers and roots
     "sqrt": OpSpec(1, torch.sqrt),
     "rsqrt": OpSpec(1, torch.rsqrt),

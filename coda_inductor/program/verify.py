@@ -8,6 +8,7 @@ import math
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
 from coda_inductor.program.ops import OPERAND_DTYPES, OPS, STORE_DTYPES
+from coda_inductor.program.statistics import inconsistent
 
 #: Names a generated kernel uses for itself.
 RESERVED = frozenset({"acc", "acc0", "acc1", "D", "C", "c"})
@@ -31,6 +32,11 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _operands(program, defined, taken)
     _steps(program, defined, taken, booleans)
     _outputs(program, defined, taken, booleans)
+    if (reduce := inconsistent(program)) is not None:
+        raise ProgramError(
+            f"reduce {reduce.name!r} reads a value that is stored rounded, unrounded: "
+            "program.consistent() makes it read what is stored"
+        )
     return program
 
 

@@ -16,10 +16,17 @@ change when a row is shifted, so any ``pivot``, one value a row, will do. gamma^
 beta^T W are computed at every call, for W is what training changes; a kernel of Inductor's reads W
 once for both, which ``gate.norm_loses`` charges.
 
-Rounding: where a row's mean is large against its deviation, h would round at the size of the mean
-(as eager's x does, but there once, here also behind the GEMMs), and mean(v * v) - m**2 cancel. So
-the pivot is the mean of the residual stream x0 that x was made from by adding something: the
-LayerNorm that read x0 has computed it. Refuses where there is none (``docs/gotchas.md``).
+Rounding: v should be small, so the pivot is the mean of the residual stream x0 that x was made from
+by adding terms; the LayerNorm that read x0 has computed it. What is left in v is bounded by x0's
+deviation and the terms t: rounding h to 16 bits costs at most u (|x0 - pivot| + sum |t|), u being
+the unit roundoff. Eager rounds the terms themselves, u |t| each, and n, u |n|: the same bound. What
+cancels after that (h @ W - m colsum, mean(v * v) - m**2) does so in float32, at a relative error of
+2**-24 (1 + m**2 / var), which is less as long as the terms are in 16 bits. Hence the refusals:
+
+- no pivot: v would round at the size of the mean;
+- a term that eager keeps in float32: nothing bounds what rounding v costs;
+- a float32 product: it cancels at the precision of everything else (4.7e-2 where Inductor has 7e-5,
+  at a mean of 1000 deviations), and there is no kernel to gain by it. Float64 stays, for proofs.
 """
 
 from __future__ import annotations
@@ -27,11 +34,12 @@ from __future__ import annotations
 import math
 import operator
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.operands import source
 from coda_inductor.fuse.region import gemm_inputs
-from coda_inductor.graph import Put, aten, fake, insert, prune, same
+from coda_inductor.graph import HALF, Put, aten, fake, insert, prune, same
 from coda_inductor.rewrite.behind import KEEP, Shift, scale, wide_of
 from coda_inductor.rewrite.layer_norms_backward import (
     Product,
@@ -58,18 +66,42 @@ class Means:
                 mean = insert(norm.graph, operator.getitem, (norm, 1), like=norm)
         self.known[source(norm.args[0])] = mean
 
-    def pivot(self, norm: Node) -> Node | None:
-        """The mean of a tensor that the norm's input was made from by adding something."""
-        todo, seen = [source(norm.args[0])], set()
+    def pivot(self, norm: Node) -> tuple[Node, list[Node]] | None:
+        """The mean of a tensor that the norm's input was made from by adding terms, and these."""
+        todo: list[tuple[Node, list[Node]]] = [(source(norm.args[0]), [])]
+        seen = set()
         while todo:
-            node = todo.pop()
+            node, terms = todo.pop()
             mean = self.known.get(node)
             if mean is not None and _fits(mean, norm):
-                return mean
-            if node not in seen and (node.target is aten.add.Tensor):
+                return mean, terms
+            if node not in seen and node.target is aten.add.Tensor:
                 seen.add(node)
-                todo += [source(n) for n in node.all_input_nodes]
+                parts = [source(n) for n in node.all_input_nodes]
+                todo += [(part, [*terms, *(p for p in parts if p is not part)]) for part in parts]
         return None
+
+
+def refusal(norm: Node, found: Uses, means: Means) -> str | None:
+    """Why a LayerNorm whose readers are ``found`` must not wait, or None."""
+    if found.dtype == torch.float32:
+        return (
+            "float32: where a row's mean is large against its deviation, the deferred product "
+            "would lose digits, and float32 GEMMs have no kernel"
+        )
+    pivot = means.pivot(norm)
+    if pivot is None:
+        return (
+            "no LayerNorm in front of it has computed the mean of a tensor that its input is made "
+            "from: its operand would round at the size of the mean"
+        )
+    wide = [t for t in pivot[1] if fake(t).dtype not in HALF]
+    if wide and found.dtype != torch.float64:
+        return (
+            f"{wide[0].name}, a {fake(wide[0]).dtype} value, is added to the tensor whose mean is "
+            "known: its operand would round at the size of that value"
+        )
+    return None
 
 
 def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> None:
@@ -77,8 +109,9 @@ def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> Non
     and to its gradient."""
     x, gamma, _, eps, _ = norm.args
     wide, pattern = wide_of(x), ("layer_norm", norm.name)
-    pivot = means.pivot(norm)
-    assert pivot is not None, "asked before"
+    known_mean = means.pivot(norm)
+    assert known_mean is not None, "asked before"
+    pivot, _ = known_mean
     put = Put(graph, like=norm, pattern=pattern)
     with graph.inserting_before(norm):
         if not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):

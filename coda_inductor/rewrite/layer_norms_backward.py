@@ -7,7 +7,7 @@ Before (x is M x d; one z = n @ W + b, dz its gradient, for every GEMM)::
 
 After::
 
-    zs = dz * rstd                                        (where dz is made)
+    zs = dz * rstd       (where dz is made; as in norms_backward, for dW only if no GEMM makes it)
     first  = sum of rowsum(dz * (gamma^T W))              (where dz is made)
     second = sum of rowsum(dz * (z - beta^T W - b))       (where dz is made)
     s = sum of zs @ W.T                                   one GEMM or several, its epilogue:
@@ -21,8 +21,8 @@ dx = rstd (p - rowmean(p) - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p) = row
 (R3), n W being z without its bias. n = D_rstd h - (rstd mean) gamma^T + 1 beta^T, transposed and
 multiplied with dz, is dW (R4).
 
-Where z is not at hand or too wide to be read again, the two sums are those of s * gamma and
-s * gamma * (x - mean), known only behind the GEMM.
+Where z is not at hand, or no GEMM makes dz, the two sums are those of s * gamma and
+s * gamma * (x - mean), known only after the GEMM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coda_inductor.fuse.region import OPTIONAL
 from coda_inductor.graph import ALIASES, Put, aten, fake, prune, settle
 from coda_inductor.rewrite.behind import Shift
 from coda_inductor.rewrite.norm_uses import Uses
-from coda_inductor.rewrite.norms_backward import Scaled, add_rows, cheap
+from coda_inductor.rewrite.norms_backward import Scaled, add_rows, made_by_gemms
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def differentiate(
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
         correct(wgrad, n_is_left)
-    for dgrad in found.dgrads:
+    early = made_by_gemms(found.dgrads)
+    for dgrad in found.dgrads if early else ():
         dz, weight = dgrad.args
         dgrad.args = (scaled(dz, dgrad), weight)
     if found.backward is not None:
-        affordable = products and cheap([(p.z, p.dz) for p in products], fake(stats.h).shape[-1])
         with graph.inserting_before(found.backward):
-            _apply(graph, found.backward, stats, products if affordable else None)
+            _apply(graph, found.backward, stats, early, products if early else None)
         old += found.backward.all_input_nodes
         graph.erase_node(found.backward)
     settle(list(scaled.made.values()))  # a wgrad may stand in front of the dgrad, or behind it
@@ -140,12 +140,17 @@ class _Correction:
         return self.rows[base]
 
 
-def _apply(graph: Graph, backward: Node, stats: Statistics, products: list[Product] | None) -> None:
-    """Put the new gradients in the place of ``backward``'s results."""
+def _apply(
+    graph: Graph, backward: Node, stats: Statistics, early: bool, products: list[Product] | None
+) -> None:
+    """Put the new gradients in the place of ``backward``'s results. ``early`` says that the row
+    scale is in the dz already."""
     put = Put(graph, like=backward, pattern=("layer_norm_backward", backward.name))
     s, x, gamma, beta, _, _, needs = backward.args
     wide, d = fake(stats.rstd).dtype, fake(x).shape[-1]
     sw = put.cast(s, wide)
+    if not early:
+        sw = put(aten.mul.Tensor, sw, stats.rstd)
     centered = put(aten.sub.Tensor, put.cast(x, wide), stats.mean)
     results: dict[int, Node] = {}
     if needs[0]:

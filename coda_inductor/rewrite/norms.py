@@ -32,6 +32,7 @@ from coda_inductor.graph import ALIASES, Put, aten, fake, module_path, prune, re
 from coda_inductor.log import Failure, logger
 from coda_inductor.rewrite.behind import KEEP, scale, wide_of
 from coda_inductor.rewrite.layer_norms import Means, defer_layer_norm
+from coda_inductor.rewrite.layer_norms import refusal as layer_norm_refusal
 from coda_inductor.rewrite.norm_uses import Uses, uses
 from coda_inductor.rewrite.norms_backward import Scales, differentiate
 from coda_inductor.semantic import layer_norm, rms_norm
@@ -69,7 +70,9 @@ def defer_norms(
             if isinstance(found, Uses):
                 found = _refusal(norm, found, scope, legal, fp16) or found
             if isinstance(found, Uses) and norm.target is layer_norm:
-                found = _refusal_of_layer_norm(norm, found, means, loses) or found
+                found = layer_norm_refusal(norm, found, means) or found
+                if isinstance(found, Uses) and loses is not None:
+                    found = loses(found.gemms, found.backward is not None) or found
         except Exception as error:  # analysis only: nothing has been changed yet
             logger.debug("analysing %s failed", norm.name, exc_info=True)
             found = Failure(f"{type(error).__name__} in our own passes: {error}")
@@ -107,17 +110,6 @@ def _refusal(norm: Node, found: Uses, scope: Scope, legal: Legal, fp16: bool) ->
     if x not in region.values or not same(fake(x).shape[-1], region.shape[1]):
         return f"its input is not made in the epilogue of {source.name}"
     return None
-
-
-def _refusal_of_layer_norm(
-    norm: Node, found: Uses, means: Means, loses: Loses | None
-) -> str | None:
-    if means.pivot(norm) is None:
-        return (
-            "no LayerNorm in front of it has computed the mean of a tensor that its input is made "
-            "from: its operand would round at the size of the mean"
-        )
-    return None if loses is None else loses(found.gemms, found.backward is not None)
 
 
 def _defer(graph: Graph, norm: Node, found: Uses, scope: Scope) -> None:

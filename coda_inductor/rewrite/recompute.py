@@ -16,9 +16,10 @@ the derivative computes s2 and a2 for free. Where nothing fuses, torch's partiti
 copies with the originals again (it eliminates common subexpressions first), and decides as ever.
 
 Refuses values that cannot be computed from at most two tensors that the backward pass reads
-anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs behind a norm), and what is
-compared for equality: the gradient of a maximum looks for its place by ``x == x.amax(-1)``, which
-a copy that was rounded otherwise never fulfils.
+anyway, what the norm rewrite keeps on purpose (the operand of the GEMMs after a norm), and what a
+copy that was rounded otherwise would not do for: logits, of which ``exp(x - logsumexp(x)) - 1`` is
+nearly nothing, and what is compared for equality, as the gradient of a maximum looks for its place
+by ``x == x.amax(-1)``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from coda_inductor.fuse.operands import source
 from coda_inductor.fuse.region import GEMMS
 from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, readers
 from coda_inductor.rewrite.behind import KEEP
+from coda_inductor.semantic_loss import row_logsumexp
 from coda_inductor.sides import Scope, is_tangent
 
 _MOST_TENSORS = 2
@@ -47,10 +49,13 @@ def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
     if first is None:
         return
     read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
+    for node in graph.nodes:
+        if node.target is row_logsumexp:
+            _keep(node.args[0])
     if keep:
         for node in read:
             if _feeds_gemm(node):
-                source(node).meta[KEEP] = node.meta[KEEP] = True
+                _keep(node)
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
@@ -61,6 +66,10 @@ def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
                 copy = _copy(graph, node, bases, copies, first, scope)
                 user.replace_input_with(node, copy)
     stable_topological_sort(graph)  # readers that need no tangent may stand in front of the copies
+
+
+def _keep(node: Node) -> None:
+    source(node).meta[KEEP] = node.meta[KEEP] = True
 
 
 def _backward_readers(node: Node, scope: Scope) -> list[Node]:

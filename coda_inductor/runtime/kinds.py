@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, consistent, simplify
 
 
 @functools.cache
 def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     """Name of the kind -> its program."""
     norm_bwd = _norm_bwd(dtype)
-    return {
+    programs = {
         "scale": _scale(dtype),
         "rms_partial": _rms_partial(dtype),
         "swiglu": _swiglu(dtype),
@@ -27,6 +27,7 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "norm_bwd_joined": norm_bwd,
         "logsumexp": _logsumexp(dtype),
     }
+    return {name: simplify(consistent(program)) for name, program in programs.items()}
 
 
 #: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.

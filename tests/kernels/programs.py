@@ -7,7 +7,16 @@ import functools
 
 import torch
 
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, verify
+from coda_inductor.program import (
+    EpilogueProgram,
+    Operand,
+    Reduce,
+    Step,
+    Store,
+    consistent,
+    simplify,
+    verify,
+)
 from coda_inductor.runtime.kinds import TERMS, kinds
 
 
@@ -78,6 +87,11 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
             Reduce("top", "y", "row", "max"),
         ),
     )
+
+
+def legal(program: EpilogueProgram) -> EpilogueProgram:
+    """``program`` as the fuser would make it: its statistics are of what it stores."""
+    return verify(simplify(consistent(program)))
 
 
 def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
@@ -188,7 +202,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "paired_rows": paired_rows(dtype),
         "layer_partial": layer_partial(dtype),
     }
-    return {name: verify(program) for name, program in named.items()}
+    return {name: legal(program) for name, program in named.items()}
 
 
 def inputs(

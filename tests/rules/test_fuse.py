@@ -157,10 +157,20 @@ def test_output_in_another_dtype_leaves_the_tile_unrounded():
 
     a, b = randn(M, 512, dtype=torch.bfloat16), randn(512, N, dtype=torch.bfloat16)
     program = fused(function, a, b, tolerance=1e-2)
+    assert [s.dtype for s in program.stores] == ["bfloat16"]
+
+
+def test_value_that_is_read_before_it_is_rounded_is_stored_wide():
+    def function(a, b):
+        z = (a @ b).float() * 3.0
+        return z.cumsum(0), z.bfloat16().cumsum(0)
+
+    a, b = randn(M, K, dtype=torch.bfloat16), randn(K, N, dtype=torch.bfloat16)
+    program = fused(function, a, b, tolerance=3e-2)
     assert [s.dtype for s in program.stores] == ["float32"]
 
 
-def test_value_read_in_two_dtypes_is_stored_in_the_wider():
+def test_value_that_is_also_read_rounded_is_stored_rounded():
     def function(a, b):
         z = torch.relu(a @ b)
         return z.cumsum(0), z.float().cumsum(0)

@@ -3,6 +3,8 @@ gradients."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from coda_inductor import late_gradients
-from coda_inductor.program import EpilogueProgram, Reduce, Store, verify
+from coda_inductor.program import EpilogueProgram, Reduce, Step, Store, verify
 from coda_inductor.runtime import loss as runtime_loss
 from coda_inductor.semantic_loss import cross_entropy
 
@@ -406,10 +408,11 @@ def test_program_with_logsumexp_is_checked():
     program = EpilogueProgram(
         ("acc",),
         "bfloat16",
+        steps=(Step("r", "round_bfloat16", ("acc",)),),
         stores=(Store("out0", "acc", "bfloat16"),),
-        reduces=(Reduce("part0", "acc", "row", "logsumexp"),),
+        reduces=(Reduce("part0", "r", "row", "logsumexp"),),
     )
     assert verify(EpilogueProgram.from_json(program.to_json())) == program
-    added = Reduce("part0", "acc", "row", "add")
-    other = EpilogueProgram(("acc",), "bfloat16", stores=program.stores, reduces=(added,))
+    added = Reduce("part0", "r", "row", "add")
+    other = replace(program, reduces=(added,))
     assert other.key != program.key
