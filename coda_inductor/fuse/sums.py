@@ -10,8 +10,8 @@ After::
 
 Valid for every sum of products of one shape; the sum is then rounded once instead of each product.
 Two terms of equal K are read where they lie (``runtime.launch``). Others would have to be copied
-together, which pays where the left operands are written by elementwise kernels anyway, so that only
-the weights are copied: the gradients of q, k and v.
+together, which pays where elementwise kernels write the left operands anyway, so that only the
+weights are copied, or at least read them anyway: the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
     places = {(t in scope.forward, checkpoint(t)) for t in found}
     if len(dtypes) != 1 or len(places) != 1 or not all(same(s, shapes[0]) for s in shapes):
         return False
-    return in_place(found) or all(_written_elementwise(gemm_inputs(t)[0]) for t in found)
+    return in_place(found) or all(_passes_by(t, scope) for t in found)
 
 
 def in_place(found: tuple[Node, ...]) -> bool:
@@ -95,6 +95,18 @@ def in_place(found: tuple[Node, ...]) -> bool:
     if left[0].is_cuda:
         return unjoinable(left, right) is None
     return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
+
+
+def _passes_by(term: Node, scope: Scope) -> bool:
+    """Does a kernel of Inductor's that runs in the same pass write or read the left operand of
+    ``term``, so that it can write a copy as well?"""
+    base, _ = gemm_inputs(term)
+    if _written_elementwise(base):
+        return True
+    while base.target in ALIASES:
+        base = base.args[0]
+    _, users = readers(base, through=lambda u: u.target in ALIASES)
+    return any(elementwise(u) and scope.same_side(u, term) for u in users)
 
 
 def _written_elementwise(node: Node) -> bool:
@@ -125,9 +137,9 @@ def producer(x: Node) -> Node | None:
 
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     """The A and B operands of a region's GEMM at the graph's insertion point. Terms that cannot be
-    read in place are concatenated; other readers of the left ones then read a slice, but for the
-    user of the graph, to whom each output is a tensor of its own, and for what another left one is
-    made by, which is there before the concatenation is."""
+    read in place are concatenated. A left one that an elementwise kernel writes need not be written
+    twice then: its other readers read a slice, but for the user of the graph, to whom each output
+    is a tensor of its own, and for what another left one is made by: it comes before."""
     pairs = [gemm_inputs(anchor) for anchor in region.anchors]
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     if region.total is None:
@@ -141,6 +153,9 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     start = 0
     for part in left:
         end = start + fake(part).shape[1]
+        if not _written_elementwise(part):
+            start = end
+            continue
         piece = insert(graph, aten.slice.Tensor, (a, 1, start, end), like=part)
         part.replace_all_uses_with(
             piece,
