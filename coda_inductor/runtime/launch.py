@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -61,16 +62,18 @@ class Kernel:
         if plan is None:
             from coda_inductor.kernels.build import build
 
-            # Activations of the next call may lie in the other order, and while a CUDA graph is
+            # What the next call reads may lie in the other order, and while a CUDA graph is
             # captured no kernel can be loaded.
-            for way in ("straight", "crossed") if joined else ("",):
+            lanes = (False, True) if self.program.paired else (swap_lanes,)
+            ways = ("straight", "crossed") if joined else ("",)
+            for swap, way in itertools.product(lanes, ways):
                 with _on_device(device):
-                    self._plans[a_major, b_major, swap_lanes, way, device.index] = build(
+                    self._plans[a_major, b_major, swap, way, device.index] = build(
                         self.program,
                         self.config,
                         a_major=a_major,
                         b_major=b_major,
-                        swap_lanes=swap_lanes,
+                        swap_lanes=swap,
                         joined=way,
                         device=device,
                     )
@@ -79,12 +82,16 @@ class Kernel:
 
     def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:
         """(A, B, swap_lanes, joined): the operands as the kernel wants them, and the variant of it
-        that reads them so. Terms that cannot be read in place are copied into one operand."""
+        that reads them so. Terms that cannot be read in place are copied into one operand; so are
+        all under ``torch.use_deterministic_algorithms``, for in place the sum starts with the term
+        at the lower address, which is the allocator's choice."""
         if self.program.paired:
             b, values["pair_delta"], swapped = pair_view(*bs)
             return tma_matrix(as_[0], either_major=True), b, swapped, ""
         if len(as_) > 1:
             try:
+                if torch.are_deterministic_algorithms_enabled():
+                    raise UnpairableError("deterministic algorithms are asked for")
                 a, b, delta_a, delta_b, crossed = joint_view(as_, bs)
             except UnpairableError:
                 as_, bs = [torch.cat(as_, 1)], [torch.cat(bs, 0)]
@@ -143,10 +150,11 @@ def requests(
     ask = functools.partial(KernelRequest, program, config)
     if len(bs) > len(as_):
         return [ask(swap_lanes=swap) for swap in (False, True)]
-    if len(as_) > 1 and unjoinable(as_, bs) is not None:
-        return [ask(b_major="n")]  # of what torch.cat makes
     b_major = "n" if bs[0].stride(1) == 1 else "k"
     if len(as_) > 1:
+        copied = unjoinable(as_, bs) is not None or torch.are_deterministic_algorithms_enabled()
+        if copied:
+            return [ask(b_major="n")]  # of what torch.cat makes
         return [ask(b_major=b_major, joined=joined) for joined in ("straight", "crossed")]
     return [ask(b_major=b_major, a_major="m" if as_[0].stride(0) == 1 else "k")]
 

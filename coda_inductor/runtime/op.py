@@ -13,8 +13,10 @@ be built or launched, through the reference executor, after one warning that nam
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -37,8 +39,16 @@ _LIBRARY.define(
 
 # Plain module variables: backward graphs run on autograd's own threads.
 _mode = {"strict": False}
-# (program, config) -> why its kernel failed: a site that failed once is not tried again.
-_failed: dict[tuple[str, str], str] = {}
+#: What a machine gets over: a full disk, too many open files, a cache that is not answering.
+_PASSING = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO,
+     errno.EINTR, errno.ESTALE, errno.ETIMEDOUT}
+)  # fmt: skip
+#: Seconds until a kernel that could not be had for such a reason is asked for again: it may take
+#: seconds to fail once more.
+_RETRY_SECONDS = 60.0
+# (program, config) -> why its kernel failed, and until when it is not tried again.
+_failed: dict[tuple[str, str], tuple[str, float]] = {}
 
 
 def set_strict(strict: bool) -> None:
@@ -95,8 +105,10 @@ def _reference(as_, bs, operands, program, config):
 
 
 def _cuda(as_, bs, operands, program, config):
-    if (program, config) in _failed:
-        return _fall_back(_failed[program, config], as_, bs, operands, program, config)
+    if (failure := _failed.get((program, config))) is not None:
+        if time.monotonic() < failure[1]:
+            return _fall_back(failure[0], as_, bs, operands, program, config)
+        del _failed[program, config]
     entry = kernel(program, config)
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
@@ -112,9 +124,21 @@ def _cuda(as_, bs, operands, program, config):
         return _fall_back(str(error), as_, bs, operands, program, config, error)
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError):  # the next call may find room
-            _failed[program, config] = repr(error)
+            pause = _RETRY_SECONDS if _passes(error) else math.inf
+            _failed[program, config] = repr(error), time.monotonic() + pause
         return _fall_back(repr(error), as_, bs, operands, program, config, error)
     return outputs
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Is ``error``, or what caused it, gone by itself later on? Libraries wrap what they catch."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @functools.lru_cache(maxsize=4096)

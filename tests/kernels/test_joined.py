@@ -107,7 +107,7 @@ def test_the_op_sums_the_terms():
     as_, bs, operands = inputs(PROGRAM, M, N, F, b_major="n", terms=2)
     dx, partials = gemm_epilogue(as_, bs, operands, PROGRAM, CONFIG)
     residual, x, weight, coef = (o.float() for o in operands)
-    acc = sum((a @ b).float() for a, b in zip(as_, bs, strict=True))
+    acc = sum(a.float() @ b.float() for a, b in zip(as_, bs, strict=True))
     expected = acc * weight + x * coef[:, None] + residual
     torch.testing.assert_close(dx.float(), expected, atol=0.03, rtol=0.01)
     torch.testing.assert_close(partials.sum(0), (acc * x).sum(0), atol=1e-3, rtol=1e-4)
@@ -138,20 +138,53 @@ def test_requests_name_every_kernel_that_a_call_may_launch():
     assert pair == [("k", "k", False, ""), ("k", "k", True, "")]
 
 
-def test_both_orders_are_loaded_before_a_graph_is_captured(monkeypatch):
-    """Where activations lie is known at the call; while one is captured nothing can be loaded."""
-    built = []
-    build = types.SimpleNamespace(build=lambda *_, **how: built.append(how["joined"]) or "plan")
+@pytest.fixture
+def built(monkeypatch):
+    """How each kernel was asked for that a launch would have built; nothing is."""
+    asked_for = []
+    build = types.SimpleNamespace(build=lambda *_, **how: asked_for.append(how) or "plan")
     monkeypatch.setitem(sys.modules, "coda_inductor.kernels.build", build)  # needs no library
     monkeypatch.setattr(launch, "_on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
+    return asked_for
+
+
+def test_both_orders_are_loaded_before_a_graph_is_captured(built):
+    """Where activations lie is known at the call; while one is captured nothing can be loaded."""
     as_, bs = terms()
     _, _, operands = inputs(PROGRAM, M, N, F, b_major="n", terms=2)
     kernel = Kernel(PROGRAM, CONFIG)
     outputs = op._allocate(PROGRAM, CONFIG, as_[0], bs)
     for left in (as_, as_[::-1]):
         kernel.launch(left, bs, operands, outputs)
-        assert sorted(built) == ["crossed", "straight"]
+        assert sorted(how["joined"] for how in built) == ["crossed", "straight"]
+
+
+def test_both_orders_of_a_pair_are_loaded_before_a_graph_is_captured(built, monkeypatch):
+    program = kinds()["swiglu"]
+    monkeypatch.setattr(launch, "pair_view", lambda b0, _: (b0, 8, b0 is second))
+    (a,), (first, second), operands = inputs(program, M, N, F)
+    kernel = Kernel(program, CONFIG)
+    outputs = op._allocate(program, CONFIG, a, [first, second])
+    for weights in ([first, second], [second, first]):
+        kernel.launch([a], weights, operands, outputs)
+        assert sorted(how["swap_lanes"] for how in built) == [False, True]
+
+
+def test_a_deterministic_sum_does_not_depend_on_addresses():
+    """In place it starts with the term at the lower address."""
+    as_, bs = terms()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for order in (slice(None), slice(None, None, -1)):
+            left, right = as_[order], bs[order]
+            a, b, _, joined, values = bound(left, right)
+            assert (joined, values) == ("", {})
+            assert torch.equal(a, torch.cat(left, 1))
+            assert torch.equal(b, torch.cat(right, 0))
+        assert asked(as_, bs) == [("k", "n", False, "")]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_requests_leave_the_row_count_symbolic():

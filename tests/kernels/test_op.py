@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -117,19 +119,35 @@ def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
     assert "no such instruction" in caplog.text
 
 
-@pytest.mark.parametrize(("error", "kept"), [(torch.OutOfMemoryError, False), (OSError, True)])
-def test_memory_may_be_there_the_next_time(broken, monkeypatch, error, kept):
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILURES = {  # error -> launches of three calls, and of three more two minutes later
+    "out of memory": (torch.OutOfMemoryError("no room"), 3, 6),
+    "full disk": (FULL, 1, 2),
+    "full disk, wrapped": (RuntimeError("could not save the kernel"), 1, 2),
+    "missing library": (OSError("libcute.so: cannot open shared object file"), 1, 1),
+    "bug": (RuntimeError("no such instruction"), 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_only_what_cannot_get_better_is_remembered(broken, monkeypatch, name):
+    error, at_once, later = FAILURES[name]
     launches = []
 
     def launch(self, *_):
         launches.append(self)
-        raise error("no room")
+        raise error from (FULL if "wrapped" in name else None)
 
     monkeypatch.setattr(Broken, "launch", launch)
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
     for _ in range(3):
         op._cuda(*arguments)
-    assert len(launches) == (1 if kept else 3)
+    assert len(launches) == at_once
+    now = time.monotonic()
+    monkeypatch.setattr(op.time, "monotonic", lambda: now + 120)
+    for _ in range(3):
+        op._cuda(*arguments)
+    assert len(launches) == later
 
 
 def test_strict_raises_every_time(broken):

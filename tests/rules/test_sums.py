@@ -9,6 +9,7 @@ from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
 
 from coda_inductor.fuse import Policy
+from coda_inductor.graph import CycleError, settle
 from coda_inductor.runtime import gate, pool, support
 
 D, HIDDEN = 16, 24
@@ -258,3 +259,70 @@ def test_what_is_concatenated_is_returned_as_it_was():
     assert harness.ops()["aten.cat.default"] == 2
     assert all(t.is_contiguous() for t in outputs)
     assert len({t.untyped_storage().data_ptr() for t in outputs}) == 4
+
+
+class Gates(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(D, HIDDEN).double() for _ in range(3))
+
+    def forward(self, x):
+        return F.gelu(self.a(x) + self.b(x).sigmoid() + 2 * self.c(x))
+
+
+class Readers(torch.nn.Module):
+    """Norms that linears of several widths read."""
+
+    def __init__(self):
+        super().__init__()
+        self.o, self.rms, self.layer = (
+            torch.nn.Linear(D, D), torch.nn.RMSNorm(D), torch.nn.LayerNorm(D),
+        )  # fmt: skip
+        self.a, self.b, self.c = (torch.nn.Linear(D, n) for n in (24, 40, 8))
+
+    def forward(self, x):
+        h = x + self.o(x)
+        n, m = self.rms(h), self.layer(h)
+        return self.a(n), self.b(n), self.c(n), self.a(m), self.b(m)
+
+
+@pytest.mark.timeout(60)
+def test_left_factors_that_are_made_of_each_other_close_no_cycle():
+    """A left one that is read as a slice of the concatenation must not be what makes another."""
+
+    def function(x, a, b, c):
+        h = x * 2
+        return h @ a + torch.relu(h) @ b + (h * h) @ c, torch.tanh(h)
+
+    harness = check(function, randn(6, D), *(randn(D, HIDDEN) for _ in range(3)))
+    assert [site.shape for site in harness.fused] == [(6, HIDDEN, 3 * D)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model", [Gates, Readers])
+def test_gradients_of_sums_close_no_cycle(model):
+    harness = check_gradients(model().double(), randn(6, D).requires_grad_())
+    assert harness.fused
+
+
+def test_a_cycle_is_an_error_and_no_endless_loop():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.sin, (x,))
+    second = graph.call_function(torch.cos, (first,))
+    first.args = (second,)
+    with pytest.raises(CycleError, match="would depend on itself"):
+        settle([second])
+
+
+def test_settling_puts_every_reader_after_what_it_reads():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(torch.sin, (x,)) for _ in range(6)]
+    output = graph.output((nodes[1], nodes[5]))
+    for reader, read in ((0, 5), (1, 0), (2, 4), (3, 5), (4, 3), (5, 5)):
+        if reader != read:
+            nodes[reader].args = (nodes[read],)
+    settle([nodes[5]])
+    graph.lint()
+    assert output is list(graph.nodes)[-1]
