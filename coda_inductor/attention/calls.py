@@ -13,8 +13,8 @@ After::
 
 Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
 mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic, or
-the mask is large, that is proven for all sizes instead (``index_proof``). The repeated heads are the repetition that
-``enable_gqa`` does, found by running the graph's own views on indices.
+the mask large, that is proven for all sizes instead (``index_proof``). The repeated heads are the
+repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
 
 Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
 and saved for the backward pass.
@@ -225,7 +225,7 @@ def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any)
         return "full" if yes else "it is constant, but neither causal nor full"
     when = true_when(Choice(known.when, yes, no))
     causal = index(-2) - index(-1)
-    when = {c for c in when if not _covers(c + causal, queries)}
+    when = frozenset(c for c in when if not _covers(c + causal, queries))
     if not when:
         return "full"
     if when == {causal}:
