@@ -90,7 +90,7 @@ def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -
     with contextlib.suppress(OSError):  # nothing but a reader misses it
         if not path.is_file() or path.read_text() != source:
             write(path, source)
-    module = types.ModuleType(f"coda_inductor_epilogue_{path.stem}")
+    module = types.ModuleType(f"{store.PREFIX}{path.stem}")
     module.__file__ = str(path)
     # Without a time, the entry is what linecache shows, whatever the file says.
     linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))

@@ -12,7 +12,9 @@ keeps none. Here
   several hosts may compile it twice, and the last one's stays (files are replaced as a whole);
 - a kernel's checksum is kept beside it (``<key>.sum``) and looked at before it is loaded: one that
   differs is compiled again;
-- kernels of a folder that can only be read are copied on first use.
+- kernels of a folder that can only be read are copied on first use;
+- a kernel's name depends on what its key says, and not, as with QuACK, on which equal texts in it
+  are one object: workers, this process and the next one find each other's kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import io
 import os
+import pickle
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,9 +53,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+#: What the modules of generated epilogues are called.
+PREFIX = "coda_inductor_epilogue_"
+
+
 def use() -> None:
     """Point QuACK to its folder and to our locks. Once a process, before the first kernel."""
     quack.cache.jit.FileLock = KernelLock
+    if quack.cache.jit._key_to_hash is not key_to_hash:
+        _quacks.append(quack.cache.jit._key_to_hash)
+        quack.cache.jit._key_to_hash = key_to_hash
     chosen = quack.cache.CACHE_DIR
     if chosen is not None:
         why = unusable(Path(chosen).absolute())
@@ -66,6 +78,21 @@ def use() -> None:
         logger.warning("QUACK_CACHE_DIR=%s is not used: %s. Kernels are kept in %s",
                        chosen, why, own)  # fmt: skip
     quack.cache.CACHE_DIR = str(own)
+
+
+_quacks: list[Callable[[tuple], str]] = []
+
+
+def key_to_hash(key: tuple) -> str:
+    """The name of a kernel. That of one that is not ours is QuACK's: the hash of its pickled key,
+    in which a text that stands there twice is written twice or referred to, by identity."""
+    if not any(PREFIX in str(getattr(part, "module", "")) for part in key[:2]):
+        return _quacks[0](key)
+    text = io.BytesIO()
+    pickler = pickle.Pickler(text, protocol=4)
+    pickler.fast = True  # no references
+    pickler.dump(key)
+    return hashlib.sha256(text.getvalue()).hexdigest()
 
 
 def copy_markers(codegen: str) -> None:
@@ -123,15 +150,14 @@ class KernelLock(quack.cache.FileLock):
     def _sum(self) -> Path:
         return self._kernel.with_suffix(".sum")
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> Iterator[Path]:
         """Where the lock file may lie, best first."""
-        here = [self.lock_path] if flock_works(self.lock_path.parent) else []
+        if flock_works(self.lock_path.parent):
+            yield self.lock_path
         with contextlib.suppress(OSError):
             locks = private_dir() / "locks"
             locks.mkdir(exist_ok=True)
-            name = hashlib.sha256(str(self.lock_path).encode()).hexdigest()[:32]
-            here.append(locks / f"{name}.lock")
-        return here
+            yield locks / f"{hashlib.sha256(str(self._kernel).encode()).hexdigest()[:32]}.lock"
 
     def _check(self) -> None:
         """Drop a kernel that is not what was stored; take one from the folder that can only be

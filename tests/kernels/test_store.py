@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -114,7 +115,8 @@ def test_source_runs_where_it_cannot_be_written(tmp_path, monkeypatch):
     assert mod.load.__wrapped__(program).program == program
 
 
-def test_a_kernel_is_kept_with_its_checksum(compiler, kernels):
+def test_a_kernel_is_kept_with_its_checksum(compiler, kernels, monkeypatch):
+    monkeypatch.setattr(store, "private_dir", None)  # flock works: no other folder is needed
     assert compiler("a") == compiler("a") == b"code of a"
     assert compiler.compiled == ["a"]
     (kernel,) = kernels.glob("*.o")
@@ -260,6 +262,27 @@ def test_quacks_own_folder_is_used_unless_everybody_may_write_to_it(tmp_path):
     found, said = folder_with(**variables)
     assert found == str(own / "kernels" / label())
     assert f"QUACK_CACHE_DIR={quacks} is not used: everybody may write to {quacks}" in said
+
+
+class Reference(NamedTuple):
+    module: str
+    names: tuple[str, ...]
+
+
+def test_a_kernels_name_does_not_depend_on_which_texts_are_one_object():
+    """A program that a worker has read from JSON, and the same one built here."""
+    one, other = (str(b"rstd", "ascii") for _ in range(2))
+    keys = [
+        ("compile", Reference(f"{store.PREFIX}0", names), (9, 0), "k", None)
+        for names in ((one, one), (one, other))
+    ]
+    assert keys[0] == keys[1]
+    assert store._quacks[0](keys[0]) != store._quacks[0](keys[1])
+    assert store.key_to_hash(keys[0]) == store.key_to_hash(keys[1])
+    assert store.key_to_hash(keys[0]) != store.key_to_hash((*keys[0], 1))
+    theirs = ("compile", Reference("quack.rmsnorm", (one, other)))
+    assert store.key_to_hash(theirs) == store._quacks[0](theirs)
+    assert quack.cache.jit._key_to_hash is store.key_to_hash
 
 
 def test_keys_hold_machine_options_and_cuda_variant(monkeypatch):
