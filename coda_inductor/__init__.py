@@ -19,7 +19,7 @@ Layer map (imports only point down)::
     matching, patterns, semantic   what passes match on
     sides      forward or backward: the two sides of a joint graph
     reference, program   what a program is and means
-    options, errors, log   leaves
+    options, errors, log, cache_dir, cache_contents   leaves
 """
 
 from coda_inductor.errors import (

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from coda_inductor.errors import CodaError
 
-ABOUT = "What the coda backend does with a model, and checks of pattern files."
+ABOUT = "What the coda backend does with a model, checks of pattern files, and the cache."
 COMMANDS = {
+    "cache": "coda_inductor.cli.cache",
     "check": "coda_inductor.cli.check",
     "explain": "coda_inductor.cli.explain",
 }

@@ -1,46 +1,238 @@
-"""Where coda_inductor keeps generated sources, compiled kernels and measurements between runs."""
+"""Where coda_inductor keeps generated sources, compiled kernels and proofs between runs.
+
+Kernels are machine code: who can write there, runs as us. So a folder counts only while nobody else
+can have put something into it:
+
+- no folder on its path may be written by everybody, but for sticky ones such as ``/tmp``; what lies
+  in a sticky one must be ours or root's, links included;
+- the default folder must be ours or root's. One that ``CODA_CACHE_DIR`` names may be a colleague's,
+  and writable by a group: sharing it is then somebody's decision.
+
+Otherwise, one warning, and a folder of mode 0700 under the temporary directory takes its place. A
+folder that ``CODA_CACHE_DIR`` names and that can only be read (an image's) is read: what it lacks
+is kept where it would be without that variable.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import multiprocessing
 import os
+import secrets
+import stat
 import tempfile
-from getpass import getuser
 from pathlib import Path
+
+_log = logging.getLogger("coda_inductor")
+#: Where else to look if everybody may rename what lies in ``TMPDIR``.
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108
+#: Says to backup programs what this folder is, and to us that it is ours (bford.info/cachedir).
+TAG = "CACHEDIR.TAG"
+_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by coda_inductor.\n"
+
+
+def cache_dir() -> Path:
+    """The folder to write to (and read from): ``CODA_CACHE_DIR``, else
+    ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else one of this user's under the system's
+    temporary directory. It exists, and nobody else can have written to it."""
+    return cache_dirs()[0]
+
+
+def prewarmed() -> Path | None:
+    """What ``CODA_CACHE_DIR`` names, where that can be read but not written; else None."""
+    return cache_dirs()[1]
 
 
 @functools.lru_cache(maxsize=1)
-def cache_dir() -> Path:
-    """``CODA_CACHE_DIR``, else ``$XDG_CACHE_HOME/coda_inductor`` (``~/.cache``), else, where that
-    cannot be written, a folder of this user under the system's temporary directory. Created."""
+def cache_dirs() -> tuple[Path, Path | None]:
+    """(:func:`cache_dir`, :func:`prewarmed`), found once a process."""
+    own, read_only = _find()
+    with contextlib.suppress(OSError):
+        if not (own / TAG).exists():
+            write(own / TAG, _TAG_TEXT)
+    return own, read_only
+
+
+def _find() -> tuple[Path, Path | None]:
     chosen = os.environ.get("CODA_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME")
+    if not chosen:
+        return _default(), None
     try:
-        if chosen:
-            path = Path(chosen).expanduser()
-        else:
-            path = (Path(base) if base else Path.home() / ".cache") / "coda_inductor"
-        path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
-            return path
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        pass
-    path = Path(tempfile.gettempdir()) / f"coda_inductor_{_user()}"
-    path.mkdir(parents=True, exist_ok=True)
+        path = Path(chosen).expanduser().absolute()
+        why = unusable(path)
+    except RuntimeError as error:  # "~", and the user has no home
+        why = str(error)
+    if why is not None:
+        instead = _default()
+        _warn(f"CODA_CACHE_DIR={chosen} is not used: {why}. Kernels are kept in {instead}")
+        return instead, None
+    return (path, None) if writable(path) else (_default(), path)
+
+
+def unusable(path: Path, *, owned: bool = False) -> str | None:
+    """Make the folder if need be; why it cannot be used or somebody else may have written to it, or
+    None. ``owned``: it must belong to this user or to root."""
+    try:
+        _make(path, 0o700 if owned else 0o775)
+        if not os.access(path, os.R_OK | os.X_OK):
+            return f"{path} cannot be read"
+        return _planted(path, owned=owned)
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror or error}"
+
+
+def writable(path: Path) -> bool:
+    """Can files be made in this folder? Tried: permissions do not tell of read-only mounts."""
+    try:
+        probe = temporary(path / "probe")
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1)
+def private_dir() -> Path:
+    """A folder of mode 0700 under the temporary directory that only this user can have made.
+
+    Raises:
+        OSError: none can be made.
+    """
+    name = f"coda_inductor_uid_{_uid()}"
+    bases = [Path(tempfile.gettempdir()), *map(Path, _TEMPORARY)]
+    for base in bases:
+        try:
+            with contextlib.suppress(FileExistsError):
+                (base / name).mkdir(mode=0o700)
+            # What an earlier process of ours had to make is used again: workers find it so, too.
+            for path in (base / name, *sorted(base.glob(f"{name}_*"))):
+                if _is_private(path) and _planted(path) is None:
+                    return path
+            fresh = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
+            if _planted(fresh) is None:
+                _warn(f"{base / name} is not this user's alone: {fresh} is used instead")
+                return fresh
+            fresh.rmdir()
+        except OSError:
+            continue
+    fresh = Path(tempfile.mkdtemp(prefix=f"{name}_"))
+    _warn(f"everybody can write to {bases[0]}: choose a folder of your own as CODA_CACHE_DIR")
+    return fresh
+
+
+def folder(*names: str) -> Path:
+    """The folder ``names`` in :func:`cache_dir`, made if need be.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = cache_dir()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been deleted since
+    for name in names:
+        path = path / name
+        if not path.is_dir():
+            path.mkdir(exist_ok=True)
+            share(path)
     return path
 
 
+def share(path: Path) -> None:
+    """Give a folder in the cache the permissions of the one around it: what a group shares stays
+    shared, and what is private private, whatever the umask."""
+    with contextlib.suppress(OSError):
+        wanted = stat.S_IMODE(path.parent.stat().st_mode) & ~(stat.S_ISVTX | stat.S_IWOTH)
+        if stat.S_IMODE(path.stat().st_mode) != wanted:
+            path.chmod(wanted)
+
+
 def write(path: Path, text: str) -> None:
-    """Atomic, for several processes, of several containers, may write one file at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    """Write a file, atomically: several processes, of several containers, may write it at the same
+    time. Its mode follows the umask, and nothing is left behind where writing fails.
 
-
-def _user() -> str:
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        share(path.parent)
+    part = temporary(path)
     try:
-        return getuser()
-    except (OSError, KeyError):  # a container's user id need not have a name
-        return f"uid_{os.getuid()}"
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def temporary(path: Path) -> Path:
+    """A name beside ``path`` that no other process takes, on this host or another."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _default() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "coda_inductor"
+    except RuntimeError:  # the user has no home
+        return private_dir()
+    why = unusable(path, owned=True)
+    if why is None and writable(path):
+        return path
+    instead = private_dir()
+    if why is not None and path.is_dir():
+        _warn(f"{path} is not used: {why}. Kernels are kept in {instead}")
+    return instead
+
+
+def _make(path: Path, mode: int) -> None:
+    """Make a folder and those above it; with a umask of 0, too, not for everybody to write to."""
+    if not path.is_dir():
+        _make(path.parent, mode)
+        path.mkdir(mode=mode, exist_ok=True)
+
+
+def _planted(path: Path, *, owned: bool = False) -> str | None:
+    """Why somebody else may have made or changed ``path``, or None."""
+    if os.name != "posix":
+        return None
+    why = _open_to_others(path.absolute()) or _open_to_others(path.resolve())
+    if why is None and owned and (owner := path.stat().st_uid) not in (0, _uid()):
+        return f"it belongs to user {owner} (CODA_CACHE_DIR={path} says that you trust them)"
+    return why
+
+
+def _open_to_others(path: Path) -> str | None:
+    """The same along the folders above ``path``. Links' targets are another path."""
+    in_sticky = False
+    for part in (*reversed(path.parents), path):
+        info = part.lstat()
+        if in_sticky and info.st_uid not in (0, _uid()):
+            return f"everybody may make {part}, and user {info.st_uid} did"
+        link = stat.S_ISLNK(info.st_mode)
+        everybody = bool(info.st_mode & stat.S_IWOTH) and not link
+        in_sticky = everybody and bool(info.st_mode & stat.S_ISVTX)
+        if everybody and (part == path or not in_sticky):
+            return f"everybody may write to {part} (chmod o-w it, or choose another folder)"
+    return None
+
+
+def _is_private(path: Path) -> bool:
+    """Is it a folder, no link, that only this user can write to and look into?"""
+    info = path.lstat()
+    alone = os.name != "posix" or (info.st_uid == _uid() and not info.st_mode & 0o077)
+    return stat.S_ISDIR(info.st_mode) and alone
+
+
+def _uid() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def _warn(text: str) -> None:
+    if multiprocessing.parent_process() is None:  # compile workers find what their parent found
+        _log.warning("%s", text)

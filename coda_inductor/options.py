@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ class Options:
         debug_dir: where the debug folders go (also ``CODA_DEBUG_DIR``; default ``coda_debug``).
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
         patterns: extra pattern files, or folders of them, tried before the built-in ones (also
-            ``CODA_PATTERNS``, separated by ``os.pathsep``).
+            ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
         disable: pattern names that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
@@ -70,7 +71,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     own: dict[str, Any] = {
         "debug": _env_flag("CODA_DEBUG"),
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
-        "patterns": tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p),
+        "patterns": _env_patterns(),
     }
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(torch._inductor.list_options())
@@ -93,6 +94,13 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"option 'patterns': no such file {path!r}; give paths of .py files or folders"
             )
     return Options(**own, inductor=inductor)
+
+
+def _env_patterns() -> tuple[str, ...]:
+    """Files that are code come from no environment variable under ``python -I`` or ``-E``."""
+    if sys.flags.ignore_environment:
+        return ()
+    return tuple(p for p in os.environ.get("CODA_PATTERNS", "").split(os.pathsep) if p)
 
 
 def _env_flag(name: str) -> bool:

@@ -26,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 import coda_inductor
 from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, report
 from coda_inductor.backend import coda
-from coda_inductor.cache_dir import cache_dir
+from coda_inductor.cache_dir import cache_dirs, private_dir
 from coda_inductor.debug import Recorder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -285,11 +285,13 @@ def test_user_without_home_and_name_has_a_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    private_dir.cache_clear()
     expected = tmp_path / f"coda_inductor_uid_{os.getuid()}"
-    assert cache_dir.__wrapped__() == expected
+    assert cache_dirs.__wrapped__() == (expected, None)
     os.environ["CODA_CACHE_DIR"] = os.devnull
-    assert cache_dir.__wrapped__() == expected
+    assert cache_dirs.__wrapped__() == (expected, None)
     assert expected.is_dir()
+    private_dir.cache_clear()
 
 
 @pytest.mark.usefixtures("light")

@@ -107,7 +107,7 @@ def test_strict_raises(broken):
 @pytest.mark.parametrize("outcome", [None, "compiling its kernel took too long"])
 def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatch, outcome):
     monkeypatch.setattr(Policy, "_kernels", lambda _, a: a.dim() == 2)
-    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", lambda requests: dict.fromkeys(requests, outcome))
     uncached = []
 

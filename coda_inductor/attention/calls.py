@@ -12,9 +12,9 @@ After::
     sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
-mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic,
-that is proven for all sizes instead (``index_proof``). The repeated heads are the repetition that
-``enable_gqa`` does, found by running the graph's own views on indices.
+mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic, or
+the mask large, that is proven for all sizes instead (``index_proof``). The repeated heads are the
+repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
 
 Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
 and saved for the backward pass.
@@ -36,7 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.attention.constants import Constants, NotConstantError
+from coda_inductor.attention import constants
+from coda_inductor.attention.constants import Constants, NotConstantError, TooLargeError
 from coda_inductor.attention.index_proof import IndexProof, same_size
 from coda_inductor.attention.index_values import (
     Affine,
@@ -105,14 +106,27 @@ class _Masks:
             except (NotConstantError, DataError) as error:
                 self.known[key] = str(error)
             except NotProvenError as error:
-                self.known[key] = f"its size is symbolic, and {error}"
+                self.known[key] = f"{_why_a_proof(mask, queries, keys)}, and {error}"
         return self.known[key]
 
     def _classify(self, mask: Node, queries: Any, keys: Any) -> str:
-        shape = value(mask).shape
-        if all(isinstance(size, int) for size in (*shape, queries, keys)):
-            return classify(self.constants.value(mask), queries, keys)
+        if _static(mask, queries, keys):
+            try:
+                return classify(self.constants.value(mask), queries, keys)
+            except TooLargeError:
+                pass
         return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
+
+
+def _static(mask: Node, queries: Any, keys: Any) -> bool:
+    return all(isinstance(size, int) for size in (*value(mask).shape, queries, keys))
+
+
+def _why_a_proof(mask: Node, queries: Any, keys: Any) -> str:
+    """Why a mask was not evaluated."""
+    if _static(mask, queries, keys):
+        return f"it takes more than {constants.MAX_BYTES >> 20} MiB to evaluate"
+    return "its size is symbolic"
 
 
 def _simplify(
@@ -211,6 +225,9 @@ def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any)
         return "full" if yes else "it is constant, but neither causal nor full"
     when = true_when(Choice(known.when, yes, no))
     causal = index(-2) - index(-1)
+    when = frozenset(c for c in when if not _covers(c + causal, queries))
+    if not when:
+        return "full"
     if when == {causal}:
         if not same_size(queries, keys):
             return f"it is not full, and there are {queries} queries but {keys} keys"
@@ -221,6 +238,11 @@ def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any)
         if len(when) == 2 and causal in when and not window.slopes:
             return f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
     return "it is constant, but neither causal nor full"
+
+
+def _covers(window: Affine, queries: Any) -> bool:
+    """Is a window of ``window`` + 1 keys back as long as the sequence?"""
+    return not window.slopes and isinstance(queries, int) and queries <= window.constant + 1
 
 
 def _flash(arguments: dict[str, Any], device: str) -> bool:

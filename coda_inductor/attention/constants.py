@@ -5,7 +5,8 @@ of the user's enters, the values are known while compiling. They are computed on
 the very nodes of the graph.
 
 Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
-results of in-place ops and what is made of them; more than ``MAX_ELEMENTS`` in one tensor.
+results of in-place ops and what is made of them; more than ``MAX_BYTES`` in one tensor, which
+``index_proof`` may still know.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ from coda_inductor.matching import changes, value
 
 #: Ops of which the first argument says only dtype, device and shape.
 _LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
-#: One value takes up to 8 bytes while it is computed.
-MAX_ELEMENTS = 2**30
+#: Of one tensor: a boolean mask of 16384 x 16384. A few are alive at a time.
+MAX_BYTES = 2**28
 
 
 class NotConstantError(Exception):
     """Why a node's value is not known; the text is for users."""
+
+
+class TooLargeError(NotConstantError):
+    """It is constant, but takes too much memory to be evaluated."""
+
+
+class _TooLarge(str):
+    """That reason: it is handed on to what is made of such a value."""
 
 
 class Constants:
@@ -67,18 +76,19 @@ class Constants:
         sizes = known.shape if isinstance(known, torch.Tensor) else [known]
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             return "its size is symbolic"
-        if isinstance(known, torch.Tensor) and known.numel() > MAX_ELEMENTS:
-            return f"it has more than {MAX_ELEMENTS} elements"
+        if isinstance(known, torch.Tensor) and known.numel() * known.itemsize > MAX_BYTES:
+            return _TooLarge(f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
     def value(self, node: Node) -> torch.Tensor:
         """The value of ``node`` as a CPU tensor.
 
         Raises:
+            TooLargeError: it is constant, but too large.
             NotConstantError: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
-            raise NotConstantError(why)
+            raise TooLargeError(why) if isinstance(why, _TooLarge) else NotConstantError(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), _NoRandom():

@@ -72,7 +72,7 @@ class Policy:
         shapes = [(hint(a.shape[0]), hint(b.shape[1]), hint(b.shape[0])) for a, b in pairs]
         small = idle = None
         if not options.reference:
-            idle = support.kernel_stack()
+            idle = support.kernel_stack(pairs[0][0].device)
         if options.gate == "auto":
             small = None if cuda_graphs else gate.host_bound(shapes)
             idle = idle or gate.unmeasured(arch_of(pairs[0][0].device))
@@ -98,8 +98,8 @@ class Policy:
             return None
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
         failure = (
-            support.kernel_stack()
-            or support.unsupported(bare, w.shape[1], w.shape[0])
+            support.kernel_stack(x.device)
+            or support.unsupported(bare, w.shape[1], w.shape[0], device=x.device)
             or support.unaligned("its left operand", x)
             or support.unaligned("its right operand", w)
         )

@@ -1,33 +1,33 @@
-"""Generated source -> importable module -> QuACK ``EpiMod``, once a process.
+"""Generated source -> module -> QuACK ``EpiMod``, once a process.
 
-The source is written to ``<cache>/epilogues/<key>.py``: users can open it, tracebacks show it, and
-every process that loads it gets the same module name and therefore the same on-disk kernel key.
+The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. What runs is
+compiled from the text that was rendered, never from that file or from byte code beside it;
+tracebacks and CuTeDSL read the same text, from ``linecache``. Every process gets the same module
+name and therefore the same on-disk kernel key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import importlib.machinery
+import linecache
 import sys
 import types
 from pathlib import Path
 
-import quack.cache
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
 from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
 
 from coda_inductor.cache_dir import cache_dir, write
-from coda_inductor.kernels import join, pair
+from coda_inductor.kernels import join, pair, store
+from coda_inductor.kernels.environment import environment
 from coda_inductor.kernels.lean import LeanEpilogue
 from coda_inductor.kernels.ports import ports
 from coda_inductor.kernels.resources import DeviceScalar, reduction
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.render import RENDERER_VERSION, render
-
-if quack.cache.CACHE_DIR is None:  # QUACK_CACHE_DIR is not set: keep kernels between processes
-    quack.cache.CACHE_DIR = str(cache_dir() / "kernels")
 
 #: How a kernel reads A and B -> the mixins that lay them out, and its launch arguments.
 _READINGS: dict[str, tuple[tuple[type, ...], tuple[EpiOp, ...]]] = {
@@ -80,22 +80,23 @@ class CodaEpiMod(EpiMod):
 
 @functools.cache
 def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> CodaEpiMod:
-    """The EpiMod of ``program``; renders, writes and imports its source on first use.
+    """The EpiMod of ``program``; renders, writes and runs its source on first use.
 
     ``swap_lanes`` and ``joined`` as ``build`` takes them.
     """
     assert not (program.paired and joined), "a paired program reads one A"
     path = source_path(program, swap_lanes, joined)
     source = render(program, swap_lanes=swap_lanes)
-    if not path.exists() or path.read_text() != source:
-        write(path, source)
-    name = f"coda_inductor_epilogue_{path.stem}"
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    module = types.ModuleType(name)
+    with contextlib.suppress(OSError):  # nothing but a reader misses it
+        if not path.is_file() or path.read_text() != source:
+            write(path, source)
+    module = types.ModuleType(f"{store.PREFIX}{path.stem}")
     module.__file__ = str(path)
-    module.__loader__ = loader
-    sys.modules[name] = module
-    loader.exec_module(module)
+    # Without a time, the entry is what linecache shows, whatever the file says.
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+    sys.modules[module.__name__] = module
+    code = compile(source, str(path), "exec", dont_inherit=True)
+    exec(code, vars(module))  # noqa: S102 (rendered just now)
     mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
     vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
     return mod
@@ -109,9 +110,14 @@ def source_path(program: EpilogueProgram, swap_lanes: bool = False, joined: str 
 
 @functools.lru_cache(maxsize=1)
 def codegen_hash() -> str:
-    """Changes with every source file that turns programs into code."""
+    """Changes with every source file that turns programs into code, and with what of the machine
+    and the environment goes into that code."""
     here = Path(__file__).parent
-    digest = hashlib.sha256(str(RENDERER_VERSION).encode())
+    digest = hashlib.sha256(f"{RENDERER_VERSION} {environment()}".encode())
     for path in (*sorted(here.glob("*.py")), here.parent / "render.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+store.use()
+store.copy_markers(codegen_hash())

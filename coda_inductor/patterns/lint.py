@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,20 @@ _TEXTS = re.compile(r"__(import|builtins|class|bases?|mro|subclasses|globals|get
 _DUNDERS = frozenset({"__name__", "__doc__", "__all__", "__file__"})
 
 
+_told: set[str] = set()
+
+
+def trust() -> None:
+    """Let all files pass from now on, in this process: its parent's user said so."""
+    _told.add(TRUST)
+
+
+def trusted() -> bool:
+    """Does the user say that files are to be trusted? ``python -I`` heeds no environment."""
+    asked = os.environ.get(TRUST, "") in ("1", "true")
+    return TRUST in _told or (asked and not sys.flags.ignore_environment)
+
+
 def check(path: Path, source: str) -> None:
     """Refuse a file that looks like something other than a pattern.
 
@@ -60,7 +75,7 @@ def check(path: Path, source: str) -> None:
         raise PatternError(
             f"{path}{f':{line}' if line else ''}: {type(error).__name__}: {error}"
         ) from error
-    if os.environ.get(TRUST, "") in ("1", "true"):
+    if trusted():
         return
     for node in ast.walk(tree):
         for what in _objections(node):

@@ -3,6 +3,7 @@
 In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to
 :func:`load_patterns`, installed packages' (entry points), and the built-in ones, which live in
 ``patterns/`` of the repository and are shipped inside the wheel. All go through the same door.
+``CODA_PATTERN_PLUGINS=0`` turns installed packages' off.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
@@ -113,11 +115,17 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
         PatternError: a file or folder of ``extra`` does not exist.
     """
     given = [file for path in extra for file in _expand(Path(path))]
-    ordered = (*given, *_registered, *_installed(), *sorted(builtin_folder().glob("*.py")))
+    plugins = _installed() if _plugins() else ()
+    ordered = (*given, *_registered, *plugins, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
         unique.setdefault(file.resolve(), file)
     return tuple(unique.values())
+
+
+def _plugins() -> bool:
+    text = os.environ.get("CODA_PATTERN_PLUGINS", "1").lower()
+    return text not in ("0", "false", "no", "off")
 
 
 def _expand(path: Path) -> list[Path]:

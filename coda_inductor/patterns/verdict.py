@@ -9,6 +9,7 @@ true, and an edited built-in is proven like any other file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -20,12 +21,16 @@ from pathlib import Path
 import sympy
 import torch
 
-from coda_inductor.cache_dir import cache_dir
+from coda_inductor.cache_dir import cache_dir, prewarmed, write
 from coda_inductor.errors import PatternError
+from coda_inductor.patterns import lint
 from coda_inductor.patterns.source import Source
 
 #: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
 LIMIT = 20.0
+#: Bytes that it may take beyond torch and sympy: the built-in files take 5 MB, the hungriest known
+#: file 3.4 GB.
+MEMORY = 4 << 30
 _START = 60  # seconds for a process to import torch, on a busy machine
 _FOLDER = Path(__file__).resolve().parent
 SHIPPED = _FOLDER / "proven.json"
@@ -45,7 +50,7 @@ def require_proof(source: Source) -> None:
         return
     if (refusal := _refused.get((key, str(source.path)))) is not None:
         raise PatternError(refusal)
-    if not (_folder() / key).is_file():
+    if not _recorded(source):
         refusal = _prove_elsewhere(source)
         if refusal is not None:
             _refused[key, str(source.path)] = refusal
@@ -57,15 +62,25 @@ def record(source: Source) -> None:
     """Remember that the file is proven."""
     key = _key(source)
     _proven.add(key)
-    try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        (_folder() / key).write_text(f"{source.path.name} is proven\n")
-    except OSError:
-        pass  # a cache that cannot be written costs time, no correctness
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, no correctness
+        if not _recorded(source):
+            write(cache_dir() / "proofs" / key, _record(source))
 
 
-def _folder() -> Path:
-    return cache_dir() / "proofs"
+def _recorded(source: Source) -> bool:
+    """Is there a record on disk, here or in a folder that can only be read? One that is not as it
+    was written, or cannot be read, is none."""
+    for find in (cache_dir, prewarmed):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            base = find()
+            path = None if base is None else base / "proofs" / _key(source)
+            if path is not None and path.read_text() == _record(source):
+                return True
+    return False
+
+
+def _record(source: Source) -> str:
+    return f"{_key(source)} is proven\n"
 
 
 def _key(source: Source) -> str:
@@ -75,16 +90,12 @@ def _key(source: Source) -> str:
 def _prove_elsewhere(source: Source) -> str | None:
     """Why the file is refused, or None."""
     limit = time_limit()
-    command = [
-        sys.executable,
-        "-m",
-        "coda_inductor.patterns.worker",
-        str(source.path),
-        source.digest,
-    ]
-    package = str(_FOLDER.parent.parent)
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    package = _FOLDER.parent
+    command = [sys.executable, "-I", str(_FOLDER / "isolated.py"), str(package)]
+    command += [json.dumps(_search_path()), str(source.path), source.digest]
+    command += ["1" if lint.trusted() else "0"]
+    # Its own threads would count as memory: their stacks and arenas are address space.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(  # noqa: S603 (our own module)
             command, env=environment, capture_output=True, text=True, check=False,
@@ -101,6 +112,14 @@ def _prove_elsewhere(source: Source) -> str | None:
     except (IndexError, ValueError, KeyError, TypeError):
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         return f"{source.path}: the process that proves it ended with {done.returncode}: {said}"
+
+
+def _search_path() -> list[str]:
+    """Where this process imports from, without the current folder; torch and sympy in any case."""
+    here = os.path.realpath(os.curdir)
+    found = [p for p in sys.path if os.path.isabs(p) and os.path.realpath(p) != here]
+    needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in (torch, sympy)]
+    return list(dict.fromkeys([*found, *needed]))
 
 
 def time_limit() -> float:
@@ -124,6 +143,14 @@ def too_slow(doing: str) -> str:
     return (
         f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the "
         "meaning with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
+    )
+
+
+def too_large(doing: str) -> str:
+    """The refusal of a file that takes too much memory."""
+    return (
+        f"loading and proving it takes more than {MEMORY / 2**30:g} GiB of memory ({doing}). Write "
+        "the meaning with fewer functions"
     )
 
 

@@ -1,7 +1,8 @@
-"""The process that runs and proves one file: ``python -m ...worker FILE DIGEST``.
+"""The process that runs and proves one file, which ``isolated`` starts.
 
 Its last line of output is ``{"refused": why or null}``. It ends itself when its time is up; the
-alarm interrupts Python code, also sympy's, and the parent's own limit is for what it cannot.
+alarm interrupts Python code, also sympy's, and the parent's own limit is for what it cannot. Its
+memory is limited, too: sympy may take all there is before the time is up.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from coda_inductor.errors import PatternError
+from coda_inductor.patterns import lint
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.source import Source, read, run
-from coda_inductor.patterns.verdict import time_limit, too_slow
+from coda_inductor.patterns.verdict import MEMORY, time_limit, too_large, too_slow
 
 
 class _TooSlowError(BaseException):
@@ -61,9 +63,11 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
         return found
     except _TooSlowError:
         raise PatternError(f"{source.path}: {too_slow(doing)}") from None
-    except PatternError:
-        raise
     except Exception as error:
+        if _of_memory(error):  # whatever it was taken for on its way here
+            raise PatternError(f"{source.path}: {too_large(doing)}") from None
+        if isinstance(error, PatternError):
+            raise
         raise PatternError(
             f"{source.path}: {type(error).__name__} while {doing}: {error}"
         ) from error
@@ -85,7 +89,33 @@ def main(path: str, digest: str) -> str | None:
     return None
 
 
-if __name__ == "__main__":
+def answer(path: str, digest: str, trusted: str) -> None:
+    """Be the process: limit its memory, prove, print the answer. ``trusted``: "1" if the parent's
+    environment says that the file is (this process heeds none)."""
+    if trusted == "1":
+        lint.trust()
+    _limit_memory(MEMORY)
     with contextlib.redirect_stdout(sys.stderr):  # a file's own prints are no answer
-        _refused = main(*sys.argv[1:])
-    print(json.dumps({"refused": _refused}), flush=True)  # noqa: T201 (the answer)
+        refused = main(path, digest)
+    print(json.dumps({"refused": refused}), flush=True)  # noqa: T201 (the answer)
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process take ``more`` bytes of address space than it has now."""
+    try:
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        if most == resource.RLIM_INFINITY or now + more < most:
+            resource.setrlimit(resource.RLIMIT_AS, (now + more, most))
+    except (ImportError, OSError, ValueError):
+        pass  # no Linux: the time limit remains
+
+
+def _of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

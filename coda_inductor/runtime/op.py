@@ -112,7 +112,7 @@ def _cuda(as_, bs, operands, program, config):
     entry = kernel(program, config)
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
-    why = _unsupported(program, bs[0].shape[1], k, a.dtype, bs[0].stride(1) == 1)
+    why = _unsupported(program, bs[0].shape[1], k, a.dtype, bs[0].stride(1) == 1, a.device)
     if why is not None:
         return _fall_back(why, as_, bs, operands, program, config)
     outputs = _allocate(entry.program, entry.config, a, bs)
@@ -142,12 +142,14 @@ def _passes(error: BaseException | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _unsupported(program: str, n: int, k: int, dtype: torch.dtype, n_major: bool) -> str | None:
+def _unsupported(
+    program: str, n: int, k: int, dtype: torch.dtype, n_major: bool, device: torch.device | None
+) -> str | None:
     parsed = EpilogueProgram.from_json(program)
     if getattr(torch, parsed.in_dtype) != dtype:
         return f"the program is for {parsed.in_dtype} inputs, they are {dtype}"
-    return support.kernel_stack() or support.unsupported(
-        parsed, n, k, b_major="n" if n_major else "k"
+    return support.kernel_stack(device) or support.unsupported(
+        parsed, n, k, b_major="n" if n_major else "k", device=device
     )
 
 

@@ -19,12 +19,13 @@ _ARCHS = (9, 10, 11, 12)
 _HALF = ("bfloat16", "float16")
 
 
-@functools.lru_cache(maxsize=1)
-def kernel_stack() -> str | None:
-    """Why no kernel can run in this process, or None if they can. Imports no kernel library."""
+@functools.lru_cache(maxsize=64)
+def kernel_stack(device: torch.device | None = None) -> str | None:
+    """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
+    if they can. Imports no kernel library."""
     if not torch.cuda.is_available():
         return "no CUDA device is available"
-    arch = torch.cuda.get_device_capability()
+    arch = torch.cuda.get_device_capability(device)
     if arch[0] not in _ARCHS:
         return f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
     return library_stack()

@@ -1,4 +1,4 @@
-"""What the machine contributes to a compiled graph's identity: library versions and the GPU."""
+"""What the machine contributes to a compiled graph's identity: library versions and the GPUs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import importlib.metadata
 
 import torch
 
-from coda_inductor.runtime.support import kernel_stack
+from coda_inductor.kernels.environment import environment
+from coda_inductor.runtime.support import kernel_stack, library_stack
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
 @functools.lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
-    """Versions of torch and of the kernel libraries, and the GPU's name; "absent" for what is not
-    there; why there are no kernels. Part of the joint pass's cache key: another version or GPU must
-    not hit old entries."""
+    """Versions of torch and of the kernel libraries, what else goes into a kernel's code, and the
+    GPUs' names; "absent" for what is not there; why there are no kernels on each. Part of the joint
+    pass's cache key: another version or GPU must not hit old entries."""
     versions = [f"torch {torch.__version__}"]
     for library in _LIBRARIES:
         try:
             versions.append(f"{library} {importlib.metadata.version(library)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{library} absent")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "absent"
-    return (*versions, f"gpu {gpu}", f"kernels {kernel_stack() or 'run'}")
+    gpus = ["gpu absent"]
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        gpus = [
+            f"gpu {torch.cuda.get_device_name(d)}: {kernel_stack(d) or 'runs'}" for d in devices
+        ]
+    return (*versions, *environment(), *gpus, f"kernels {library_stack() or 'compile'}")

@@ -160,7 +160,7 @@ def test_strict_raises_every_time(broken):
 
 def test_unsupported_names_the_dtype():
     program = both_reductions("bfloat16")
-    why = op._unsupported(program.to_json(), N, K, torch.float16, False)
+    why = op._unsupported(program.to_json(), N, K, torch.float16, False, None)
     assert why == "the program is for bfloat16 inputs, they are torch.float16"
 
 

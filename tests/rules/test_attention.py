@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import attention
 from coda_inductor.attention import calls as calls_module
+from coda_inductor.attention import constants
 from coda_inductor.attention.calls import classify
 
 T = 12
@@ -149,6 +150,59 @@ def test_symbolic_causal_masks_become_a_flag(mask):
     harness = check_gradients(attend, *inputs, dynamic=True)
     assert harness.counts["constant_mask"] == 1
     assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """Masks of 12 x 12 are too large to be evaluated, and none is."""
+
+    def evaluated(*_):
+        raise AssertionError("a large mask was evaluated")
+
+    monkeypatch.setattr(constants, "MAX_BYTES", 100)
+    monkeypatch.setattr(calls_module, "classify", evaluated)
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize(
+    "mask", [arange_mask, triu_mask, lowest_mask, packed_mask, lambda q: window(q, T)]
+)
+def test_large_causal_masks_become_a_flag_without_being_evaluated(mask):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=mask(q))
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert harness.counts["constant_mask"] == 1
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+LARGE = {
+    "a sliding window of 11 keys": lambda q: window(q, T - 1),
+    "MiB to evaluate, and eye is no op that its proof knows": lambda q: (
+        arange_mask(q) | torch.eye(T).bool()
+    ),
+}
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize("reason", LARGE)
+def test_other_large_masks_stay(reason):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=LARGE[reason](q))
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert not harness.counts["constant_mask"]
+    assert reason in reasons(harness)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_a_large_window_that_hides_nothing_is_full():
+    def attend(q, k, v):
+        i = torch.arange(T)
+        return sdpa(q, k, v, attn_mask=i > i[:, None] - T)
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, False)]
 
 
 def test_disabled():

@@ -13,7 +13,7 @@ import coda_inductor
 from coda_inductor.fuse import Policy
 from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
-from coda_inductor.runtime import gate, support
+from coda_inductor.runtime import config, gate, support
 from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import kinds
 
@@ -35,13 +35,13 @@ def test_small_layers_are_bound_by_the_host(tokens, bound):
 OUT = frozenset({"out0"})
 
 
-def graph_of(m: int) -> Graph:
+def graph_of(m: int, device: str = "cuda") -> Graph:
     graph = Graph()
     with FakeTensorMode():
         for _, n, k in llama(m):
             a, b = graph.placeholder("a"), graph.placeholder("b")
-            a.meta["val"] = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
-            b.meta["val"] = torch.empty(k, n, dtype=torch.bfloat16, device="cuda")
+            a.meta["val"] = torch.empty(m, k, dtype=torch.bfloat16, device=device)
+            b.meta["val"] = torch.empty(k, n, dtype=torch.bfloat16, device=device)
             graph.call_function(torch.ops.aten.mm.default, (a, b))
     graph.output(())
     return graph
@@ -63,7 +63,7 @@ def test_mode_reduce_overhead_lifts_the_limit():
 
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
-    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
     monkeypatch.setattr("coda_inductor.fuse.policy.arch_of", lambda _: 10)
     graph = graph_of(8192)
     gemm = next(n for n in graph.nodes if n.op == "call_function")
@@ -73,8 +73,29 @@ def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     assert (auto.compiles, always.compiles) == (False, True)
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
+    """An old one and a new one in a machine, whichever is current."""
+    graphs = [graph_of(8192, f"cuda:{index}") for index in (0, 1)]
+
+    def capability(device=None):
+        return [(8, 0), (9, 0)][current if device is None else getattr(device, "index", device)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(config, "_majors", {})
+    monkeypatch.setattr(support, "library_stack", lambda: None)
+    support.kernel_stack.cache_clear()
+    old, new = (Policy.of(parse(None, {"gate": "always"}), graph) for graph in graphs)
+    gemms = [next(n for n in graph.nodes if n.op == "call_function") for graph in graphs]
+    assert "compute capability 8.0 is not supported" in old.legal(gemms[0])
+    assert new.legal(gemms[1]) is None
+    assert (old.compiles, new.compiles) == (False, True)
+    support.kernel_stack.cache_clear()
+
+
 def test_a_weight_that_a_kernel_would_copy_at_every_call_stays_with_cublas(monkeypatch):
-    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
     graph = graph_of(8192)
     gemm = next(n for n in graph.nodes if n.op == "call_function")
     policy = Policy.of(parse(None, {"gate": "always"}), graph)
@@ -89,10 +110,12 @@ def test_a_weight_that_a_kernel_would_copy_at_every_call_stays_with_cublas(monke
 
 @pytest.mark.parametrize("options", [{"gate": "never"}, {"reference": True}], ids=str)
 def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch, options):
-    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
     assert Policy.of(parse(None, {}), graph_of(8192)).compiles
     assert not Policy.of(parse(None, options), graph_of(8192)).compiles
-    monkeypatch.setattr(support, "kernel_stack", lambda: "compute capability 8.0 is not supported")
+    monkeypatch.setattr(
+        support, "kernel_stack", lambda *_: "compute capability 8.0 is not supported"
+    )
     assert not Policy.of(parse(None, {}), graph_of(8192)).compiles
 
 

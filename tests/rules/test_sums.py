@@ -61,7 +61,7 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, joined, monkeypat
 
     monkeypatch.setattr(gate, "loses", spy)
     monkeypatch.setattr(Policy, "_kernels", lambda *_: True)
-    monkeypatch.setattr(support, "kernel_stack", lambda: None)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", dict.fromkeys)
     function = three if len(widths) == 3 else two
     check(function, *(t.bfloat16() for t in products(*widths)))

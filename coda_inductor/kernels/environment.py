@@ -1,0 +1,53 @@
+"""What of the machine and the environment goes into a kernel's code besides program and config."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+#: The parts of nvidia-cutlass-dsl: which CUDA it compiles for is a matter of what is installed.
+_VARIANTS = tuple(f"nvidia-cutlass-dsl-libs-{name}" for name in ("base", "core", "cu12", "cu13"))
+#: Options of CuTeDSL that say where files go or what is printed, not what is compiled. ARCH is a
+#: compile worker's; QuACK's keys hold the architecture. LIBS is set by CuTeDSL itself.
+_HARMLESS = frozenset(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "ARCH", "LIBS", "CACHE_DIR", "DUMP_DIR", "NO_CACHE", "DISABLE_FILE_CACHING",
+        "JIT_CACHE_MAX_ELEMS", "JIT_TIME_PROFILING", "LOG_TO_CONSOLE", "LOG_TO_FILE", "LOG_LEVEL",
+        "PRINT_IR", "PRINT_AFTER_PREPROCESSOR", "SHOW_STACKTRACE", "FILTER_STACKTRACE",
+        "WARNINGS_IGNORE", "KEEP", "KEEP_IR", "KEEP_PTX", "KEEP_CUBIN", "KEEP_SASS",
+    )
+)  # fmt: skip
+
+
+def environment() -> tuple[str, ...]:
+    """The machine type, CuTeDSL's CUDA variants with their versions, and the ``CUTE_DSL_*`` options
+    that change code. Part of every kernel's key: hosts that share a home share no kernels that only
+    one of them can load."""
+    options = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith("CUTE_DSL_") and name not in _HARMLESS
+    )
+    return (platform.machine(), *_variants(), *options)
+
+
+def label() -> str:
+    """The same in a folder's name, without the options: ``x86_64-quack0.6.5-cutlass4.8.1-cu12``."""
+    parts = [platform.machine() or "machine"]
+    for short, name in (("quack", "quack-kernels"), ("cutlass", "nvidia-cutlass-dsl")):
+        parts.append(f"{short}{_version(name)}")
+    return "-".join([*parts, *(v.split()[0].rsplit("-", 1)[1] for v in _variants() if "cu1" in v)])
+
+
+def _variants() -> list[str]:
+    found = [(name, _version(name)) for name in _VARIANTS]
+    return [f"{name} {version}" for name, version in found if version != "absent"]
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

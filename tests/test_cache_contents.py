@@ -1,0 +1,223 @@
+"""What is in the cache, what leaves it when it is too large, and the command that shows it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from coda_inductor import OptionError, cache_contents
+from coda_inductor.__main__ import main
+from coda_inductor.cache_contents import clear, entries, limit, remove, tidy
+from coda_inductor.cli import cache as command
+
+HOUR = 3600.0
+NOW = time.time()
+VERSION = "x86_64-quack0.6.5-cutlass4.8.1-cu12"
+
+
+def put(path: Path, hours: float, size: int = 100) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    os.utime(path, (NOW - hours * HOUR, NOW - hours * HOUR))
+    return path
+
+
+def kernel(base: Path, digit: str, hours: float, size: int = 1000, version: str = VERSION) -> Path:
+    path = base / "kernels" / version / ("f" * 64) / f"{digit * 64}.o"
+    put(path.with_suffix(".lock"), hours, 0)
+    put(path.with_suffix(".sum"), hours, 64)
+    return put(path, hours, size)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """One file of each kind, two hours old, and files that are not ours."""
+    base = tmp_path / "cache"
+    one = kernel(base, "a", 2)
+    kernel(base, "b", 2, version="")
+    marker = put(one.parent / f"coda_{'0' * 16}" / ("1" * 32), 2)
+    marker.write_text(str(one))
+    os.utime(marker, (NOW - 2 * HOUR, NOW - 2 * HOUR))
+    put(base / "epilogues" / "0123abcd_crossed_v7.py", 2)
+    put(base / "proofs" / ("2" * 64), 2)
+    put(one.with_suffix(".o.tmp.17"), 2)
+    put(base / "proofs" / f".{'2' * 64}.{'3' * 16}.tmp", 2)
+    put(one.parent / "tmpabcd_1x2.tmp", 2)
+    for name in ("precious.txt", "kernels/notes.o", "epilogues/mine.py", "proofs/thesis", "a.tmp"):
+        put(base / name, 2000)
+    (base / "epilogues" / "99_v7.py").symlink_to(base / "precious.txt")
+    return base
+
+
+NOT_OURS = {"precious.txt", "notes.o", "mine.py", "thesis", "a.tmp", "99_v7.py"}
+
+
+def test_every_kind_is_recognised_and_nothing_else(base):
+    found = entries(base)
+    assert sorted((e.kind, e.version, len(e.files)) for e in found) == [
+        ("kernel", "", 3),
+        ("kernel", VERSION, 3),
+        ("marker", VERSION, 1),
+        ("proof", "", 1),
+        ("source", "v7", 1),
+        *[("temporary", "", 1)] * 3,
+    ]
+    assert {e.size for e in found if e.kind == "kernel"} == {1064}
+    assert all(abs(e.used - (NOW - 2 * HOUR)) < 1 for e in found)
+
+
+def test_the_real_files_are_recognised(tmp_path, monkeypatch):
+    """Names as those who write them make them."""
+    pytest.importorskip("quack")
+    from coda_inductor import cache_dir
+    from coda_inductor.kernels import mod
+    from coda_inductor.patterns import verdict
+    from coda_inductor.patterns.source import Source
+    from coda_inductor.runtime.kinds import kinds
+
+    monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path)
+    for swap in (False, True):
+        cache_dir.write(mod.source_path(kinds()["swiglu"], swap), "text")
+    cache_dir.write(mod.source_path(kinds()["norm_bwd"], False, "straight"), "text")
+    verdict.record(Source(Path("a.py"), "", "0" * 64))
+    temporary = cache_dir.temporary(mod.source_path(kinds()["swiglu"]))
+    temporary.touch()
+    found = sorted(e.kind for e in entries(tmp_path))
+    assert found == ["proof", "source", "source", "source", "temporary"]
+
+
+def test_least_recently_used_goes_first(tmp_path):
+    old, middle, new = (kernel(tmp_path, d, h) for d, h in (("a", 30), ("b", 20), ("c", 10)))
+    cache_contents._shrink(tmp_path, 2500, NOW)
+    assert [p.exists() for p in (old, middle, new)] == [False, True, True]
+    assert not old.with_suffix(".sum").exists()
+    assert not old.with_suffix(".lock").exists()
+    cache_contents._shrink(tmp_path, None, NOW)
+    assert middle.exists()
+
+
+def test_what_was_used_in_the_last_hour_stays(tmp_path):
+    used = kernel(tmp_path, "a", 0.5)
+    cache_contents._shrink(tmp_path, 1, NOW)
+    assert used.exists()
+
+
+def test_a_kernel_that_is_being_loaded_stays(tmp_path):
+    path = kernel(tmp_path, "a", 5)
+    with path.with_suffix(".lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        (entry,) = entries(tmp_path)
+        assert not remove(entry)
+        cache_contents._shrink(tmp_path, 1, NOW)
+        assert clear(tmp_path) == (0, 0)
+    assert path.exists()
+    assert remove(entry)
+    assert not path.exists()
+
+
+def test_old_temporaries_and_markers_of_nothing_are_swept(base):
+    gone = put(base / "kernels" / VERSION / ("f" * 64) / f"coda_{'0' * 16}" / ("4" * 32), 2)
+    gone.write_text("/no/such/kernel.o")
+    os.utime(gone, (NOW - 2 * HOUR, NOW - 2 * HOUR))
+    young = put(base / "kernels" / VERSION / ("f" * 64) / f"{'c' * 64}.o.tmp.18", 0.1)
+    cache_contents._shrink(base, None, NOW)
+    assert not gone.exists()
+    assert young.exists()
+    assert [e.kind for e in entries(base) if e.kind == "temporary"] == ["temporary"]
+    assert sum(e.kind == "marker" for e in entries(base)) == 1
+
+
+def test_tidying_happens_once_an_hour(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_CACHE_SIZE", "1e-7")
+    first = kernel(tmp_path, "a", 50)
+    tidy(tmp_path, now=NOW)
+    assert not first.exists()
+    second = kernel(tmp_path, "b", 50)
+    tidy(tmp_path, now=NOW + 0.9 * HOUR)
+    assert second.exists()
+    tidy(tmp_path, now=NOW + 1.1 * HOUR)
+    assert not second.exists()
+
+
+def test_the_limit_is_in_gib(monkeypatch):
+    monkeypatch.delenv("CODA_CACHE_SIZE", raising=False)
+    assert limit() == 4 * 2**30
+    monkeypatch.setenv("CODA_CACHE_SIZE", "0.5")
+    assert limit() == 2**29
+    monkeypatch.setenv("CODA_CACHE_SIZE", "0")
+    assert limit() is None
+    for wrong in ("4G", "-1", "nan", "inf"):
+        monkeypatch.setenv("CODA_CACHE_SIZE", wrong)
+        with pytest.raises(OptionError, match=r"CODA_CACHE_SIZE='.*' is no number of GiB"):
+            limit()
+
+
+def test_a_wrong_limit_stops_no_kernel(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CODA_CACHE_SIZE", "large")
+    with caplog.at_level("WARNING", "coda_inductor"):
+        tidy(tmp_path, now=NOW)
+    assert "CODA_CACHE_SIZE='large'" in caplog.text
+
+
+def test_clear_deletes_ours_and_nothing_else(base):
+    count, size = clear(base)
+    assert count == 8
+    assert size > 2 * 1064
+    left = {p.name for p in base.rglob("*") if not p.is_dir()}
+    assert left == NOT_OURS
+    assert not (base / "kernels" / VERSION).exists()
+    assert (base / "precious.txt").read_bytes() == b"x" * 100
+
+
+def test_clear_does_not_follow_links(base, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    other = put(elsewhere / "kernels" / ("f" * 64) / f"{'d' * 64}.o", 2)
+    (base / "kernels" / "linked").symlink_to(elsewhere / "kernels")
+    clear(base)
+    assert other.exists()
+
+
+def test_clear_older_keeps_what_was_used(base):
+    young = kernel(base, "e", 0.5)
+    count, _ = clear(base, older=1 / 24)
+    assert count == 8
+    assert young.exists()
+    assert clear(base, older=1)[0] == 0
+
+
+def test_the_command(base, monkeypatch, capsys):
+    monkeypatch.setattr(command, "cache_dir", lambda: base)
+    monkeypatch.setattr(command, "prewarmed", lambda: None)
+    monkeypatch.setenv("QUACK_CACHE_DIR", "/quacks")
+    monkeypatch.setenv("CODA_CACHE_SIZE", "2")
+    assert main(["cache", "show"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{base}: at most 2 GiB (CODA_CACHE_SIZE, in GiB)\n")
+    rows = [line.split() for line in said.splitlines()]
+    assert ["kernel", VERSION, "1", "1.039", "KiB", "0.1"] in rows
+    assert ["source", "v7", "1", "100", "B", "0.1"] in rows
+    assert "QUACK_CACHE_DIR=/quacks has the kernels" in said
+    assert main(["cache", "clear", "--older", "3"]) == 0
+    assert f"{base}: 0 entries deleted" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert f"{base}: 8 entries deleted" in capsys.readouterr().out
+    assert main(["cache", "show"]) == 0
+    assert "nothing is kept there" in capsys.readouterr().out
+    for wrong in (["cache"], ["cache", "clear", "--older", "soon"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    assert "'soon' is no number of days" in capsys.readouterr().err
+
+
+def test_the_command_shows_what_can_only_be_read(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "cache_dir", lambda: tmp_path / "own")
+    monkeypatch.setattr(command, "prewarmed", lambda: base)
+    assert main(["cache", "show"]) == 0
+    assert f"{base}: can only be read\n" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert len(entries(base)) == 8

@@ -1,0 +1,258 @@
+"""Where the cache lies: nobody else can have put anything there; modes follow the umask."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from coda_inductor import cache_dir as module
+from coda_inductor.cache_dir import cache_dirs, folder, private_dir, write
+
+STRANGER = 4242
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A home and a temporary directory that everybody may write to, as /tmp; nothing is cached."""
+    home, temp = tmp_path / "home", tmp_path / "temp"
+    home.mkdir()
+    temp.mkdir()
+    temp.chmod(0o1777)
+    for name in ("CODA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    for function in (cache_dirs, private_dir):
+        function.cache_clear()
+    yield tmp_path
+    for function in (cache_dirs, private_dir):
+        function.cache_clear()
+
+
+def find(caplog=None):
+    cache_dirs.cache_clear()
+    private_dir.cache_clear()
+    if caplog is None:
+        return cache_dirs()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        return cache_dirs()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.fixture
+def belongs(monkeypatch):
+    """Makes a path look as if it were a stranger's."""
+    theirs: set[str] = set()
+    real_stat, real_lstat = Path.stat, Path.lstat
+
+    def changed(path, info):
+        if str(path) not in theirs:
+            return info
+        return os.stat_result((*info[:4], STRANGER, *info[5:]))
+
+    monkeypatch.setattr(Path, "stat", lambda p, **how: changed(p, real_stat(p, **how)))
+    monkeypatch.setattr(Path, "lstat", lambda p: changed(p, real_lstat(p)))
+    return lambda path: theirs.add(str(path))
+
+
+@pytest.fixture
+def no_home(place):
+    """A home in which no folder can be made: a file is in its place."""
+    (place / "home" / ".cache").write_text("")
+    return place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
+
+
+def test_the_default_is_in_the_home_and_private(place, caplog, umask):
+    umask(0)
+    own, read_only = find(caplog)
+    assert (own, read_only) == (place / "home" / ".cache" / "coda_inductor", None)
+    assert mode(own) == 0o700
+    assert mode(folder("kernels", "version")) == 0o700
+    assert not caplog.messages
+
+
+def test_a_relative_xdg_folder_does_not_count(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert find()[0] == place / "home" / ".cache" / "coda_inductor"
+
+
+def test_without_a_home_a_folder_of_this_user_alone(no_home, caplog, monkeypatch, umask):
+    umask(0)
+    monkeypatch.setenv("USER", "x/../../..")
+    monkeypatch.setenv("LOGNAME", "x/../../..")
+    assert find(caplog) == (no_home, None)
+    assert mode(no_home) == 0o700
+    assert not caplog.messages
+    (no_home / "kept").touch()
+    assert find(caplog) == (no_home, None)
+
+
+def planted_open(path, _):
+    path.mkdir(mode=0o755)
+
+
+def planted_link(path, _):
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def planted_file(path, _):
+    path.write_text("")
+
+
+def planted_by_a_stranger(path, belongs):
+    path.mkdir(mode=0o700)
+    belongs(path)
+
+
+@pytest.mark.parametrize("plant", [planted_open, planted_link, planted_file, planted_by_a_stranger])
+def test_a_planted_folder_is_not_used(plant, no_home, caplog, belongs):
+    plant(no_home, belongs)
+    own, read_only = find(caplog)
+    assert read_only is None
+    assert own.parent == no_home.parent
+    assert own.name.startswith(f"{no_home.name}_")
+    assert mode(own) == 0o700
+    assert not own.is_symlink()
+    (said,) = caplog.messages
+    assert f"{no_home} is not this user's alone: {own} is used instead" in said
+    assert find(caplog)[0] == own, "the next process, a compile worker, finds the same"
+
+
+def test_a_temporary_directory_in_which_anybody_can_rename(place, no_home, caplog, monkeypatch):
+    other = place / "other"
+    other.mkdir()
+    other.chmod(0o1777)
+    monkeypatch.setattr(module, "_TEMPORARY", (str(place / "missing"), str(other)))
+    no_home.parent.chmod(0o777)
+    assert find(caplog)[0] == other / no_home.name
+    other.chmod(0o777)
+    own = find(caplog)[0]
+    assert mode(own) == 0o700
+    assert f"everybody can write to {no_home.parent}: choose a folder" in caplog.text
+
+
+def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
+    place, caplog, monkeypatch, belongs
+):
+    chosen = place / "shared"
+    chosen.mkdir()
+    chosen.chmod(0o2775)
+    belongs(chosen)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
+    assert find(caplog) == (chosen, None)
+    assert not caplog.messages
+    chosen.chmod(0o777)
+    own = place / "home" / ".cache" / "coda_inductor"
+    assert find(caplog) == (own, None)
+    (said,) = caplog.messages
+    assert f"CODA_CACHE_DIR={chosen} is not used: everybody may write to {chosen} (chmod" in said
+    chosen.chmod(0o755)
+    place.chmod(0o777)
+    try:
+        assert find(caplog)[0] != chosen
+    finally:
+        place.chmod(0o700)
+
+
+def test_a_chosen_folder_that_a_stranger_made_in_the_temporary_directory(
+    place, caplog, monkeypatch, belongs
+):
+    chosen = place / "temp" / "cache"
+    chosen.mkdir(mode=0o755)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
+    assert find(caplog) == (chosen, None)
+    belongs(chosen)
+    assert find(caplog)[0] != chosen
+    assert f"everybody may make {chosen}, and user {STRANGER} did" in caplog.text
+    link = place / "temp" / "link"
+    link.symlink_to(place / "home")
+    belongs(link)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(link))
+    assert find(caplog)[0] not in (link, place / "home")
+
+
+def test_the_default_must_be_ours(place, caplog, belongs):
+    theirs = place / "home" / ".cache" / "coda_inductor"
+    theirs.mkdir(parents=True)
+    assert find()[0] == theirs
+    belongs(theirs)
+    own, _ = find(caplog)
+    assert own == place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
+    assert f"CODA_CACHE_DIR={theirs} says that you trust them" in caplog.text
+
+
+def test_a_link_to_a_folder_of_ours_is_followed(place):
+    (place / "scratch").mkdir()
+    (place / "home" / ".cache").symlink_to(place / "scratch")
+    assert find()[0].resolve() == place / "scratch" / "coda_inductor"
+
+
+def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatch):
+    chosen = place / "image"
+    chosen.mkdir()
+    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
+    monkeypatch.setattr(module, "writable", lambda path: path != chosen)
+    assert find(caplog) == (place / "home" / ".cache" / "coda_inductor", chosen)
+    assert not caplog.messages
+
+
+def test_a_chosen_folder_that_cannot_be_made_is_said(place, caplog, monkeypatch):
+    monkeypatch.setenv("CODA_CACHE_DIR", os.devnull)
+    assert find(caplog)[1] is None
+    assert f"CODA_CACHE_DIR={os.devnull} is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mask", "file", "around"),
+    [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)],
+)
+def test_modes_follow_the_umask(place, monkeypatch, umask, mask, file, around):
+    umask(mask)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(place / "chosen"))
+    own, _ = find()
+    assert mode(own) == around
+    write(own / "proofs" / "one", "text")
+    assert mode(own / "proofs" / "one") == file
+    assert mode(own / "proofs") == around
+
+
+def test_a_groups_folder_stays_the_groups(place, monkeypatch, umask):
+    """Whatever umask its members have."""
+    umask(0o022)
+    chosen = place / "chosen"
+    chosen.mkdir()
+    chosen.chmod(0o775)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
+    find()
+    assert mode(folder("kernels", "version")) == 0o775
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    target = tmp_path / "new" / "file"
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(target, "text")
+    assert list(target.parent.iterdir()) == []
