@@ -234,12 +234,20 @@ def _load(arch: str, path: list[str]) -> None:
     prepare(arch)
 
 
+def _open_stderr() -> None:
+    try:
+        os.fstat(2)
+    except OSError:  # the parent has closed its own, as daemons do; the next file would be it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def main(parent: int, limit: int, arch: str) -> None:
     """``parent``: its process id. ``limit``: of workers. ``arch``: compute capability, e.g. 90.
 
     The first line that arrives is the parent's ``sys.path``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    _open_stderr()
     requests, answers = Lines(os.dup(0)), os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
