@@ -45,9 +45,13 @@ class Server:
         command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
         command += [str(_PROGRAM), str(os.getpid()), str(max(1, workers())), arch]
         self._process = subprocess.Popen(  # noqa: S603 (our own module)
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=_environment(arch),
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=_environment(arch),
             start_new_session=True,  # a terminal's Ctrl-C is not for it
-        )  # fmt: skip
+        )
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._futures: dict[int, concurrent.futures.Future] = {}

@@ -1,9 +1,9 @@
 """The process that compile workers fork from. Run by path, by ``client``: no module of ours yet.
 
-It imports torch and CuTeDSL once, cannot see the GPU, and answers in JSON, a line each:
+It imports torch and CuTeDSL once, cannot see the GPU, and is asked in JSON, a line each:
 
-- ``{"id": 1, "request": {...}, "marker": ..., "folder": ...}`` is compiled by a worker, and answered
-  ``{"id": 1, "error": null}``, or with the reason, or ``{"id": 1, "lost": why}`` if its worker died;
+- ``{"id": 1, "request": {...}, "marker": ..., "folder": ...}`` is compiled by a worker; the answer
+  is ``{"id": 1, "error": null}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
 - ``{"cancel": 1}`` ends the worker that has it.
 
 It ends, and its workers with it, when its parent does, however that ends, and after two idle
@@ -64,7 +64,7 @@ def send(fd: int, value: Any) -> None:
 
 
 class _Worker:
-    """A forked process that compiles one kernel after another. ``job``: the id of the one it has."""
+    """A forked process that compiles one kernel after another. ``job``: the id of its own."""
 
     def __init__(self, server: _Server):
         ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from processes import alive, children, quick_server, until
 from coda_inductor.runtime import client, pool
 
 ROOT = Path(__file__).parents[2]
-FOR_EVER = "time.sleep(1000)"
+FOR_EVER = "import time; time.sleep(1000)"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,7 @@ def parent_that(ends, between=lambda: None) -> list[int]:
     parent = os.fork()
     if parent == 0:
         try:
+            faulthandler.disable()  # pytest's, which would print an abort
             pool.submit([ask(FOR_EVER)])
             server, workers = running()
             between()
@@ -79,13 +81,11 @@ def test_nothing_outlives_its_parent(ends):
 
 def test_nor_where_something_else_holds_the_pipe():
     """A program that the parent has started, with all its files, lives on."""
-    others = []
 
     def start():
         for server in pool._servers.values():
             os.set_inheritable(server._process.stdin.fileno(), True)
-        other = subprocess.Popen(["sleep", "60"], close_fds=False)
-        others.append(other)
+        other = subprocess.Popen([sys.executable, "-c", FOR_EVER], close_fds=False)
         file.write_text(str(other.pid))
 
     file = Path(os.environ["CODA_CACHE_DIR"]) / "other"
@@ -151,7 +151,7 @@ def test_work_that_was_not_begun_is_dropped_too(monkeypatch, tmp_path):
 
 
 def test_the_compilers_that_a_worker_started_end_with_it(tmp_path):
-    program = f"import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
+    program = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
     pool.submit([ask(program)])
     _, workers = running()
     (compiler,) = until(lambda: children(workers[0]))
@@ -178,13 +178,19 @@ def test_exit_takes_a_second(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, str(client._PROGRAM)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        check=False,
     )
     end = time.time()
     assert done.returncode == 0, done.stderr
     said, at = done.stdout.splitlines()
     assert said == "['compiling its kernel took too long']"
-    assert end - float(at) < 4  # taking torch down takes one itself
+    assert end - float(at) < 10  # one, and what a busy machine takes for torch's own end
 
 
 def test_a_server_that_was_stopped_holds_nobody_up():
@@ -239,9 +245,7 @@ def test_a_server_that_cannot_import_says_why(tmp_path, monkeypatch):
         tmp_path, "def broken(*_): raise ImportError('no libfoo')\nserver._load = broken"
     )
     monkeypatch.setattr(client, "_PROGRAM", broken)
-    assert pool.wait([ask("pass")]) == {
-        ask("pass"): "no compile server: ImportError: no libfoo"
-    }
+    assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
 
 
 def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
@@ -269,7 +273,15 @@ def test_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "want"),
-    [(128, "8", 16), (64, "8", 8), (16, "8", 2), (4, "8", 1), (128, "1", 16), (4, "", 4), (4, "x", 4)],
+    [
+        (128, "8", 16),
+        (64, "8", 8),
+        (16, "8", 2),
+        (4, "8", 1),
+        (128, "1", 16),
+        (4, "", 4),
+        (4, "x", 4),
+    ],
 )
 def test_ranks_of_a_host_share_its_cores(cores, ranks, want, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
