@@ -190,5 +190,7 @@ def _environment(arch: str) -> dict[str, str]:
 
 def _path() -> list[str]:
     """``sys.path``, without the current folder: what lies there is data, not a library."""
-    here = os.getcwd()
-    return [p for p in sys.path if p and os.path.realpath(p) != os.path.realpath(here)]
+    here = None
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        here = os.path.realpath(os.getcwd())
+    return [p for p in sys.path if isinstance(p, str) and p and os.path.realpath(p) != here]

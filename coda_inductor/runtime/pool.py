@@ -113,8 +113,7 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
         return None if is_ready(request) else _Lost("the compile pool was shut down")
     server, future = job
     try:
-        error = future.result(max(0.0, deadline - time.monotonic()))
-    except concurrent.futures.TimeoutError:
+        concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
         server.drop(future, "compiling its kernel took too long")
         error = future.result()
     except LostError as lost:
@@ -201,5 +200,6 @@ def _resolved(request: KernelRequest) -> KernelRequest:
     return dataclasses.replace(request, arch=_machine_arch())
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 atexit.register(shutdown)

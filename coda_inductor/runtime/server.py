@@ -70,8 +70,9 @@ class _Worker:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         self.job: int | None = None
-        self.pid = os.fork()
+        self.pid = os.fork()  # OSError: a limit on processes
         if self.pid == 0:
+            ours.close()
             _work(server, parent, theirs)
         theirs.close()
         self.socket = ours
@@ -183,18 +184,31 @@ class _Server:
             if worker.job is not None:
                 send(self.answers, {"id": worker.job, "lost": f"a compile worker died: {how}"})
 
+    def _start(self) -> _Worker | None:
+        """A new worker, unless there are enough. Raises OSError where there can be none."""
+        if len(self.workers) >= self.limit:
+            return None
+        worker = _Worker(self)
+        self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+        self.workers.append(worker)
+        return worker
+
     def _hand_out(self) -> None:
         while self.waiting:
             worker = next((w for w in self.workers if w.job is None), None)
+            try:
+                worker = worker or self._start()
+            except OSError as error:
+                if self.workers:
+                    return  # those that there are will do
+                why = f"no compile worker could be started: {error}"
+                send(self.answers, {"id": self.waiting.popleft()["id"], "error": why})
+                continue
             if worker is None:
-                if len(self.workers) >= self.limit:
-                    return
-                worker = _Worker(self)
-                self.selector.register(worker.socket, selectors.EVENT_READ, worker)
-                self.workers.append(worker)
+                return
             message = self.waiting.popleft()
             worker.job = message["id"]
-            with contextlib.suppress(BrokenPipeError):  # it died: its end is about to be read
+            with contextlib.suppress(OSError):  # it died: its end is about to be read
                 send(worker.socket.fileno(), message)
 
 

@@ -248,6 +248,14 @@ def test_a_server_that_cannot_import_says_why(tmp_path, monkeypatch):
     assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
 
 
+def test_a_limit_on_processes_is_a_reason(tmp_path, monkeypatch):
+    settings = "def fork(): raise OSError('too many')\nos.fork = fork"
+    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, settings))
+    requests = [ask("pass"), ask("pass", 1)]
+    why = "no compile worker could be started: too many"
+    assert pool.wait(requests) == dict.fromkeys(requests, why)
+
+
 def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, "server.IDLE = 0.5"))
     assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
