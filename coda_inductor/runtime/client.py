@@ -193,4 +193,4 @@ def _path() -> list[str]:
     here = None
     with contextlib.suppress(FileNotFoundError):  # somebody has removed it
         here = os.path.realpath(os.getcwd())
-    return [p for p in sys.path if isinstance(p, str) and p and os.path.realpath(p) != here]
+    return [p for p in map(os.fspath, sys.path) if p and os.path.realpath(p) != here]
