@@ -4,7 +4,8 @@ Importing this package registers the op and imports no kernel library (QuACK, Cu
 those are imported when the first kernel is built, and their absence is a reason, not an error.
 
 Layer map: ``op`` -> ``launch`` -> ``tensors``; ``support`` (reasons), ``config`` and ``cost``
-(which config, how long), ``pool`` (compile kernels in parallel, ahead of time).
+(which config, how long), ``pool`` (compile kernels in parallel, ahead of time) -> ``client`` (a
+compile server as this process sees it), ``server`` (that process), ``worker`` (what it does).
 """
 
 from coda_inductor.runtime.config import Config, choose

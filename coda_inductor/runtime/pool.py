@@ -1,14 +1,15 @@
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to a
-pool of workers, ``wait`` collects the outcome, and the first launch then loads the object file that
-a worker left in QuACK's on-disk cache (a few milliseconds). Workers fork from one server process
-that has imported torch and CuTeDSL already (QuACK's own preload). Kernels that are on disk are not
-submitted: each has a small marker beside it, written by the worker that compiled it.
+compile server (``client``, ``server``), ``wait`` collects the outcome, and the first launch then
+loads the object file that a worker left in QuACK's on-disk cache (a few milliseconds). Kernels that
+are on disk are not submitted: each has a small marker beside it, written by the worker that
+compiled it.
 
-Nothing here can hang: every wait has a deadline, and workers are daemons of this process. Nothing
-raises either: what cannot be compiled has a reason. In a daemonic process, which may have no
-children, the first launch compiles.
+Nothing here can hang: every wait has a deadline, after which the work is dropped and its worker
+killed. Nothing outlives this process, and nothing raises: what cannot be compiled has a reason.
+Where there are to be no workers (``CODA_COMPILE_WORKERS=0``, or a daemonic process, which may have
+no children), the first launch compiles.
 """
 
 from __future__ import annotations
@@ -26,32 +27,30 @@ import time
 from pathlib import Path
 
 from coda_inductor.log import logger
+from coda_inductor.runtime.client import LostError, Server, workers
 from coda_inductor.runtime.support import library_stack
-from coda_inductor.runtime.worker import KernelRequest, begin, compile_kernel
-
-_IDLE_SECONDS = 120.0
+from coda_inductor.runtime.worker import KernelRequest
 
 
 class _Lost(str):
-    """Why a kernel was not compiled that may yet be: a worker that died takes its pool with it."""
+    """Why a kernel was not compiled that may yet be: a worker that died, for one."""
 
 
 _lock = threading.Lock()
-_executors: dict[str | None, concurrent.futures.ProcessPoolExecutor] = {}  # by architecture
-_futures: dict[KernelRequest, concurrent.futures.Future] = {}
-_idle_timers: list[threading.Timer] = []
+_servers: dict[str, Server] = {}  # by architecture
+_jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
     """Start compiling those of ``requests`` that are neither compiled nor under way; returns how
     many were started. Without the libraries this does nothing: ``wait`` says why."""
-    if library_stack() is not None or _childless():
+    if library_stack() is not None or _alone():
         return 0
     requests = [_resolved(r) for r in requests]
     with _lock:
-        missing = [r for r in dict.fromkeys(requests) if r not in _futures and not is_ready(r)]
-        if missing:
-            _start(missing)
+        missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
+        for request in missing:
+            _start(request)
     return len(missing)
 
 
@@ -60,7 +59,7 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
     Returns, for each, None if its kernel is in the on-disk cache now, else why it is not.
     """
-    if library_stack() is not None or _childless():
+    if library_stack() is not None or _alone():
         return dict.fromkeys(requests, library_stack())
     deadline = time.monotonic() + timeout
     outcome: dict[KernelRequest, str | None] = {}
@@ -68,42 +67,34 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
         submit(requests)
         outcome |= {r: _outcome(_resolved(r), deadline) for r in requests}
         lost = [r for r, error in outcome.items() if isinstance(error, _Lost)]
-        submit(lost)  # once more: it may have died of another's kernel, or of an interrupt
+        submit(lost)  # once more: a worker may have died of its neighbours' need for memory
         outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
         outcome |= {r: f"no compile pool: {error!r}" for r in requests if r not in outcome}
-    _restart_idle_timer()
     return outcome
 
 
 def warm_up() -> None:
     """Start the server process that workers fork from: it imports for seconds, while the caller
-    still analyses its graph. Does nothing without the libraries."""
-    if library_stack() is not None or _childless():
+    still analyses its graph. Returns at once. Does nothing without the libraries."""
+    if library_stack() is not None or _alone():
         return
-    from quack.cache.async_compile import _neutral_main
-
     try:
-        with _lock, _neutral_main():
-            arch = _machine_arch()
-            if arch not in _executors:
-                _executors[arch] = _make_executor(arch)
-                _executors[arch].submit(os.getpid)
+        with _lock:
+            _server(_machine_arch())
     except Exception:  # ``wait`` will say so, if anything is to be compiled at all
         logger.debug("the compile pool did not start", exc_info=True)
-    _restart_idle_timer()
 
 
 def shutdown() -> None:
-    """End the workers now; a later ``submit`` starts new ones."""
+    """End the server and its workers now; a later ``submit`` starts new ones."""
     with _lock:
-        executors = list(_executors.values())
-        _executors.clear()
-        _futures.clear()
-        _cancel_idle_timer()
-    for executor in executors:
-        executor.shutdown(wait=False, cancel_futures=True)
+        servers = list(_servers.values())
+        _servers.clear()
+        _jobs.clear()
+    for server in servers:
+        server.end()
 
 
 def is_ready(request: KernelRequest) -> bool:
@@ -117,50 +108,57 @@ def is_ready(request: KernelRequest) -> bool:
 
 def _outcome(request: KernelRequest, deadline: float) -> str | None:
     with _lock:
-        future = _futures.get(request)
-    if future is None:
+        job = _jobs.get(request)
+    if job is None:
         return None if is_ready(request) else _Lost("the compile pool was shut down")
+    server, future = job
     try:
-        error = future.result(max(0.0, deadline - time.monotonic()))
-    except concurrent.futures.TimeoutError:
-        return "compiling its kernel took too long"
-    except (concurrent.futures.CancelledError, concurrent.futures.BrokenExecutor) as exception:
-        shutdown()  # a broken executor takes no more work
-        return _Lost(f"a compile worker died: {exception!r}")
-    except Exception as exception:
-        error = f"its compile worker failed: {exception!r}"
+        concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
+        server.drop(future, "compiling its kernel took too long")
+        error = future.result()
+    except LostError as lost:
+        error = _Lost(lost)
     with _lock:
-        _futures.pop(request, None)
+        if _jobs.get(request) == job:
+            del _jobs[request]
     return error
 
 
-def _start(requests: list[KernelRequest]) -> None:
+def _start(request: KernelRequest) -> None:
     import quack.cache
-    from quack.cache.async_compile import _neutral_main
 
-    with _neutral_main():  # workers must not run the user's script
-        for request in requests:
-            if request.arch not in _executors:
-                _executors[request.arch] = _make_executor(request.arch)
-            _futures[request] = _executors[request.arch].submit(
-                compile_kernel, request, _marker(request), quack.cache.CACHE_DIR
-            )
-
-
-def _make_executor(arch: str | None) -> concurrent.futures.ProcessPoolExecutor:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quack.cache._pool_preload", "coda_inductor.kernels.build"])
-    return concurrent.futures.ProcessPoolExecutor(
-        max_workers=min(os.cpu_count() or 1, 16),
-        mp_context=context,
-        initializer=begin,
-        initargs=(arch, f"sm_{arch}a"),
-    )
+    assert request.arch is not None
+    job = {
+        "request": dataclasses.asdict(request),
+        "marker": str(_marker(request)),
+        "folder": quack.cache.CACHE_DIR,
+    }
+    server = _server(request.arch)
+    _jobs[request] = server, server.submit(job)
 
 
-def _childless() -> bool:
-    """Daemonic processes (of a ``multiprocessing.Pool``, say) may not start any."""
-    return multiprocessing.current_process().daemon
+def _server(arch: str) -> Server:
+    """One that runs. An idle one ends by itself."""
+    server = _servers.get(arch)
+    if server is None or server.ended:
+        server = _servers[arch] = Server(arch)
+    return server
+
+
+def _alone() -> bool:
+    """Is this process to start no other? Daemonic ones (of a ``multiprocessing.Pool``, say) may
+    not."""
+    return multiprocessing.current_process().daemon or workers() == 0
+
+
+def _after_fork() -> None:
+    """In a child: the server is the parent's."""
+    global _lock  # noqa: PLW0603 (another thread of the parent may hold it for ever here)
+    _lock = threading.Lock()
+    for server in _servers.values():
+        server.abandon()
+    _servers.clear()
+    _jobs.clear()
 
 
 def _marker(request: KernelRequest) -> Path:
@@ -188,9 +186,12 @@ def _marker_folder() -> Path:
 
 @functools.lru_cache(maxsize=1)
 def _machine_arch() -> str:
-    from quack.cute_dsl_utils import get_device_capacity
+    """As QuACK would say, whose import takes seconds: ``QUACK_ARCH``, or that of the GPU."""
+    if text := os.environ.get("QUACK_ARCH"):
+        return "".join(c for c in text if c.isdecimal())
+    import torch
 
-    return "".join(map(str, get_device_capacity()))
+    return "".join(map(str, torch.cuda.get_device_capability()))
 
 
 def _resolved(request: KernelRequest) -> KernelRequest:
@@ -199,20 +200,6 @@ def _resolved(request: KernelRequest) -> KernelRequest:
     return dataclasses.replace(request, arch=_machine_arch())
 
 
-def _restart_idle_timer() -> None:
-    """Workers hold a few hundred megabytes each: let them go once nothing is to be compiled."""
-    with _lock:
-        _cancel_idle_timer()
-        if _executors and not _futures:
-            timer = threading.Timer(_IDLE_SECONDS, shutdown)
-            timer.daemon = True
-            timer.start()
-            _idle_timers.append(timer)
-
-
-def _cancel_idle_timer() -> None:
-    while _idle_timers:
-        _idle_timers.pop().cancel()
-
-
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 atexit.register(shutdown)

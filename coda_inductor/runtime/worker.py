@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +28,13 @@ class KernelRequest:
     arch: str | None = None
 
 
-def begin(arch: str | None, name: str) -> None:
-    """A worker's first act. Ctrl-C is for the process that waits: it reaches all of a terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def prepare(arch: str) -> None:
+    """Import what compiling for ``arch`` needs, before workers fork."""
     from quack.cache.async_compile import _pool_initializer
 
-    _pool_initializer(arch, name)
+    import coda_inductor.kernels.build  # noqa: F401
+
+    _pool_initializer(arch, f"sm_{arch}a")
 
 
 def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> str | None:
@@ -61,7 +61,7 @@ def _compile(request: KernelRequest, folder: str | None) -> Path:
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.runtime.config import Config
 
-    # The server this worker was forked from may have started under another environment.
+    # The server may have started under another environment.
     quack.cache.CACHE_DIR = folder
     # Only a launch needs this number, and only a GPU knows it.
     quack.gemm_runtime.host.get_max_active_clusters = lambda *_, **__: 0

@@ -6,12 +6,14 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-import time
 
 import pytest
 
 pytest.importorskip("quack")
+
+from processes import children, until
 
 from coda_inductor.cache_dir import write
 from coda_inductor.runtime import Config, pool, worker
@@ -104,7 +106,7 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
     def no_processes(arch):
         raise OSError(f"no processes for {arch}")
 
-    monkeypatch.setattr(pool, "_make_executor", no_processes)
+    monkeypatch.setattr(pool, "Server", no_processes)
     monkeypatch.setattr(pool, "_machine_arch", lambda: "90")
     pool.warm_up()
     request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
@@ -114,19 +116,30 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
 def test_a_killed_worker_is_tried_again_once():
     request = pool.KernelRequest(kinds()["dswiglu"].to_json(), str(CONFIG), b_major="n", arch="90")
     pool.submit([request])
-    (executor,) = pool._executors.values()
+    (server,) = pool._servers.values()
 
     def kill():
-        while not any(future.running() for future in pool._futures.values()):
-            time.sleep(0.05)
-        for process in list(executor._processes.values()):
-            process.kill()
+        os.kill(until(lambda: children(server.pid))[0], signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     assert pool.wait([request], timeout=180) == {request: None}
 
 
-def test_workers_ignore_ctrl_c():
-    pool.submit([pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")])
-    (executor,) = pool._executors.values()
-    assert executor.submit(signal.getsignal, signal.SIGINT).result(60) == signal.SIG_IGN
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    """Which a program that is run as ``python -m`` or typed in has on its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    for name in ("json", "sympy", "cutlass", "coda_inductor"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    bad = pool.KernelRequest(kinds()["scale"].to_json(), "100x100:2x1:pp", arch="90")
+    assert "CTA tile shape M" in pool.wait([bad])[bad]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_architecture_is_known_without_quack(monkeypatch):
+    pool._machine_arch.cache_clear()
+    monkeypatch.setenv("QUACK_ARCH", "sm_100a")
+    try:
+        assert pool._machine_arch() == "100"
+    finally:
+        pool._machine_arch.cache_clear()

@@ -1,0 +1,196 @@
+"""A compile server as this process sees it: started, asked, ended.
+
+The server (``server.py``) is a program of its own, not a child of ``multiprocessing``: that would
+re-import ``__main__``, share one fork server with the user's own processes, and join its workers
+when the interpreter exits. torch's pool for Inductor's compilers is one too, but cannot end a
+single job, waits five minutes for its process, and looks for its parent once a minute.
+
+Nothing here waits for the server, but ``end``, for a second.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.cache_dir import cache_dir
+from coda_inductor.log import logger
+from coda_inductor.runtime.server import Lines, send
+
+_PROGRAM = Path(__file__).with_name("server.py")
+_MOST = 16  # workers of one process, unless CODA_COMPILE_WORKERS says more
+_GRACE = 1.0  # seconds for a server to end by itself
+
+
+class LostError(Exception):
+    """A kernel was not compiled, but may be if it is tried again: a worker died, or the server."""
+
+
+class Server:
+    """A running server for kernels of ``arch``, a compute capability such as "90".
+
+    Raises OSError if no process can be started.
+    """
+
+    def __init__(self, arch: str):
+        command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
+        command += [str(_PROGRAM), str(os.getpid()), str(max(1, workers())), arch]
+        self._process = subprocess.Popen(  # noqa: S603 (our own module)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=_environment(arch),
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
+        )
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._futures: dict[int, concurrent.futures.Future] = {}
+        self._failed = ""
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox.put(_path())
+        #: It takes no more requests.
+        self.ended = False
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name="coda compile server", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def submit(self, job: dict[str, Any]) -> concurrent.futures.Future:
+        """Compile ``job``, as ``server`` describes it. The result is an error text or None;
+        LostError if its process died."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        with self._lock:
+            if self.ended:
+                future.set_exception(LostError("the compile server ended"))
+                return future
+            number = next(self._numbers)
+            self._futures[number] = future
+        self._outbox.put({"id": number, **job})
+        return future
+
+    def drop(self, future: concurrent.futures.Future, why: str) -> None:
+        """Compile it no longer; its result is ``why``, unless it has one."""
+        with self._lock:
+            number = next((n for n, f in self._futures.items() if f is future), None)
+            if number is None:
+                return
+            del self._futures[number]
+        self._outbox.put({"cancel": number})
+        future.set_result(why)
+
+    def end(self) -> None:
+        """End the process and its workers, at once; takes at most two seconds."""
+        with self._lock:
+            self.ended = True
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+            return
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+
+    def abandon(self) -> None:
+        """In a fork of this process: leave the server to the process that it belongs to, and let
+        it notice that one's end."""
+        self.ended = True
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.returncode = 0  # else Popen warns that it was not waited for
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as pipe:
+            while (message := self._outbox.get()) is not None:
+                send(pipe.fileno(), message)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            for message in Lines(pipe.fileno()):
+                if "failed" in message:
+                    self._failed = message["failed"]
+                    continue
+                with self._lock:
+                    future = self._futures.pop(message["id"], None)
+                if future is None:
+                    continue  # dropped since
+                if "lost" in message:
+                    future.set_exception(LostError(message["lost"]))
+                else:
+                    future.set_result(message["error"])
+        self._outbox.put(None)
+        with self._lock:
+            self.ended = True
+            futures = list(self._futures.values())
+            self._futures.clear()
+        for future in futures:
+            if self._failed:
+                future.set_result(f"no compile server: {self._failed}")
+            else:
+                future.set_exception(LostError("the compile server ended"))
+        self._process.wait()
+
+
+def workers() -> int:
+    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else as many as
+    the cores that it may use, shared with the other ranks of this host, at most 16."""
+    return _workers(os.environ.get("CODA_COMPILE_WORKERS", ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _workers(text: str) -> int:
+    default = max(1, min(len(os.sched_getaffinity(0)) // _ranks(), _MOST))
+    if not text:
+        return default
+    try:
+        count = int(text)
+    except ValueError:
+        count = -1
+    if count >= 0:
+        return count
+    logger.warning(
+        "CODA_COMPILE_WORKERS=%r is no number of processes: using %d. Give 0 to compile kernels "
+        "in this process, at their first launch, or the most that may run at a time",
+        text, default,
+    )  # fmt: skip
+    return default
+
+
+def _ranks() -> int:
+    """Processes of this job on this host, as torchrun says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def _environment(arch: str) -> dict[str, str]:
+    """Of the server: GPU-blind, compiling for ``arch`` from its first import on."""
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "QUACK_ARCH": arch,
+        "CUTE_DSL_ARCH": f"sm_{arch}a",
+        "CODA_CACHE_DIR": str(cache_dir()),
+        "TORCH_WARM_POOL": "0",  # torch would start compile workers of its own
+    }
+
+
+def _path() -> list[str]:
+    """``sys.path``, without the current folder: what lies there is data, not a library."""
+    here = None
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        here = os.path.realpath(os.getcwd())
+    return [p for p in map(os.fspath, sys.path) if p and os.path.realpath(p) != here]

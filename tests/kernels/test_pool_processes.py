@@ -1,0 +1,320 @@
+"""The processes of the compile pool: how many, and that nothing hangs or outlives its parent."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("quack")
+
+from processes import alive, children, quick_server, until
+
+from coda_inductor.runtime import client, pool
+
+ROOT = Path(__file__).parents[2]
+FOR_EVER = "import time; time.sleep(1000)"
+
+
+@pytest.fixture(autouse=True)
+def quick_pool(tmp_path, monkeypatch):
+    """A pool whose server compiles nothing, and whose kernels are never there."""
+    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path))
+    monkeypatch.setattr(pool, "_marker", lambda request: tmp_path / "none")
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "3")
+    yield
+    pool.shutdown()
+
+
+def ask(program: str, number: int = 0) -> pool.KernelRequest:
+    """A request whose worker runs ``program``."""
+    return pool.KernelRequest(program, str(number), arch="90")
+
+
+def running() -> tuple[int, list[int]]:
+    """The server and its workers, of which there is one at least."""
+    (server,) = pool._servers.values()
+    return server.pid, until(lambda: children(server.pid))
+
+
+def parent_that(ends, between=lambda: None) -> list[int]:
+    """Fork a process that compiles for ever until it ``ends``: its server and its worker."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            faulthandler.disable()  # pytest's, which would print an abort
+            pool.submit([ask(FOR_EVER)])
+            server, workers = running()
+            between()
+            os.write(write, f"{server} {workers[0]}".encode())
+            ends()
+        finally:
+            os._exit(1)
+    os.close(write)
+    left = [int(pid) for pid in os.read(read, 100).split()]
+    os.close(read)
+    os.waitpid(parent, 0)
+    assert len(left) == 2
+    return left
+
+
+def own(number: int):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [own(signal.SIGTERM), own(signal.SIGKILL), own(signal.SIGABRT), lambda: os._exit(0)],
+    ids=["SIGTERM", "SIGKILL", "SIGABRT", "os._exit"],
+)
+def test_nothing_outlives_its_parent(ends):
+    left = parent_that(ends)
+    until(lambda: not any(map(alive, left)), 5)
+
+
+def test_nor_where_something_else_holds_the_pipe():
+    """A program that the parent has started, with all its files, lives on."""
+
+    def start():
+        for server in pool._servers.values():
+            os.set_inheritable(server._process.stdin.fileno(), True)
+        other = subprocess.Popen([sys.executable, "-c", FOR_EVER], close_fds=False)
+        file.write_text(str(other.pid))
+
+    file = Path(os.environ["CODA_CACHE_DIR"]) / "other"
+    left = parent_that(own(signal.SIGKILL), start)
+    try:
+        until(lambda: not any(map(alive, left)), 5)
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def test_workers_do_not_outlive_the_server():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not any(map(alive, workers)), 5)
+
+
+def test_a_parent_may_end_while_the_server_imports(tmp_path, monkeypatch):
+    slow = quick_server(tmp_path, "server._load = lambda *_: time.sleep(1000)")
+    monkeypatch.setattr(client, "_PROGRAM", slow)
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            os.write(write, str(client.Server("90").pid).encode())
+            time.sleep(1)
+        finally:
+            os._exit(1)
+    server = int(os.read(read, 100))
+    os.waitpid(parent, 0)
+    until(lambda: not alive(server), 5)
+
+
+def test_a_fork_leaves_the_server_to_its_parent():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    pipe = pool._servers["90"]._process.stdin
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if pipe.closed and not pool._servers and not pool._jobs else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert alive(server)
+    assert alive(workers[0])
+
+
+def test_a_compiler_that_never_returns_is_killed():
+    stuck = ask(FOR_EVER)
+    pool.submit([stuck])
+    _, workers = running()
+    start = time.monotonic()
+    assert pool.wait([stuck], timeout=0.5) == {stuck: "compiling its kernel took too long"}
+    assert time.monotonic() - start < 5
+    until(lambda: not any(map(alive, workers)), 5)
+    assert not pool._jobs
+    assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
+
+
+def test_work_that_was_not_begun_is_dropped_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
+    late = ask(f"open({str(tmp_path / 'late')!r}, 'w')")
+    pool.wait([ask(FOR_EVER), late], timeout=0.5)
+    assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
+    assert not (tmp_path / "late").exists()
+
+
+def test_the_compilers_that_a_worker_started_end_with_it(tmp_path):
+    program = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
+    pool.submit([ask(program)])
+    _, workers = running()
+    (compiler,) = until(lambda: children(workers[0]))
+    pool.wait([ask(program)], timeout=0.1)
+    until(lambda: not alive(compiler), 5)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from coda_inductor.runtime import client, pool
+client._PROGRAM = Path(sys.argv[1])
+pool._marker = lambda request: Path("none")
+stuck = [pool.KernelRequest("time.sleep(1000)", str(i), arch="90") for i in range(2)]
+print(list(pool.wait(stuck[:1], timeout=2).values()))
+pool.submit(stuck[1:])
+time.sleep(0.5)
+print(time.time(), flush=True)
+"""
+
+
+def test_exit_takes_a_second(tmp_path):
+    """A job that was given up, and one that still runs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(client._PROGRAM)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        check=False,
+    )
+    end = time.time()
+    assert done.returncode == 0, done.stderr
+    said, at = done.stdout.splitlines()
+    assert said == "['compiling its kernel took too long']"
+    assert end - float(at) < 10  # one, and what a busy machine takes for torch's own end
+
+
+def test_a_server_that_was_stopped_holds_nobody_up():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    os.kill(server, signal.SIGSTOP)
+    start = time.monotonic()
+    pool.wait([ask("pass")], timeout=0.2)
+    pool.submit([ask("#" * 100_000, i) for i in range(20)])  # more than a pipe holds
+    pool.shutdown()
+    assert time.monotonic() - start < 5
+    until(lambda: not any(map(alive, [server, *workers])), 5)
+
+
+def test_workers_start_as_they_are_needed():
+    assert pool.wait([ask("pass")]) == {ask("pass"): None}
+    server, workers = running()
+    assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
+    assert running() == (server, workers)
+    requests = [ask("time.sleep(0.5)", i) for i in range(6)]
+    pool.submit(requests)
+    assert len(until(lambda: len(children(server)) > 1 and children(server))) <= 3
+    assert pool.wait(requests, timeout=60) == dict.fromkeys(requests)
+    assert len(children(server)) == 3
+
+
+def test_workers_ignore_ctrl_c():
+    program = "import signal; assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN"
+    assert pool.wait([ask(program)]) == {ask(program): None}
+    server, _ = running()
+    assert os.getsid(server) != os.getsid(0)
+
+
+def test_a_worker_that_dies_twice_is_a_reason():
+    requests = [ask("os._exit(3)"), ask("os.kill(os.getpid(), 9)"), ask("pass")]
+    first, second, third = pool.wait(requests).values()
+    assert first == "a compile worker died: exit status 3"
+    assert second == "a compile worker died: signal 9"
+    assert third is None
+
+
+def test_a_server_that_died_is_replaced():
+    pool.wait([ask("pass")])
+    server, _ = running()
+    os.kill(server, signal.SIGKILL)
+    assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
+    assert running()[0] != server
+
+
+def test_a_server_that_cannot_import_says_why(tmp_path, monkeypatch):
+    broken = quick_server(
+        tmp_path, "def broken(*_): raise ImportError('no libfoo')\nserver._load = broken"
+    )
+    monkeypatch.setattr(client, "_PROGRAM", broken)
+    assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
+
+
+def test_a_limit_on_processes_is_a_reason(tmp_path, monkeypatch):
+    settings = "def fork(): raise OSError('too many')\nos.fork = fork"
+    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, settings))
+    requests = [ask("pass"), ask("pass", 1)]
+    why = "no compile worker could be started: too many"
+    assert pool.wait(requests) == dict.fromkeys(requests, why)
+
+
+def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, "server.IDLE = 0.5"))
+    assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
+    (server,) = pool._servers.values()
+    until(lambda: server.ended, 10)
+    assert not alive(server.pid)
+    assert pool.wait([ask("pass")]) == {ask("pass"): None}
+
+
+def test_what_a_library_prints_is_no_answer():
+    program = "print('hello', flush=True); os.system('echo hello')"
+    assert pool.wait([ask(program)]) == {ask(program): None}
+
+
+def test_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    for name in ("CODA_COMPILE_WORKERS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    client._workers.cache_clear()
+    assert client.workers() == 12
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "want"),
+    [
+        (128, "8", 16),
+        (64, "8", 8),
+        (16, "8", 2),
+        (4, "8", 1),
+        (128, "1", 16),
+        (4, "", 4),
+        (4, "x", 4),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(cores, ranks, want, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.delenv("CODA_COMPILE_WORKERS")
+    client._workers.cache_clear()
+    assert client.workers() == want
+
+
+def test_no_workers_leave_compiling_to_the_first_launch(monkeypatch):
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "0")
+    pool.warm_up()
+    assert pool.submit([ask("pass")]) == 0
+    assert pool.wait([ask("pass")]) == {ask("pass"): None}
+    assert not pool._servers
+
+
+def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "40")
+    assert client.workers() == 40
+    for text in ("many", "-1", "1.5"):
+        monkeypatch.setenv("CODA_COMPILE_WORKERS", text)
+        client._workers.cache_clear()
+        assert client.workers() == client.workers() >= 1
+        (message,) = caplog.messages
+        assert f"CODA_COMPILE_WORKERS='{text}'" in message
+        caplog.clear()
