@@ -54,7 +54,7 @@ def test_a_process_without_kernels_is_told_once(why, warnings, monkeypatch):
     for width in (8, 16):
         compiled(nn.Linear(width, width), torch.ones(2, width), strict=True)
     (said,) = warnings()
-    assert said.startswith(f"no GEMM becomes a kernel here: {why}. ")
+    assert said.startswith(f"coda_inductor: no GEMM becomes a kernel here: {why}. ")
     assert "options={'reference': True}" in said
 
 
@@ -123,7 +123,9 @@ def test_a_newer_torch_is_told_once(warnings, monkeypatch):
     for _ in range(2):
         compiled(torch.sin, torch.ones(2))
     (said,) = warnings()
-    assert said.startswith("torch 2.16.0.dev20270101+cu130 is newer than the versions")
+    assert said.startswith(
+        "coda_inductor: torch 2.16.0.dev20270101+cu130 is newer than the versions"
+    )
     assert "2.15" in said
 
 
