@@ -86,7 +86,8 @@ def compiled(name: str, model: nn.Module, tokens: Tensor, *, debug: bool) -> dic
 
     eager = error(logits(model, tokens))
     options = {"options": {"debug": True}} if debug and name == "coda" else {}
-    function = torch.compile(model, **BACKENDS[name], **options)
+    how: dict[str, Any] = {**BACKENDS[name], **options}
+    function = torch.compile(model, **how)
     counters["coda"].clear()
     start = time.perf_counter()
     output = logits(function, tokens)
