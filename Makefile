@@ -2,6 +2,11 @@
 # until pyproject.toml changes. `make PYTHON=/path/to/python3 demo` builds on another Python.
 
 PYTHON ?= python3
+# Another torch has an environment of its own: `make test TORCH=2.15.0`.
+ifdef TORCH
+VENV ?= .venv-torch$(TORCH)
+export CODA_CPU_TORCH := torch==$(TORCH)
+endif
 VENV ?= .venv
 OUT ?= benchmarks/results/latest
 # Tests side by side, and threads of torch's in each.
@@ -19,7 +24,7 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (on a GPU) the speed
 	$(RUN) examples/demo.py
 
-test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows them, JOBS=8 widens)
+test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TORCH=2.15.0 on that)
 	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.bench  ## run the benchmarks into OUT (needs a GPU)
@@ -29,7 +34,7 @@ lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
 	$(RUN) tools/lint.py
 
 clean:  ## remove the virtual environment, caches and debug output
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-torch* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf coda_debug
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 

@@ -9,8 +9,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+import coda_inductor
 from coda_inductor.errors import CodaError
+from coda_inductor.runtime.versions import identity
 
 ABOUT = "What the coda backend does with a model, checks of pattern files, and the cache."
 COMMANDS = {
@@ -20,9 +23,23 @@ COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    """Print what a bug report needs: versions, and why kernels do not run here."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any):
+        super().__init__(option_strings, dest, nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for line in (f"coda_inductor {coda_inductor.__version__}", *identity()):
+            what, value = line.split(" ", maxsplit=1)
+            sys.stdout.write(f"{what:<20}{value}\n")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0, 1 for a failure, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m coda_inductor", description=ABOUT)
+    parser.add_argument("--version", action=_Version, help="of this package and what it runs on")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
     for name, module in modules.items():

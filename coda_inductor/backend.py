@@ -21,6 +21,7 @@ from coda_inductor.joint import JointPass
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.options import Options, parse
 from coda_inductor.raising import raise_idioms
+from coda_inductor.runtime import notice
 
 
 def coda(
@@ -49,6 +50,7 @@ def coda(
     settings = parse(mode, options)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
     runtime.set_strict(settings.strict)
+    notice.before_compile(gm, inputs, settings)
     around = raise_pass(gm, settings, recorder)
     user_pass = settings.inductor.get(
         "joint_custom_pre_pass", inductor_config.joint_custom_pre_pass

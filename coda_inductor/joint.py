@@ -111,8 +111,7 @@ class JointPass(CustomGraphPass):
         self.recorder.finish()
         if not self.dry:
             record(report)
-            fused = sum(site.fused for site in report.sites)
-            logger.info("%s: %d of %d GEMMs fused", report.name, fused, len(report.sites))
+            logger.info("%s: %s", report.name, report.summary)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
         near_misses = self.recorder.report.near_misses

@@ -17,8 +17,10 @@ used elsewhere, or when a side condition of the pattern fails; the reason is log
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -27,6 +29,8 @@ from coda_inductor.graph import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import Match, bodies, epochs, value
 from coda_inductor.patterns import Pattern
+
+_PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,17 @@ def _refusal(pattern: Pattern, match: Match, epoch: dict[Node, int]) -> str | No
     try:
         return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
     except Exception as error:
-        reason = f"the pattern itself failed: {type(error).__name__}: {error}"
+        reason = f"the pattern itself failed: {type(error).__name__}: {error} ({_where(error)})"
         warn_once(f"pattern {pattern.name}", reason)
         return reason
+
+
+def _where(error: Exception) -> str:
+    """``file.py:12``: where in a pattern file an error is from, else where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    frame = theirs[0] if theirs else frames[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:

@@ -42,7 +42,8 @@ class SiteReport:
         absorbed: the graph ops that now run on its accumulator tile.
         bytes_before: bytes read and written by the GEMM and by one elementwise kernel behind it
             that does what was absorbed, each tensor counted once a kernel (no cache, no retries).
-        bytes_after: the same for what runs now; equal to ``bytes_before`` when not fused.
+        bytes_after: the same for the fused kernel, also where the program runs as plain ops
+            (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         stopped: where the epilogue ended and why, as ``"op: reason"``; fused sites only.
         estimate: expected times; only ``coda_inductor.explain`` asks for them.
@@ -72,7 +73,8 @@ class SiteReport:
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of memory traffic that no longer happen (0 when not fused)."""
+        """Bytes of memory traffic that a kernel does without (0 when not fused); where ``how`` is
+        ``"reference"`` no kernel runs, and they are not saved."""
         return self.bytes_before - self.bytes_after
 
 
@@ -89,8 +91,26 @@ class GraphReport:
     def bytes_saved(self) -> int:
         return sum(site.bytes_saved for site in self.sites)
 
+    @property
+    def kernels(self) -> int:
+        """How many GEMMs run as a generated kernel."""
+        return sum(site.how == "kernel" for site in self.sites)
+
+    @property
+    def summary(self) -> str:
+        """``15 of 29 GEMMs fused``; where some only could be, that and why not."""
+        plain = [site for site in self.sites if site.how == "reference"]
+        said = []
+        if self.kernels or not plain:
+            said.append(f"{self.kernels} of {len(self.sites)} GEMMs fused")
+        if plain:
+            can = f"{len(plain)} of {len(self.sites)} GEMMs can be fused"
+            said.append(f"{can}; they run as plain ops here: {plain[0].reason}")
+        return ", ".join(said)
+
     def table(self) -> str:
-        """The GEMMs as a text table: site, shape, patterns, absorbed ops, bytes saved or reason."""
+        """The GEMMs as a text table: site, shape, patterns, absorbed ops, bytes saved or reason.
+        Where no kernel runs, the bytes are those that one would save, and the column says so."""
         rows = [
             (
                 s.site,
@@ -103,7 +123,8 @@ class GraphReport:
             )
             for s in self.sites
         ]
-        heads = ["GEMM", "M x N x K", "patterns", "runs as", "absorbed", "MB saved", "why not"]
+        saved = "MB saved" if self.kernels else "MB a kernel saves"
+        heads = ["GEMM", "M x N x K", "patterns", "runs as", "absorbed", saved, "why not"]
         widths = [42, 18, 20, 10, 40, 9, 40]
         text = tabulate(rows, headers=heads, maxcolwidths=widths, tablefmt="simple")
         misses = "".join(f"\nnear miss: {miss}" for miss in self.near_misses)

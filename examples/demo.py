@@ -1,8 +1,8 @@
 """A stock Hugging Face Llama under ``backend="coda"``, beside plain torch.compile.
 
-Builds an unmodified ``LlamaForCausalLM`` with random weights, feeds it real text (the licence of
-this repository, one token a byte) and prints what was matched, what each GEMM absorbed, how far the
-logits are from float32, and on a GPU how fast it is.
+Prints how long each takes to compile, what was matched, what each GEMM absorbed, how far the logits
+are from float32, and on a GPU how fast it is. Everything is measured in processes of its own with
+empty caches (``demo_run.py``), for whoever compiles second in a process finds much done.
 
 Usage: python examples/demo.py [--debug]
 """
@@ -10,152 +10,151 @@ Usage: python examples/demo.py [--debug]
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
+import json
 import os
-import statistics
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-import torch
-import transformers
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
-
-import coda_inductor  # only to print its report: backend="coda" needs no import
-
-LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
-#: (sequence length, the model) by device; "cuda" has the shape of Llama-3.2-1B.
-SIZES = {
-    "cpu": (256, {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
-                  "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}),
-    "cuda": (4096, {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
-}  # fmt: skip
-ROUNDS = 20
+RUN = Path(__file__).with_name("demo_run.py")
+WIDTH = 100
+NAMES = {"torch.compile": "torch.compile", "coda": 'backend="coda"'}
 
 
-def main() -> None:
-    """Compile, run and print; see the module docstring."""
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print; see the module docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--debug", action="store_true", help="write graphs and kernel sources")
-    debug = parser.parse_args().debug
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # A graph that comes out of torch's compile cache is not analysed again: nothing to show.
-    torch._inductor.config.fx_graph_cache = False
-    torch._functorch.config.enable_autograd_cache = False
-
-    length, shape = SIZES[device]
-    model, tokens = build(shape, length, device)
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    title(f"LlamaForCausalLM, {parameters:.0f}M parameters, bfloat16, {length} tokens, {where}")
-
-    coda = torch.compile(model, backend="coda", options={"debug": debug})
-    stock = torch.compile(model)
-    with torch.no_grad():
-        reference = logits(copy.deepcopy(model).float(), tokens)
-        counters["coda"].clear()
-        outputs = {
-            "eager": logits(model, tokens),
-            "torch.compile": compiled("torch.compile", stock, tokens),
-            'backend="coda"': compiled('backend="coda"', coda, tokens),
-        }
-        show_report(dict(counters["coda"]))
-        show_errors(outputs, reference)
-        if device == "cuda":
-            show_speed({"torch.compile": stock, 'backend="coda"': coda}, tokens)
-        else:
-            print("\nNo GPU here: the fused programs run as plain torch ops, compiled by Inductor.")
-    if debug:
-        folders = sorted({report.folder for report in coda_inductor.reports() if report.folder})
-        print("\ngraphs and kernel sources:", *folders)
+    parser.add_argument("--size", help=argparse.SUPPRESS)  # "tiny", for tests
+    given = parser.parse_args(argv)
+    flags = ["--debug"] * given.debug + (["--size", given.size] if given.size else [])
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    with tempfile.TemporaryDirectory(prefix="coda_demo_") as folder:
+        found = {}
+        for name, shown in NAMES.items():
+            what = f"building a Llama and compiling it with {shown}"
+            found[name] = measure(console, Path(folder), what, "compile", name, *flags, cache=name)
+        ours = found["coda"]
+        title(console, ours["title"])
+        console.print("compiled, each in a process of its own with empty caches:")
+        for name, shown in NAMES.items():
+            console.print(f"  {shown:<16} {found[name]['seconds']:6.1f} s")
+        show_report(console, ours)
+        errors = {"eager": ours["eager error"]}
+        errors |= {shown: found[name]["error"] for name, shown in NAMES.items()}
+        title(console, "error of the logits against the same model in float32")
+        for name, error in errors.items():
+            console.print(f"  {name:<16} {error:.3e}")
+        if ours["cuda"]:
+            what = "timing one forward"
+            times = measure(console, Path(folder), what, "speed", folder, *flags)
+            show_speed(console, times)
+    folders = sorted({graph["folder"] for graph in ours["graphs"] if graph["folder"]})
+    if folders:
+        console.print("\ngraphs and kernel sources:", *folders)
 
 
-def build(shape: dict[str, int], length: int, device: str) -> tuple[nn.Module, Tensor]:
-    """The model in bfloat16 with seeded random weights, and (1, ``length``) token ids."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**shape, max_position_embeddings=length, use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
-    text = LICENSE.read_bytes()[:length]
-    return model, torch.tensor([list(text)], device=device)
+def measure(
+    console: Console, folder: Path, what: str, *arguments: str, cache: str = ""
+) -> dict[str, Any]:
+    """What a run of ``demo_run.py`` with ``arguments`` found; ``what`` is shown while it runs, and
+    what it wrote to standard error afterwards. Its caches are in ``folder / cache``."""
+    out = folder / "found.json"
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / cache),
+        "CODA_CACHE_DIR": str(folder / "kernels"),
+    }
+    command = [sys.executable, str(RUN), str(out), *arguments]
+    if not console.is_terminal:
+        console.print(f"{what} ...")
+        console.file.flush()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        progress.add_task(escape(what))
+        done = subprocess.run(  # noqa: S603 (our own script)
+            command, env=environment, check=False, stderr=subprocess.PIPE, text=True
+        )
+    if done.returncode:
+        sys.exit(f"{what} failed:\n{done.stderr}")
+    if done.stderr.strip():
+        console.print(escape(done.stderr.strip()), style="dim")
+    return json.loads(out.read_text())
 
 
-def logits(model: Callable[..., object], tokens: Tensor) -> Tensor:
-    """(tokens, vocabulary) logits in the model's dtype."""
-    return model(tokens).logits[0]  # type: ignore[attr-defined]
-
-
-def compiled(name: str, model: Callable[..., object], tokens: Tensor) -> Tensor:
-    """The logits of the first call, which compiles."""
-    start = time.perf_counter()
-    result = logits(model, tokens)
-    print(f"compiled with {name:<16} in {time.perf_counter() - start:5.1f} s")
-    return result
-
-
-def show_report(matched: dict[str, int]) -> None:
+def show_report(console: Console, found: dict[str, Any]) -> None:
     """What fired, and what each GEMM absorbed; layers that came out alike share one row."""
-    title("matched")
-    for name, count in sorted(matched.items()):
-        print(f"{count:4} x {name}")
-    if not matched:
-        print("nothing")
-    for report in coda_inductor.reports():
-        alike: dict[object, list[coda_inductor.SiteReport]] = {}
-        for site in report.sites:
-            same = (site.shape, site.patterns, site.absorbed, site.how, site.reason)
-            alike.setdefault(same, []).append(site)
-        rows = [
-            dataclasses.replace(
-                sites[0],
-                site=f"{len(sites)} x {sites[0].site}" if len(sites) > 1 else sites[0].site,
-                bytes_before=sum(site.bytes_before for site in sites),
-                bytes_after=sum(site.bytes_after for site in sites),
+    title(console, "matched")
+    for name, count in sorted(found["matched"].items()):
+        console.print(f"{count:4} x {name}")
+    if not found["matched"]:
+        console.print("nothing")
+    for graph in found["graphs"]:
+        title(console, "what each GEMM absorbs")
+        console.print(f"{graph['summary']}.")
+        console.print(table_of(graph["sites"]))
+        saved = {how: sum(s["bytes"] for s in graph["sites"] if s["how"] == how) / 1e6
+                 for how in ("kernel", "reference")}  # fmt: skip
+        if saved["kernel"]:
+            console.print(f"memory traffic saved: {saved['kernel']:.1f} MB a call")
+        elif saved["reference"]:
+            console.print(
+                "No kernel runs here, so nothing is saved: Inductor compiles the programs as plain "
+                f"ops. As kernels, they would move {saved['reference']:.1f} MB less a call."
             )
-            for sites in alike.values()
-        ]
-        title("what each GEMM absorbed")
-        print(dataclasses.replace(report, sites=rows).table())
-        print(f"memory traffic saved: {report.bytes_saved / 1e6:.1f} MB a call")
 
 
-def show_errors(outputs: dict[str, Tensor], reference: Tensor) -> None:
-    """Relative Frobenius error of the logits; the reference is the same model in float32."""
-    title("error of the logits against the same model in float32")
-    for name, output in outputs.items():
-        error = (output.float() - reference).norm() / reference.norm()
-        print(f"{name:<16} {error.item():.3e}")
+def table_of(sites: list[dict[str, Any]]) -> Table:
+    """A row for all GEMMs that came out alike, with the bytes of all of them together."""
+    kernels = any(site["how"] == "kernel" for site in sites)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("GEMM", overflow="fold", max_width=30)
+    table.add_column("M x N x K", overflow="fold")
+    table.add_column("runs as", no_wrap=True)
+    table.add_column("absorbs, or why not", overflow="fold")
+    table.add_column("MB saved" if kernels else "MB a kernel saves", justify="right", max_width=8)
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for site in sites:
+        same = {key: site[key] for key in ("shape", "how", "patterns", "absorbed", "reason")}
+        alike.setdefault(json.dumps(same), []).append(site)
+    for group in alike.values():
+        first = group[0]
+        fused = first["how"] != "unfused"
+        names = f"{', '.join(first['patterns'])}: " if first["patterns"] else ""
+        how = {"kernel": "kernel", "reference": "plain ops", "unfused": "unfused"}[first["how"]]
+        table.add_row(
+            f"{len(group)} x",
+            escape(first["site"].removeprefix("model.")),
+            first["shape"],
+            how,
+            escape(names + ", ".join(first["absorbed"]) if fused else first["reason"]),
+            f"{sum(s['bytes'] for s in group) / 1e6:.2f}" if fused else "",
+        )
+    return table
 
 
-def show_speed(models: dict[str, Callable[..., object]], tokens: Tensor) -> None:
-    """Median device time of one forward; the models take turns, so that clocks drift for all."""
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(ROUNDS + 3):
-        events = {}
-        for name, model in models.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            model(tokens)
-            end.record()
-            events[name] = (start, end)
-        torch.cuda.synchronize()
-        if turn >= 3:  # the first rounds warm up
-            for name, (start, end) in events.items():
-                times[name].append(start.elapsed_time(end))
-    title(f"time of one forward (median of {ROUNDS}, interleaved)")
-    base = statistics.median(times["torch.compile"])
-    for name, samples in times.items():
-        median = statistics.median(samples)
-        print(f"{name:<16} {median:7.2f} ms   {base / median:.3f}x")
+def show_speed(console: Console, times: dict[str, float]) -> None:
+    """Milliseconds of one forward, and how many times as fast as torch.compile."""
+    title(console, "time of one forward (median, the two taking turns)")
+    for name, shown in NAMES.items():
+        faster = times["torch.compile"] / times[name]
+        console.print(f"  {shown:<16} {times[name]:7.2f} ms   {faster:.3f}x")
 
 
-def title(text: str) -> None:
+def title(console: Console, text: str) -> None:
     """A heading."""
-    print(f"\n== {text}")
+    console.print(f"\n[bold]== {escape(text)}")
 
 
 if __name__ == "__main__":

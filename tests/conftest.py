@@ -48,6 +48,14 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_notice():
+    """The process is told nothing of missing kernels: tests count other warnings."""
+    from coda_inductor.runtime import notice
+
+    notice.told |= {"kernels", "torch"}
+
+
 @pytest.fixture
 def prove_here(monkeypatch: pytest.MonkeyPatch):
     """Pattern files are proven in this process: a new one takes seconds to start."""

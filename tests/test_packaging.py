@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,23 +17,57 @@ import pytest
 import coda_inductor
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "coda_inductor", "patterns")
+#: What a checkout holds, apart from git's own files.
+SOURCES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
+    "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml", ".ci", "benchmarks",
+    "coda_inductor", "docs", "examples", "patterns", "tests", "tools",
+)  # fmt: skip
+#: Made by tools, tests or builds.
+MADE = shutil.ignore_patterns("__pycache__", "latest", "*.egg-info", ".*cache", "*.pyc")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel built from a copy of the tree, since a build leaves files behind; works offline."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the tree, since a build leaves files behind."""
+    tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, tree / name, ignore=ignore)
-        else:
+            shutil.copytree(ROOT / name, tree / name, ignore=MADE)
+        elif (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory) -> Path:
+    """The source archive, unpacked."""
+    files = files_of(tree)
+    out = tmp_path_factory.mktemp("sdist")
+    code = f"import setuptools.build_meta as b; b.build_sdist({str(out)!r})"
+    run("-c", code, cwd=tree)
+    for path in files_of(tree) - files:  # a wheel of this tree must not see what this build made
+        (tree / path).unlink()
+    (built,) = out.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(out, filter="data")
+    (unpacked,) = (p for p in out.iterdir() if p.is_dir())
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory) -> Path:
+    """A wheel built from a copy of the tree; works offline."""
+    out = tmp_path_factory.mktemp("wheel")
     offline = ["--no-deps", "--no-index", "--no-build-isolation"]
     run("-m", "pip", "wheel", *offline, "--quiet", "--wheel-dir", out, tree)
     (built,) = out.glob("*.whl")
     return built
+
+
+def files_of(folder: Path) -> set[str]:
+    """The files below a folder, relative to it."""
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
 
 
 def run(*args: object, **kwargs) -> str:
@@ -40,6 +76,31 @@ def run(*args: object, **kwargs) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def test_source_archive_holds_the_checkout(tree, sdist):
+    """Tests read patterns, documents, results of benchmarks, tools, the Makefile and more."""
+    missing = files_of(tree) - files_of(sdist)
+    assert not missing
+    made = files_of(sdist) - files_of(tree)
+    assert {name.split("/")[0] for name in made} == {
+        "PKG-INFO", "setup.cfg", "coda_inductor.egg-info",
+    }  # fmt: skip
+
+
+def test_this_list_of_sources_is_all_that_git_has():
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return  # an unpacked archive
+    listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {name.split("/")[0] for name in listed.stdout.splitlines()} == set(SOURCES)
+
+
+def test_licence_is_complete():
+    text = (ROOT / "LICENSE").read_text()
+    assert "APPENDIX: How to apply the Apache License" in text
+    assert re.search(r"^   Copyright 20\d\d The coda_inductor authors$", text, re.MULTILINE)
+    assert not re.search(r"\[(yyyy|name of copyright owner)\]", text)
 
 
 def test_wheel_holds_every_module_data_file_and_pattern(wheel):

@@ -9,7 +9,9 @@ Three kinds of machine, told apart without asking:
 - Neither: install a CPU torch first and by its exact version, since a range would pull in several
   gigabytes of CUDA packages; kernels are then compiled in the tests, not run.
 
-A machine without a package registry is fine as long as what is needed can be imported.
+``CODA_CPU_TORCH`` (``make test TORCH=2.15.0`` sets it) names another torch; it is then installed on
+every kind of machine. A machine without a package registry is fine as long as what is needed can be
+imported.
 
 Usage: python3 tools/setup_env.py VENV (demo | test | bench | dev)
 """
@@ -21,14 +23,17 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_TORCH = os.environ.get("CODA_CPU_TORCH", "torch==2.13.0")
+CHOSEN_TORCH = os.environ.get("CODA_CPU_TORCH", "")
+CPU_TORCH = CHOSEN_TORCH or "torch==2.13.0"
 MIN_TORCH = (2, 11)
 #: What each goal cannot do without; the kernel stack is not among them, models run without it.
 IMPORTS = {
-    "demo": ["torch", "sympy", "tabulate", "transformers"],
+    "demo": ["torch", "sympy", "tabulate", "rich", "transformers"],
     "bench": ["torch", "sympy", "tabulate", "transformers", "matplotlib"],
     "test": [
         "torch",
@@ -55,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
 
     python = create(args.venv)
-    cuda_torch = has_cuda_torch()
+    cuda_torch = not CHOSEN_TORCH and has_cuda_torch()
     gpu = cuda_torch or has_nvidia_driver()
     extras = [args.goal]
     if gpu:
@@ -70,7 +75,7 @@ def main() -> None:
         if pip(python, "--no-index", "--no-build-isolation", "-e", target):
             return
         say("not everything is there yet")
-    elif not gpu and not pip(python, CPU_TORCH):
+    elif (CHOSEN_TORCH or not gpu) and not pip(python, CPU_TORCH):
         say("could not install", CPU_TORCH, "- trying what this Python has")
     if pip(python, "-e", target):
         return
@@ -134,15 +139,57 @@ def inherit_packages(python: Path) -> None:
 
 
 def pip(python: Path, *args: str) -> bool:
-    """Run ``pip install`` and show the end of its errors; returns whether it succeeded."""
+    """Run ``pip install``, show what it does and the end of its errors; returns whether it
+    succeeded."""
     say("pip install", *args)
-    command = [str(python), "-m", "pip", "install", "--quiet", *args]
+    command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *args]
     env = {**os.environ, **PIP_ENV}
-    run = subprocess.run(command, check=False, env=env, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    progress = Progress()
+    with subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        for line in run.stdout or ():
+            lines.append(line.rstrip())
+            progress.show(line)
+    progress.stop()
     if run.returncode != 0:
-        errors = [line for line in run.stderr.splitlines() if "ERROR:" in line]
-        print("\n".join(errors[-2:] or run.stderr.splitlines()[-5:]), file=sys.stderr)
+        errors = [line for line in lines if "ERROR:" in line]
+        print("\n".join(errors[-2:] or lines[-5:]), file=sys.stderr)
     return run.returncode == 0
+
+
+class Progress:
+    """What pip is doing: in a terminal one line, with the seconds it has taken, else a line a
+    download. Nothing but Python's own library is there yet."""
+
+    STEPS = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "Installing")
+
+    def __init__(self) -> None:
+        self.doing, self.start, self.done = "", time.monotonic(), threading.Event()
+        self.clock = threading.Thread(target=self._tick, daemon=True)
+        if sys.stdout.isatty():
+            self.clock.start()
+
+    def stop(self) -> None:
+        """Clear the line."""
+        self.done.set()
+        if self.clock.is_alive():
+            self.clock.join()
+
+    def show(self, line: str) -> None:
+        """The next line of pip's output."""
+        line = line.strip()
+        if line.startswith(self.STEPS):
+            self.doing = line
+            if not sys.stdout.isatty() and line.startswith("Downloading"):
+                say(line)
+
+    def _tick(self) -> None:
+        while not self.done.wait(0.5):
+            seconds = time.monotonic() - self.start
+            print(f"\r\x1b[K[setup] {seconds:4.0f} s  {self.doing}"[:96], end="", flush=True)
+        print("\r\x1b[K", end="", flush=True)
 
 
 def importable(python: Path, name: str) -> bool:

@@ -50,14 +50,16 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.out and not Path(chosen.out).resolve().parent.is_dir():
         sys.stderr.write(f"error: --out {chosen.out}: its folder does not exist\n")
         return 1
+    model: Callable[..., Any] | None = None
     try:
         model, args, kwargs = _model(chosen)
         options = dict(_setting(text, "--option") for text in chosen.option)
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, **kwargs)
     except CodaError as error:
-        hint = "; --hf is for language models, give others as FILE.py:FUNCTION"
-        sys.stderr.write(f"error: {error}{hint if chosen.hf and chosen.target is None else ''}\n")
+        other = chosen.hf is not None and model is not None and not _speaks(model)
+        hint = "; --hf is for language models, give others as FILE.py:FUNCTION" if other else ""
+        sys.stderr.write(f"error: {error}{hint}\n")
         return 1
     sys.stdout.write(f"{found}\n")
     if chosen.out or chosen.open:
@@ -140,11 +142,16 @@ def _hugging_face(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple
         model.tie_weights()
     device = next(model.parameters()).device
     tokens = torch.zeros((chosen.batch, chosen.tokens), dtype=torch.long, device=device)
-    causal = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    causal = _speaks(model)
     kwargs: dict[str, Any] = {"use_cache": False} if causal else {}
     if chosen.train and causal:
         kwargs["labels"] = tokens
     return model, (tokens,), kwargs
+
+
+def _speaks(model: Callable[..., Any]) -> bool:
+    """Is it a language model: tokens in, logits out?"""
+    return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
 
 
 def _setting(text: str, flag: str) -> tuple[str, Any]:

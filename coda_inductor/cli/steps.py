@@ -15,6 +15,7 @@ from coda_inductor.cli.device import Layer, errors, times
 from coda_inductor.cli.trial import ROWS, N, Trial, cannot_run, example_of, try_out
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns import Pattern, verdict
+from coda_inductor.patterns.loading import name_taken
 from coda_inductor.patterns.prove import parameters, stand_in
 from coda_inductor.patterns.source import read
 from coda_inductor.patterns.worker import patterns_of
@@ -58,6 +59,9 @@ def check_file(path: Path, told: Told) -> Iterator[Result]:
         return
     verdict.record(source)
     for pattern in patterns:
+        if (why := name_taken(source.path, pattern.name)) is not None:
+            yield Result(pattern.name, "name", "fail", why)
+            continue
         yield from (Result(p, "proof", "pass", c) for p, c in claims if p == pattern.name)
         if not example_of(pattern):
             why = "the pattern gives no example: a shape for each tensor, a value for each number"

@@ -57,15 +57,13 @@ _ROWS: tuple[tuple[str, str], ...] = (
     # may it: dtype, shape, device, kernel stack
     (
         r"^device \w+ has no kernels",
-        (
-            "Run on an NVIDIA GPU (Hopper or newer): this device runs "
-            "the same programs as plain torch ops."
-        ),
+        "Run on an NVIDIA GPU (Hopper or newer): this device runs the programs as plain torch ops.",
     ),
+    (r"^options\['reference'\] is set", "Leave the option out, to have kernels."),
     (r"^no CUDA device is available", "Run on an NVIDIA GPU (Hopper or newer)."),
     (r"^compute capability .* is not supported", "Kernels need Hopper or newer."),
     (r"^nothing was measured on ", "Measure options={'gate': 'always'}: it fuses all the same."),
-    (r"^quack-kernels|^nvidia-cutlass-dsl", "pip install 'coda-inductor[cuda]'"),
+    (r"^\S+ (\S+ )?is (not )?installed", "pip install 'coda-inductor[cuda]'"),
     (r"^QUACK_CACHE_ENABLED=", "Unset QUACK_CACHE_ENABLED."),
     (r"^a \S+ GEMM has no kernel|^float64 operands and stores", _DTYPES),
     (r"has no epilogue program$", _DTYPES + " Both factors of a product need one floating dtype."),

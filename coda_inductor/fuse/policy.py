@@ -97,9 +97,10 @@ class Policy:
         if not self._kernels(x):
             return None
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
+        if (stack := support.kernel_stack(x.device)) is not None:  # said once a process: runtime.notice
+            return Failure(stack) if self.options.strict else stack
         failure = (
-            support.kernel_stack(x.device)
-            or support.unsupported(bare, w.shape[1], w.shape[0], device=x.device)
+            support.unsupported(bare, w.shape[1], w.shape[0], device=x.device)
             or support.unaligned("its left operand", x)
             or support.unaligned("its right operand", w)
         )
@@ -137,6 +138,8 @@ class Policy:
         a, _ = gemm_inputs(region.anchors[0])
         if not self._kernels(fake(a)):
             why = f"device {fake(a).device.type} has no kernels"
+            if self.options.reference:
+                why = "options['reference'] is set"
             return Verdict("reference", why, str(REFERENCE_CONFIG))
         m, n, k = region.shape
         terms, joined = _terms(region)

@@ -168,7 +168,9 @@ def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]
 
 
 def called(node: Node) -> str:
-    """The function or method of a node as a user wrote it, with its options."""
+    """The function, method or attribute of a node as a user wrote it, with its options."""
+    if node.target is getattr:
+        return f".{node.args[1]}"
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
     return f"{'.' if node.op == 'call_method' else ''}{name}(...{options})"

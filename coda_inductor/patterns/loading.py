@@ -24,6 +24,9 @@ from coda_inductor.patterns.verdict import require_proof
 #: Installed packages name their pattern modules under this group.
 ENTRY_POINTS = "coda_inductor.patterns"
 
+#: Rewrites that have no pattern file.
+OTHER_NAMES = ("constant_mask", "grouped_heads", "epilogue", "residual", "embedding")
+
 _registered: dict[Path, None] = {}  # what load_patterns was given, in order
 
 
@@ -51,7 +54,29 @@ def load_file(path: str | Path) -> tuple[Pattern, ...]:
 def _load(source: Source) -> tuple[Pattern, ...]:
     lint.check(source.path, source.text)  # needs no other process; running it does: it may hang
     require_proof(source)
-    return run(source)
+    found = run(source)
+    if refusal := next((why for p in found if (why := name_taken(source.path, p.name))), None):
+        raise PatternError(f"{source.path}: {refusal}")
+    return found
+
+
+def name_taken(path: Path, name: str) -> str | None:
+    """Why a pattern of the file ``path`` may not have this name, or None. Two rewrites of one name
+    would be one in counters, reports and ``options["disable"]``."""
+    if path.resolve().parent == builtin_folder().resolve() or name not in builtin_names():
+        return None
+    return (
+        f"pattern {name}: that is the name of a built-in rewrite. Give it another; to have it in "
+        f"place of the built-in one, disable that: options={{'disable': [{name!r}]}}"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def builtin_names() -> frozenset[str]:
+    """What counters, reports and ``disable`` call the rewrites of this package."""
+    files = builtin_folder().glob("*.py")
+    names = {*OTHER_NAMES, *(p.name for file in files for p in load_file(file))}
+    return frozenset(names | {f"{name}_backward" for name in names})
 
 
 def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, ...]:

@@ -28,6 +28,14 @@ from coda_inductor.patterns.rules import RULES
 from coda_inductor.semantic import DEFINITIONS
 
 _COLUMNS = 3
+#: Functions and methods whose result at one place depends on other places; max and min too, unless
+#: they are given two tensors.
+_REDUCTIONS = frozenset({
+    "all", "amax", "amin", "any", "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum",
+    "group_norm", "layer_norm", "log_softmax", "logsumexp", "mean", "median", "norm", "normalize",
+    "prod", "rms_norm", "softmax", "softmin", "sort", "std", "std_mean", "sum", "topk", "var",
+    "var_mean", "vector_norm",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,9 @@ def claims(pattern: Pattern) -> Iterator[Claim]:
         PatternError: an idiom cannot be traced or matched, or has other parameters than the
             meaning; a rule or a formula is not known.
     """
-    for idiom in pattern.idioms:
-        _check_matchable(idiom)
+    functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
+    for function in dict.fromkeys(functions):
+        _check_matchable(function, elementwise=pattern.meaning is not None)
     if pattern.meaning is not None:
         yield from _of_meaning(pattern)
     elif pattern.example:
@@ -191,7 +200,7 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount]
 
 
-def _check_matchable(idiom: Callable[..., Any]) -> None:
+def _check_matchable(idiom: Callable[..., Any], *, elementwise: bool) -> None:
     """An idiom that the matcher cannot read would never fire, silently."""
     try:
         graph = torch.fx.symbolic_trace(idiom).graph
@@ -202,10 +211,30 @@ def _check_matchable(idiom: Callable[..., Any]) -> None:
     if not isinstance(graph.output_node().args[0], Node):
         raise PatternError(f"idiom {idiom.__name__} must return one tensor")
     for node in graph.nodes:
-        if node.op in ("call_function", "call_method") and normalize(node) is None:
+        call = node.op in ("call_function", "call_method")
+        if call and elementwise and (why := _not_elementwise(node)) is not None:
+            raise PatternError(f"idiom {idiom.__name__} uses {called(node)}, which {why}")
+        if call and normalize(node) is None:
             raise PatternError(
                 f"idiom {idiom.__name__} uses {called(node)}, which the matcher cannot read: "
                 "write it without in-place forms and unusual options"
             )
         if node.op == "placeholder" and not node.users:
             raise PatternError(f"idiom {idiom.__name__} does not use its parameter {node.target}")
+
+
+def _not_elementwise(node: Node) -> str | None:
+    """Why this call has no place in an elementwise function, or None."""
+    name = getattr(node.target, "__name__", str(node.target))
+    tensors = sum(isinstance(a, Node) for a in (*node.args, *node.kwargs.values()))
+    if name in _REDUCTIONS or (name in ("max", "min") and tensors < 2):
+        return (
+            "is not elementwise: it reads more than one element of a row. Reductions and norms do "
+            "not belong in a pattern with a meaning"
+        )
+    if node.target is getattr or name in ("size", "dim", "numel"):
+        return (
+            "is not elementwise: it is no function of a tensor's values. A number that varies is a "
+            "parameter annotated float"
+        )
+    return None

@@ -76,6 +76,17 @@ def test_mistakes_are_messages_and_exit_code_1(target, arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_errors_of_a_language_model_have_no_hint_about_others(capsys):
+    """It was given with every error of --hf: of an option's name, of a family that is none."""
+    for mistake in (["--option", "gat=1"], ["--set", "hidden=3"]):
+        assert main(["explain", "--hf", "llama", "--set", "num_hidden_layers=1", *mistake]) == 1
+        assert "--hf is for language models" not in capsys.readouterr().err
+    assert main(["explain", "--hf", "no_such_family"]) == 1
+    assert "--hf is for language models" not in capsys.readouterr().err
+    assert main(["explain", "--hf", "vit", "--set", "num_hidden_layers=1"]) == 1
+    assert "--hf is for language models" in capsys.readouterr().err
+
+
 def test_the_module_runs_as_a_program():
     command = [sys.executable, "-m", "coda_inductor", "explain", "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

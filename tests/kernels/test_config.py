@@ -25,6 +25,7 @@ from coda_inductor.runtime.config import HOPPER, HOPPER_LEAN, legal_configs, mai
 from coda_inductor.runtime.cost import kernel_us, kind_of, table
 from coda_inductor.runtime.gate import Work
 from coda_inductor.runtime.kinds import TERMS, kinds
+from coda_inductor.runtime.requirements import CUTEDSL, QUACK
 from coda_inductor.runtime.versions import identity
 
 
@@ -239,17 +240,33 @@ def fresh_stack():
 def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    monkeypatch.setattr(support.importlib.metadata, "version", lambda name: "0.7.1")
-    assert support.kernel_stack() == "quack-kernels 0.7.1 is installed, 0.6.x is needed"
+    installed = {QUACK.package: "0.6.5", CUTEDSL.package: "4.8.1"}
 
-    def missing(name):
-        raise support.importlib.metadata.PackageNotFoundError(name)
+    def version(name):
+        if name not in installed:
+            raise support.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
 
-    fresh_stack_again = (support.library_stack, support.kernel_stack)
-    for function in fresh_stack_again:
-        function.cache_clear()
-    monkeypatch.setattr(support.importlib.metadata, "version", missing)
-    assert "not installed" in support.kernel_stack()
+    def stack(**changes):
+        installed.update(changes)
+        support.library_stack.cache_clear()
+        support.kernel_stack.cache_clear()
+        return support.kernel_stack()
+
+    monkeypatch.setattr(support.importlib.metadata, "version", version)
+    assert stack() is None
+    for name, good, bad in (
+        (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0", "0.7.0.dev1", "1.0")),
+        (CUTEDSL.package, "4.8.0", ("4.7.9", "4.8.0.dev0", "4.9.0", "4.10")),
+    ):
+        for wrong in bad:
+            why = stack(**{name: wrong})
+            assert why.startswith(f"{name} {wrong} is installed, >=")
+            assert "pip install" in why
+        assert stack(**{name: good}) is None
+    for name in (CUTEDSL.package, QUACK.package):
+        del installed[name]
+        assert stack() == f"{name} is not installed: pip install 'coda-inductor[cuda]'"
 
 
 def test_stack_names_a_disk_cache_that_is_off(fresh_stack, monkeypatch):

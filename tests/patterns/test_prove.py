@@ -307,6 +307,17 @@ REFUSED = {
     "in place": ({"idioms": (in_place,)}, "uses .mul_(...), which the matcher cannot read"),
     "control flow": ({"meaning": branches}, "branches cannot be traced"),
     "reduction": ({"meaning": reduces}, "is not elementwise"),
+    "largest of a row": (
+        {"idioms": (lambda gate, up: gate - up.max(-1, keepdim=True).values,)},
+        "uses .max(..., keepdim=True), which is not elementwise: it reads more than one element",
+    ),
+    "norm of a row": (
+        {"meaning": lambda gate, up: F.rms_norm(gate, (8,)) * up},
+        "uses rms_norm(..., weight=None, eps=None), which is not elementwise",
+    ),
+    "shape": (
+        {"idioms": (lambda gate, up: gate * up.shape[-1],)}, "uses .shape, which is not elementwise"
+    ),
     "identity": ({"identities": lambda: [(G, G), (G, G + 1)]}, "identity 2: they differ"),
     "matrix identity": (
         {"identities": lambda: [(sympy.Matrix([[G, U]]), sympy.Matrix([[G, G]]))]},

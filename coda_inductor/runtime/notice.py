@@ -1,0 +1,68 @@
+"""What a user should hear once a process, before the first model compiles: that no kernel will run,
+and that this torch is one that nobody tested.
+
+Neither is an error, also not with ``strict``: that is about a site that fails where others work.
+Where there are no kernels at all, programs run as plain torch ops, and that is how models are
+developed and tested on a CPU. ``options={"reference": True}`` says that it is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from coda_inductor.log import logger
+from coda_inductor.matching import bodies
+from coda_inductor.options import Options
+from coda_inductor.runtime import gate, support
+from coda_inductor.runtime.config import arch_of
+from coda_inductor.runtime.requirements import untested_torch
+
+#: What this process was told already: "torch", "kernels".
+told: set[str] = set()
+
+_PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
+
+
+def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
+    """Warn where that is due, once a process; ``gm`` and ``inputs`` are Dynamo's."""
+    if (why := untested_torch(torch.__version__)) is not None:
+        _tell(
+            "torch",
+            f"{why}. A pass that meets something new leaves its graph to Inductor; should numbers "
+            "be wrong, please report it, and compare with backend='inductor'",
+        )
+    if "kernels" not in told and (why := no_kernels(gm, inputs, options)) is not None:
+        _tell(
+            "kernels",
+            f"no GEMM becomes a kernel here: {why}. Results are right all the same, but no faster "
+            "than torch.compile's. If that is meant, options={'reference': True} says so",
+        )
+
+
+def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> str | None:
+    """Why no product in ``gm`` can become a kernel whatever surrounds it, or None: one may, there
+    is no product, or the options ask for none."""
+    if options.reference or options.gate == "never" or not _has_product(gm):
+        return None
+    if (why := support.kernel_stack()) is not None:
+        return why
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    gpu = next((d for d in devices if d.type == "cuda"), None)
+    if gpu is None:
+        return "the model is on no GPU, while this machine has one: model.cuda()"
+    return gate.unmeasured(arch_of(gpu)) if options.gate == "auto" else None
+
+
+def _has_product(gm: GraphModule) -> bool:
+    calls = (node for body in bodies(gm) for node in body.graph.nodes)
+    return any(getattr(n.target, "__name__", n.target) in _PRODUCTS for n in calls)
+
+
+def _tell(what: str, text: str) -> None:
+    if what not in told:
+        told.add(what)
+        logger.warning("coda_inductor: %s", text)

@@ -1,0 +1,100 @@
+"""``make demo`` tells the truth: what is compiled where, what is saved, in 100 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import demo  # noqa: E402
+
+
+def site(**fields):
+    base = {"site": "model.layers.0.mlp.gate_proj + up_proj", "shape": "8192 x 28672 x 8192",
+            "how": "kernel", "patterns": ["rms_norm", "swiglu"], "absorbed": ["mul"] * 20,
+            "reason": "", "bytes": 3_000_000}  # fmt: skip
+    return {**base, **fields}
+
+
+def found(*sites, **fields):
+    graph = {"summary": "1 of 2 GEMMs fused", "folder": "", "sites": list(sites)}
+    return {"title": "a Llama", "cuda": False, "seconds": 61.0, "error": 1e-3, "eager error": 2e-3,
+            "matched": {"swiglu": 1}, "graphs": [graph], **fields}  # fmt: skip
+
+
+def text_of(results, monkeypatch, capsys) -> str:
+    """What the demo prints when its measurements find ``results``, by their arguments."""
+    monkeypatch.setattr(demo, "measure", lambda console, folder, what, *args, **_: results(*args))
+    demo.main([])
+    return capsys.readouterr().out
+
+
+REASON = "nothing to absorb (view_3: aten.view.default changes the tile's shape) " * 3
+KINDS = {
+    "kernels": [site(), site(how="unfused", reason=REASON, bytes=0)],
+    "plain ops": [site(how="reference"), site(how="unfused", reason=REASON, bytes=0)],
+    "nothing": [site(how="unfused", reason=REASON, bytes=0)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_has_100_columns_and_says_saved_only_of_kernels(kind, monkeypatch, capsys):
+    text = text_of(lambda *args: found(*KINDS[kind]), monkeypatch, capsys)
+    assert max(map(len, text.splitlines())) <= 100
+    assert ("MB saved" in text) == ("traffic saved: 3.0 MB" in text) == (kind == "kernels")
+    assert ("they would move 3.0 MB less" in text) == (kind == "plain ops")
+    assert "layers.0.mlp.gate_proj" in text
+
+
+def test_each_backend_is_compiled_in_a_process_of_its_own(monkeypatch, capsys):
+    asked = []
+
+    def results(*args):
+        asked.append(args)
+        if args[0] == "speed":
+            return {"torch.compile": 3.0, "coda": 2.0}
+        return found(*KINDS["kernels"], cuda=True, seconds={"coda": 76.0}.get(args[1], 61.0))
+
+    text = text_of(results, monkeypatch, capsys)
+    assert [args[:2] for args in asked[:2]] == [("compile", "torch.compile"), ("compile", "coda")]
+    assert asked[2][0] == "speed"
+    assert len(asked) == 3
+    assert "torch.compile      61.0 s" in text
+    assert 'backend="coda"     76.0 s' in text
+    assert "1.500x" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
+def test_a_real_run(tmp_path):
+    """The smallest model through the child process, as the demo starts it."""
+    console = Console(width=100)
+    ours = demo.measure(
+        console, tmp_path, "compiling", "compile", "coda", "--size", "tiny", cache="c"
+    )
+    assert ours["seconds"] > 0
+    assert 0 < ours["error"] < 0.1 > ours["eager error"] > 0
+    assert ours["matched"]["swiglu"] == 1
+    (graph,) = ours["graphs"]
+    assert "can be fused; they run as plain ops here" in graph["summary"]
+    assert {s["how"] for s in graph["sites"]} <= {"reference", "unfused"}
+    assert any((tmp_path / "c").iterdir())  # its caches were empty, and are not the user's
+    json.dumps(ours)
+
+
+def test_a_failure_shows_what_the_process_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "RUN", tmp_path / "gone.py")
+    with pytest.raises(SystemExit, match=r"compiling failed:\n.*gone\.py"):
+        demo.measure(Console(), tmp_path, "compiling")
+
+
+def test_nothing_promises_a_time():
+    root = EXAMPLES.parent
+    for path in (root / "README.md", root / "Makefile", *(root / "docs").glob("*.md")):
+        assert "sixty seconds" not in path.read_text().lower(), path
