@@ -97,7 +97,9 @@ class Policy:
         if not self._kernels(x):
             return None
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
-        if (stack := support.kernel_stack(x.device)) is not None:  # said once a process: runtime.notice
+        if (
+            stack := support.kernel_stack(x.device)
+        ) is not None:  # said once a process: runtime.notice
             return Failure(stack) if self.options.strict else stack
         failure = (
             support.unsupported(bare, w.shape[1], w.shape[0], device=x.device)

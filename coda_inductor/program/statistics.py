@@ -31,9 +31,7 @@ def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> Epilogu
     """
     rounded = _Rounded(program)
     reduces = tuple(
-        reduce
-        if reduce.name in apart
-        else dataclasses.replace(reduce, value=rounded(reduce.value))
+        reduce if reduce.name in apart else dataclasses.replace(reduce, value=rounded(reduce.value))
         for reduce in program.reduces
     )
     return dataclasses.replace(program, steps=(*program.steps, *rounded.steps), reduces=reduces)

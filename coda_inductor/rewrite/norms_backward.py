@@ -47,6 +47,7 @@ from coda_inductor.fuse.sums import producer
 from coda_inductor.graph import ALIASES, Put, aten, fake, prune, settle
 from coda_inductor.rewrite.norm_uses import Uses
 
+
 @dataclass(frozen=True)
 class Scales:
     """What took the place of a norm: the un-normalized operand ``h`` (M, d) of its GEMMs, and its

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import functools
 
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, consistent, simplify
+from coda_inductor.program import (
+    EpilogueProgram,
+    Operand,
+    Reduce,
+    Step,
+    Store,
+    consistent,
+    simplify,
+)
 
 
 @functools.cache

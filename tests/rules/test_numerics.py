@@ -119,7 +119,7 @@ def test_layer_norm_with_a_wide_term_in_the_stream_is_left_alone():
     class Wide(Stream):
         def forward(self, x, y):
             x = x.float()
-            x = x + self.o((self.n1(x.bfloat16()) * y)).float() + 1000.0 * torch.ones(D)
+            x = x + self.o(self.n1(x.bfloat16()) * y).float() + 1000.0 * torch.ones(D)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return F.linear(F.layer_norm(x, (D,), self.n1.weight.float()), self.up.weight)
 

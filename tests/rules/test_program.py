@@ -206,7 +206,6 @@ MEANING = {
 }
 
 
-
 def nearest(x: torch.Tensor, digits: int) -> torch.Tensor:
     """``x`` with so many binary digits, ties to even."""
     mantissa, exponent = torch.frexp(x)
