@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
@@ -72,7 +73,32 @@ def _inplace_flag(node: Node) -> bool:
 def written(node: Node) -> set[Node]:
     """What a node that ``mutates`` may write to: its tensors, and what those may be views of."""
     higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-    found, todo = {node}, list(_written_inside(node) if higher else node.all_input_nodes)
+    inputs = _written_inside(node) if higher else node.all_input_nodes
+    return {node}.union(*map(_bases, inputs))
+
+
+def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
+    """May ``node`` change the value of one of ``nodes`` in place? Also through another input of the
+    graph that shares its memory."""
+    if not mutates(node):
+        return False
+    changed = written(node)
+    storages = {s for n in changed for s in _memory(n) or ()}
+    return any(
+        base in changed or not storages.isdisjoint(_memory(base) or ())
+        for n in nodes
+        for base in _bases(n)
+    )
+
+
+def changes_mode(node: Node) -> bool:
+    """Does ``node`` switch gradients, autocast or inference mode?"""
+    return getattr(node.target, "__name__", "") in _STATE
+
+
+def _bases(node: Node) -> set[Node]:
+    """``node`` and what it may be a view of."""
+    found, todo = set(), [node]
     while todo:
         base = todo.pop()
         if base not in found:
@@ -124,7 +150,7 @@ def epochs(graph: Graph) -> dict[Node, int]:
     """The epoch of every node: it grows at each mutation and each mode change."""
     epoch, result = 0, {}
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") in _STATE or mutates(node):
+        if changes_mode(node) or mutates(node):
             epoch += 1
         result[node] = epoch
     return result
