@@ -11,7 +11,8 @@ After::
 Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
 ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
 Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
-used elsewhere, or when a side condition of the pattern fails; the reason is logged and kept.
+used elsewhere, when the graph differentiates forward (semantic ops have a reverse mode only), or
+when a side condition of the pattern fails; the reason is logged and kept.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.graph import same
 from coda_inductor.log import logger, warn_once
-from coda_inductor.matching import Match, bodies, epochs, value
+from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
 from coda_inductor.patterns import Pattern
 
 
@@ -44,14 +45,15 @@ def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
     Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
     """
     refusals: list[Refusal] = []
+    dual = forward_mode(gm)
     for body in bodies(gm):
         for pattern in patterns:
-            refusals += _raise_one(body.graph, pattern)
+            refusals += _raise_one(body.graph, pattern, dual)
         body.module.recompile()
     return refusals
 
 
-def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:
+def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal]:
     refusals = []
     epoch = epochs(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
@@ -61,7 +63,8 @@ def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:
         match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
         if match is None:
             continue
-        reason = _refusal(pattern, match, epoch)
+        forward = f"{dual} differentiates forward, and semantic ops only go backward"
+        reason = forward if dual is not None else _refusal(pattern, match, epoch)
         if reason is not None:
             logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
             refusals.append(Refusal(pattern.name, root.name, reason))

@@ -12,10 +12,10 @@ import operator
 from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.matching.bodies import nested, passed
+from coda_inductor.matching.bodies import bodies, nested, passed
 from coda_inductor.matching.normalize import value
 
 _STATE = frozenset(
@@ -120,6 +120,18 @@ def _written_inside(node: Node) -> set[Node]:
             return set(node.all_input_nodes)
         found |= {(outer or {})[n] for n in changed if n in (outer or {})}
     return found if children else set(node.all_input_nodes)
+
+
+def forward_mode(gm: GraphModule) -> str | None:
+    """The node of ``gm``, or of a checkpointed region in it, that starts forward-mode
+    differentiation (``make_dual``, ``torch.func.jvp``); None if there is none."""
+    nodes = (node for body in bodies(gm) for node in body.graph.nodes)
+    return next((n.name for n in nodes if _starts_forward_mode(n)), None)
+
+
+def _starts_forward_mode(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return any(part in name for part in ("enter_dual_level", "make_dual", "jvp_increment"))
 
 
 def changes(graph: Graph) -> set[Node]:
