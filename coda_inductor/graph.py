@@ -97,6 +97,28 @@ def readers(node: Node, *, through: Callable[[Node], bool]) -> tuple[list[Node],
     return names, [u for name in names for u in name.users if u not in names]
 
 
+def leaves(node: Node) -> bool:
+    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
+    shares memory with."""
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _views(user):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _views(node: Node) -> bool:
+    """May the result of ``node`` share memory with what it reads?"""
+    if node.target in ALIASES or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
 def insert(
     graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node
 ) -> Node:

@@ -1,8 +1,11 @@
 """What leaves a fused graph is as independent as what left the original one: a caller may write to
 one result without changing another."""
 
+import pytest
 import torch
-from harness import Harness
+import torch.nn.functional as F
+from checking import randn
+from harness import Harness, Stock
 
 W = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -45,3 +48,58 @@ def test_one_value_in_two_half_types_is_stored_wide():
     assert [t.dtype for t in ours] == [torch.bfloat16, torch.float16]
     exact = torch.sigmoid((x @ W).float())
     assert (ours[1].float() - exact).abs().max() < 1e-3  # a detour over bfloat16 costs 4e-3
+
+
+def halves(x, w):
+    g, u = (x @ w.t()).chunk(2, -1)
+    return F.silu(g) * u, g, u
+
+
+def one_half(x, w):
+    g, u = (x @ w.t()).chunk(2, -1)
+    return F.silu(g) * u, u
+
+
+def views_of_halves(x, w):
+    g, u = (x @ w.t()).chunk(2, -1)
+    return F.silu(g) * u, u[None].transpose(1, 2), g.unflatten(-1, (-1, 2)).detach()
+
+
+def a_copy_of_a_half(x, w):
+    g, u = (x @ w.t()).chunk(2, -1)
+    return F.silu(g) * u, g + 0, u.t().contiguous()
+
+
+def turned_and_reduced(x, w):
+    z = x @ w.t()
+    y = z.relu()
+    return y.t(), y.sum(-1, keepdim=True), z.sum(0), y[None]
+
+
+FUNCTIONS = [halves, one_half, views_of_halves, a_copy_of_a_half, turned_and_reduced]
+
+
+def layout(results):
+    """Shapes, strides, offsets, and which of the results share memory."""
+    storages = [t.untyped_storage()._cdata for t in results]
+    seen = [(t.shape, t.stride(), t.storage_offset()) for t in results]
+    return seen, [storages.index(s) for s in storages]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("m", "n"), [(6, 8), (1, 8), (6, 0), (0, 8), (0, 4)])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_layouts_are_those_of_torch_compile(function, m, n, training):
+    x, w = randn(m, 16), randn(n, 16).requires_grad_(training)
+    have, want = (backend.train(function, x, w) for backend in (Harness(), Stock()))
+    assert layout(have) == layout(want)
+
+
+def test_halves_that_stay_inside_still_meet_in_one_tile():
+    def inside(x, w):
+        g, u = (x @ w.t()).chunk(2, -1)
+        return F.silu(g) * u + u.sin()
+
+    harness = Harness()
+    harness.run(inside, randn(6, 16), randn(8, 16))
+    assert [site.program.paired for site in harness.fused] == [True]
