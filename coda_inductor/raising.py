@@ -60,28 +60,28 @@ def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal
     for root in reversed(list(graph.nodes)):
         if root._erased or root.op not in ("call_function", "call_method"):
             continue
-        match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
-        if match is None:
-            continue
-        forward = f"{dual} differentiates forward, and semantic ops only go backward"
-        reason = forward if dual is not None else _refusal(pattern, match, epoch)
+        try:  # what fails here does so alone: nothing has been changed yet
+            match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
+            reason = None if match is None else _refusal(pattern, match, epoch, dual)
+        except Exception as error:
+            reason = f"the pattern itself failed: {type(error).__name__}: {error}"
+            warn_once(f"pattern {pattern.name}", reason)
+            logger.debug("traceback", exc_info=True)
         if reason is not None:
             logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
             refusals.append(Refusal(pattern.name, root.name, reason))
-            continue
-        _replace(graph, pattern, match, epoch)
+        elif match is not None:
+            _replace(graph, pattern, match, epoch)
     return refusals
 
 
-def _refusal(pattern: Pattern, match: Match, epoch: dict[Node, int]) -> str | None:
-    """Why ``pattern`` must not fire at ``match``, or None. A pattern that fails does so alone:
-    nothing has been changed yet."""
-    try:
-        return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
-    except Exception as error:
-        reason = f"the pattern itself failed: {type(error).__name__}: {error}"
-        warn_once(f"pattern {pattern.name}", reason)
-        return reason
+def _refusal(
+    pattern: Pattern, match: Match, epoch: dict[Node, int], dual: str | None
+) -> str | None:
+    """Why ``pattern`` must not fire at ``match``, or None."""
+    if dual is not None:
+        return f"{dual} differentiates forward, and semantic ops only go backward"
+    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
 
 
 def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
@@ -132,11 +132,11 @@ def _mismatch(pattern: Pattern, match: Match) -> str | None:
 
 def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
     root, arguments = match.root, pattern.arguments(match)
-    mode = value(root).fake_mode
+    with value(root).fake_mode:
+        example = pattern.op(*map(_fake, arguments))
     with graph.inserting_before(root):
         call = graph.call_function(pattern.op, arguments)
-        with mode:
-            call.meta = {**root.meta, "example_value": pattern.op(*map(_fake, arguments))}
+        call.meta = {**root.meta, "example_value": example}
         new = call
         if pattern.result is not None:
             new = graph.call_function(operator.getitem, (call, pattern.result))
