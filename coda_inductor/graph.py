@@ -243,6 +243,32 @@ def splice(
     return result
 
 
+def snapshot(graph: Graph) -> Graph:
+    """A copy of ``graph``, the meta of its nodes included, for :func:`restore`."""
+    copied = Graph()
+    output = copied.output(copied.graph_copy(graph, {}))
+    output.meta = dict(graph.output_node().meta)
+    return copied
+
+
+def restore(graph: Graph, kept: Graph) -> None:
+    """Make ``graph`` again what it was at ``kept = snapshot(graph)``, whatever state it is in:
+    between two steps of a pass nodes may stand in front of what they read. Placeholders, which no
+    pass of ours touches, stay the nodes they are: torch keeps more of them than their meta."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    others = [n for n in graph.nodes if n.op != "placeholder"]
+    for node in others:
+        node.args, node.kwargs = (), {}
+    for node in others:
+        graph.erase_node(node)
+    known: dict[Node, Node] = {}
+    for old, node in zip(kept.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta = dict(old.meta)
+        known[old] = node
+    output = graph.output(graph.graph_copy(kept, known))
+    output.meta = dict(kept.output_node().meta)
+
+
 def module_path(node: Node) -> str:
     """The dotted path of the module that ``node`` came from, or an empty string."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
