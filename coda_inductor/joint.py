@@ -24,7 +24,7 @@ from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse import REDUCTIONS, Policy, fuse_gemms
-from coda_inductor.graph import restore, snapshot, splice
+from coda_inductor.graph import refresh_views, restore, snapshot, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
@@ -107,6 +107,7 @@ class JointPass(CustomGraphPass):
         if training(graph):
             reshapes_to_views(graph)
             _observed(graph, "coda_borders", save_borders)
+        refresh_views(graph)
         graph.lint()
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()
@@ -202,6 +203,7 @@ def _decompose_or_leave(graph: Graph, kept: Graph) -> None:
     """After a failure: semantic ops that do not decompose are called as they are, one at a time."""
     try:
         decompose(graph)
+        refresh_views(graph)
         graph.lint()
     except Exception:
         logger.debug("decomposing failed", exc_info=True)
