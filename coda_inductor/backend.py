@@ -17,8 +17,10 @@ from torch.fx import GraphModule
 from coda_inductor import attention, late_gradients, op_by_op, patterns, runtime
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import FallbackError, OptionError
+from coda_inductor.graph import restore, snapshot
 from coda_inductor.joint import JointPass
 from coda_inductor.log import count, logger, warn_once
+from coda_inductor.matching import bodies
 from coda_inductor.options import Options, parse
 from coda_inductor.raising import raise_idioms
 from coda_inductor.runtime import notice
@@ -68,8 +70,9 @@ def coda(
 def raise_pass(
     gm: GraphModule, settings: Options, recorder: Recorder, *, dry: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """All that happens on Dynamo's graph ``gm``, in place: idioms, attention, returned logits. A
-    failure leaves the rest as it was, with one warning. A ``dry`` run counts nothing.
+    """All that happens on Dynamo's graph ``gm``, in place: idioms, attention, returned logits. One
+    that fails leaves the graph as it was, with one warning; the others run. A ``dry`` run counts
+    nothing.
 
     Returns what to wrap around the compiled graph (see ``late_gradients``).
 
@@ -87,22 +90,39 @@ def raise_pass(
         )
     active = [p for p in known if p.name not in settings.disable]
     recorder.graph("0_before", gm)
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] = _nothing_around
-    try:
+
+    def idioms() -> None:
         refusals = raise_idioms(gm, active)
         recorder.report.near_misses += [f"{r.pattern} at {r.node}: {r.reason}" for r in refusals]
+
+    def attend() -> None:
         fired, refused = attention.simplify_attention(gm, settings.disable)
         recorder.report.near_misses += refused
         for name, times in () if dry else fired.items():
             count(name, times)
-        around = late_gradients.separate(gm)
+
+    _alone("raising idioms", gm, settings, idioms)
+    _alone("simplifying attention", gm, settings, attend)
+    around = _alone("detaching logits", gm, settings, lambda: late_gradients.separate(gm))
+    recorder.graph("1_raised", gm)
+    return around or _nothing_around
+
+
+def _alone(name: str, gm: GraphModule, settings: Options, run: Callable[[], Any]) -> Any:
+    """What ``run`` returns. Where it fails, ``gm`` and its checkpointed regions become again what
+    they were, with one warning, and the result is None."""
+    kept = [(body.module, snapshot(body.graph)) for body in bodies(gm)]
+    try:
+        return run()
     except Exception as error:
         if settings.strict:
-            raise FallbackError(f"raising idioms failed: {error}") from error
-        warn_once("raising idioms", f"{type(error).__name__}: {error}")
+            raise FallbackError(f"{name} failed: {error}") from error
+        warn_once(name, f"{type(error).__name__}: {error}")
         logger.debug("traceback", exc_info=True)
-    recorder.graph("1_raised", gm)
-    return around
+    for module, graph in kept:
+        restore(module.graph, graph)
+        module.recompile()
+    return None
 
 
 def _nothing_around(compiled: Callable[..., Any]) -> Callable[..., Any]:

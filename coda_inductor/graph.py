@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -95,6 +96,28 @@ def readers(node: Node, *, through: Callable[[Node], bool]) -> tuple[list[Node],
     for name in names:
         names += [u for u in name.users if through(u) and u not in names]
     return names, [u for name in names for u in name.users if u not in names]
+
+
+def leaves(node: Node) -> bool:
+    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
+    shares memory with."""
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _views(user):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _views(node: Node) -> bool:
+    """May the result of ``node`` share memory with what it reads?"""
+    if node.target in ALIASES or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def insert(
@@ -260,6 +283,56 @@ def splice(
                 copied.meta = {**node.meta, **kept, **(meta or {})}
                 env[node] = copied
     return result
+
+
+def refresh_views(graph: Graph) -> None:
+    """Let the recorded value of every view share memory with that of what it is a view of now.
+
+    Where a node was replaced, the views of it keep the old one's. Torch reads from these values
+    what it may write over: a saved tensor that an output is a view of must not look like its own.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not _views(node) or not node.args:
+            continue
+        source, result = _storages(fake(node.args[0])), _storages(fake(node))
+        if not result or result <= source:
+            continue
+        mode = _fake_mode(node.args)
+        with mode if mode is not None else contextlib.nullcontext():
+            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
+            node.meta["val"] = node.target(*arguments[0], **arguments[1])
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    strided = [t for t in tensors if t.layout == torch.strided]
+    return {t.untyped_storage()._cdata for t in strided}
+
+
+def snapshot(graph: Graph) -> Graph:
+    """A copy of ``graph``, the meta of its nodes included, for :func:`restore`."""
+    copied = Graph()
+    output = copied.output(copied.graph_copy(graph, {}))
+    output.meta = dict(graph.output_node().meta)
+    return copied
+
+
+def restore(graph: Graph, kept: Graph) -> None:
+    """Make ``graph`` again what it was at ``kept = snapshot(graph)``, whatever state it is in:
+    between two steps of a pass nodes may stand in front of what they read. Placeholders, which no
+    pass of ours touches, stay the nodes they are: torch keeps more of them than their meta."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    others = [n for n in graph.nodes if n.op != "placeholder"]
+    for node in others:
+        node.args, node.kwargs = (), {}
+    for node in others:
+        graph.erase_node(node)
+    known: dict[Node, Node] = {}
+    for old, node in zip(kept.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta = dict(old.meta)
+        known[old] = node
+    output = graph.output(graph.graph_copy(kept, known))
+    output.meta = dict(kept.output_node().meta)
 
 
 def module_path(node: Node) -> str:

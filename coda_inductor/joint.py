@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse import REDUCTIONS, Policy, fuse_gemms
-from coda_inductor.graph import splice
+from coda_inductor.graph import refresh_views, restore, snapshot, splice
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
@@ -68,8 +69,8 @@ class JointPass(CustomGraphPass):
         for theirs in self.before:
             theirs(graph)
         _remove_noops(graph)
-        snapshot = Graph()
-        snapshot.output(snapshot.graph_copy(graph, {}))
+        kept = snapshot(graph)
+        self._fired = Counter[str]()
         try:
             self._run(graph)
         except Exception as error:
@@ -84,9 +85,8 @@ class JointPass(CustomGraphPass):
             else:
                 warn_once("the whole graph", cause)
             logger.debug("traceback", exc_info=True)
-            _restore(graph, snapshot)
-            decompose(graph)
-        graph.lint()
+            restore(graph, kept)
+            _decompose_or_leave(graph, kept)
 
     def _run(self, graph: Graph) -> None:
         self.recorder.graph("2_traced", _owner(graph))
@@ -107,9 +107,13 @@ class JointPass(CustomGraphPass):
         if training(graph):
             reshapes_to_views(graph)
             _observed(graph, "coda_borders", save_borders)
+        refresh_views(graph)
+        graph.lint()
         self.recorder.graph("4_fused", _owner(graph))
         self.recorder.finish()
         if not self.dry:
+            for name, times in self._fired.items():
+                count(name, times)
             record(report)
             logger.info("%s: %s", report.name, report.summary)
 
@@ -117,12 +121,10 @@ class JointPass(CustomGraphPass):
         near_misses = self.recorder.report.near_misses
         if policy.fuses:
             sliced, kept = slice_loss_gradient(graph)
-            if sliced and not self.dry:
-                count("cross_entropy_backward", sliced)
             near_misses += kept
             gathered = gather_lookup_gradients(graph) if training(graph) else 0
-            if gathered and not self.dry:
-                count("embedding_backward", gathered)
+            fired = {"cross_entropy_backward": sliced, "embedding_backward": gathered}
+            self._fired.update({name: times for name, times in fired.items() if times})
         refused = split_packed(graph, policy.legal, policy.split_loses)
         refused |= defer_norms(
             graph,
@@ -142,8 +144,7 @@ class JointPass(CustomGraphPass):
         sites, fired = fuse_gemms(graph, policy)
         self.recorder.report.sites += sites
         self.failed |= any(s.fused and isinstance(s.reason, Failure) for s in sites)
-        for name, times in fired.items() if not self.dry else ():
-            count(name, times)
+        self._fired.update(fired)
 
     def uuid(self) -> Any:
         """Everything that the result depends on; None (never cached) while debugging."""
@@ -198,10 +199,15 @@ def _remove_noops(graph: Graph) -> None:
         logger.debug("remove_noop_ops failed", exc_info=True)
 
 
-def _restore(graph: Graph, snapshot: Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        graph.erase_node(node)
-    graph.output(graph.graph_copy(snapshot, {}))
+def _decompose_or_leave(graph: Graph, kept: Graph) -> None:
+    """After a failure: semantic ops that do not decompose are called as they are, one at a time."""
+    try:
+        decompose(graph)
+        refresh_views(graph)
+        graph.lint()
+    except Exception:
+        logger.debug("decomposing failed", exc_info=True)
+        restore(graph, kept)
 
 
 def _owner(graph: Graph) -> GraphModule | None:

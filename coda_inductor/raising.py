@@ -11,7 +11,8 @@ After::
 Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
 ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
 Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
-used elsewhere, or when a side condition of the pattern fails; the reason is logged and kept.
+used elsewhere, when the graph differentiates forward (semantic ops have a reverse mode only), or
+when a side condition of the pattern fails; the reason is logged and kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.graph import same
 from coda_inductor.log import logger, warn_once
-from coda_inductor.matching import Match, bodies, epochs, value
+from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
 from coda_inductor.patterns import Pattern
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -48,41 +49,44 @@ def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
     Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
     """
     refusals: list[Refusal] = []
+    dual = forward_mode(gm)
     for body in bodies(gm):
         for pattern in patterns:
-            refusals += _raise_one(body.graph, pattern)
+            refusals += _raise_one(body.graph, pattern, dual)
         body.module.recompile()
     return refusals
 
 
-def _raise_one(graph: Graph, pattern: Pattern) -> list[Refusal]:
+def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal]:
     refusals = []
     epoch = epochs(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(list(graph.nodes)):
         if root._erased or root.op not in ("call_function", "call_method"):
             continue
-        match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
-        if match is None:
-            continue
-        reason = _refusal(pattern, match, epoch)
+        try:  # what fails here does so alone: nothing has been changed yet
+            match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
+            reason = None if match is None else _refusal(pattern, match, epoch, dual)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error} ({_where(error)})"
+            reason = f"the pattern itself failed: {cause}"
+            warn_once(f"pattern {pattern.name}", reason)
+            logger.debug("traceback", exc_info=True)
         if reason is not None:
             logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
             refusals.append(Refusal(pattern.name, root.name, reason))
-            continue
-        _replace(graph, pattern, match, epoch)
+        elif match is not None:
+            _replace(graph, pattern, match, epoch)
     return refusals
 
 
-def _refusal(pattern: Pattern, match: Match, epoch: dict[Node, int]) -> str | None:
-    """Why ``pattern`` must not fire at ``match``, or None. A pattern that fails does so alone:
-    nothing has been changed yet."""
-    try:
-        return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
-    except Exception as error:
-        reason = f"the pattern itself failed: {type(error).__name__}: {error} ({_where(error)})"
-        warn_once(f"pattern {pattern.name}", reason)
-        return reason
+def _refusal(
+    pattern: Pattern, match: Match, epoch: dict[Node, int], dual: str | None
+) -> str | None:
+    """Why ``pattern`` must not fire at ``match``, or None."""
+    if dual is not None:
+        return f"{dual} differentiates forward, and semantic ops only go backward"
+    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
 
 
 def _where(error: Exception) -> str:
@@ -141,11 +145,11 @@ def _mismatch(pattern: Pattern, match: Match) -> str | None:
 
 def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
     root, arguments = match.root, pattern.arguments(match)
-    mode = value(root).fake_mode
+    with value(root).fake_mode:
+        example = pattern.op(*map(_fake, arguments))
     with graph.inserting_before(root):
         call = graph.call_function(pattern.op, arguments)
-        with mode:
-            call.meta = {**root.meta, "example_value": pattern.op(*map(_fake, arguments))}
+        call.meta = {**root.meta, "example_value": example}
         new = call
         if pattern.result is not None:
             new = graph.call_function(operator.getitem, (call, pattern.result))

@@ -7,6 +7,8 @@ computed from a row is float32.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,12 @@ def cross_entropy_definition(
     mean(logits)``, and 0 where the target is ``ignore_index``. Returns the loss in ``out_dtype``:
     (M,) for reduction "none", else () for "sum" and "mean" (over rows that are not ignored, NaN if
     there are none); then lse (M,) and the number of rows that count, (), both in the compute dtype.
+    A row with +inf has no softmax: as in torch its loss and gradient, hence also its lse, are NaN.
     Source: the definition of ``torch.nn.CrossEntropyLoss``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     lse = row_logsumexp(rows)
+    lse = torch.where(lse == math.inf, math.nan, lse)
     counts = target != ignore_index
     index = torch.where(counts, target, 0)
     picked = rows.gather(1, index[:, None])[:, 0].to(lse.dtype)

@@ -23,12 +23,14 @@ Refuses: a mask that depends on data (padding, packing) or on random numbers; a 
 ops the proof does not know; one that is neither causal nor full (a sliding window shorter than the
 sequence); causal attention of queries and keys of different number. Heads stay
 repeated where flash attention would not run: off CUDA, beside a mask, in float32, or with more than
-256 values a head.
+256 values a head; and where an in-place op after the repetition may change what is repeated, or
+the mode of gradients or autocast changes before the call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -49,7 +51,7 @@ from coda_inductor.attention.index_values import (
     true_when,
 )
 from coda_inductor.graph import HALF
-from coda_inductor.matching import Body, bodies, value
+from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
 
 NAMES = ("constant_mask", "grouped_heads")
 
@@ -151,11 +153,15 @@ def _simplify(
             else:
                 refused.append(f"constant_mask at {node.name}: the mask stays, {verdict}")
         if "grouped_heads" not in disabled and _flash(arguments, device):
-            groups = [_grouped(arguments[name], graph, node) for name in ("key", "value")]
-            if groups[0] is not None and groups[1] is not None:
-                arguments["key"], arguments["value"] = groups
-                arguments["enable_gqa"] = True
-                fired["grouped_heads"] += 1
+            chains = [_repetition(arguments[name]) for name in ("key", "value")]
+            if chains[0] is not None and chains[1] is not None:
+                reason = next((why for c in chains if c and (why := c.hazard(node))), None)
+                if reason is None:
+                    arguments["key"], arguments["value"] = (c.heads(node) for c in chains if c)
+                    arguments["enable_gqa"] = True
+                    fired["grouped_heads"] += 1
+                else:
+                    refused.append(f"grouped_heads at {node.name}: heads stay repeated, {reason}")
         node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
         node.kwargs = arguments
 
@@ -260,9 +266,43 @@ def _flash(arguments: dict[str, Any], device: str) -> bool:
     )
 
 
-def _grouped(repeated: Any, graph: Graph, before: Node) -> Node | None:
-    """The (B, H, T, D) tensor whose heads ``repeated`` repeats, each n times in a row; None if it
-    repeats none."""
+@dataclass(frozen=True)
+class _Repetition:
+    """``source`` is (B, H, T, D), or (B, T, H, D) where ``turned``; the views of ``chain``, last
+    one first, repeat each of its heads n times in a row."""
+
+    source: Node
+    chain: tuple[Node, ...]
+    turned: bool
+
+    def hazard(self, call: Node) -> str | None:
+        """Why ``call`` must not read the source instead, or None. A copy does not see later
+        writes, a view does; after the call, what it saves for the backward pass must not change."""
+        nodes, before = (self.source, *self.chain), True
+        node = self.chain[-1].next
+        while node.op != "root":
+            before &= node is not call
+            if before and changes_mode(node):
+                return f"{node.name} changes the mode of gradients or autocast before the call"
+            if writes_to(node, nodes):
+                return f"{node.name} may change in place what is repeated"
+            node = node.next
+        return None
+
+    def heads(self, call: Node) -> Node:
+        """The (B, H, T, D) tensor whose heads are repeated."""
+        if not self.turned:
+            return self.source
+        with call.graph.inserting_before(call):
+            new = call.graph.call_method("transpose", (self.source, 1, 2))
+        heads = value(self.source).transpose(1, 2)
+        new.meta = {**self.source.meta, "example_value": heads}
+        return new
+
+
+def _repetition(repeated: Any) -> _Repetition | None:
+    """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
+    not."""
     full = value(repeated).shape
     chain: list[Node] = []
     node = repeated
@@ -276,16 +316,10 @@ def _grouped(repeated: Any, graph: Graph, before: Node) -> Node | None:
         if not static or known.numel() >= full.numel():
             continue
         for turned in (False, True):
-            heads = known.transpose(1, 2) if turned else known
-            b, _, t, d = heads.shape
+            b, _, t, d = (known.transpose(1, 2) if turned else known).shape
             same = (b, t, d) == (full[0], full[2], full[3])
             if same and _repeats(chain, known.shape, turned, full):
-                if not turned:
-                    return node
-                with graph.inserting_before(before):
-                    new = graph.call_method("transpose", (node, 1, 2))
-                new.meta = {**node.meta, "example_value": heads}
-                return new
+                return _Repetition(node, tuple(chain), turned)
     return None
 
 

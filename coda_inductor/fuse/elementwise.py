@@ -67,6 +67,26 @@ def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
     return emit("mul", emit("mul", x, 0.5), emit("add", phi, 1.0))
 
 
+def _where(emit: Emit, condition: Value, x: Value, y: Value) -> Value:
+    if isinstance(condition, str):
+        return emit("where", condition, x, y)
+    return x if condition else y
+
+
+def _and(emit: Emit, x: Value, y: Value) -> Value:
+    for known, other in ((x, y), (y, x)):
+        if not isinstance(known, str):
+            return other if known else 0.0
+    return emit("logical_and", x, y)
+
+
+def _or(emit: Emit, x: Value, y: Value) -> Value:
+    for known, other in ((x, y), (y, x)):
+        if not isinstance(known, str):
+            return 1.0 if known else other
+    return emit("logical_or", x, y)
+
+
 _UNARY = (
     "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "log", "log2", "log1p", "expm1",
     "tanh", "sigmoid", "erf", "sin", "cos", "relu", "logical_not",
@@ -94,9 +114,9 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     aten.square.default: lambda emit, x: emit("mul", x, x),
     aten.silu.default: _silu,
     aten.gelu.default: _gelu,
-    aten.where.self: _plain("where"),
-    aten.logical_and.default: _plain("logical_and"),
-    aten.logical_or.default: _plain("logical_or"),
+    aten.where.self: _where,
+    aten.logical_and.default: _and,
+    aten.logical_or.default: _or,
     **{getattr(aten, name).default: _plain(name) for name in _UNARY},
     # Not eq and ne: a tile's value is not rounded, so x == amax(x), say, would never hold there.
     **{getattr(aten, name).Tensor: _plain(name) for name in _COMPARE[:4]},

@@ -298,7 +298,7 @@ class _Grower:
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
             return f"{node.target} does not reduce one row or column of the tile"
         rank = fake(source).dim()
-        reduced = sorted(d % rank for d in dims)
+        reduced = sorted(d % rank for d in dims) or [*range(rank)]  # none means all
         axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
             return f"{node.target} does not reduce one row or column of the tile"

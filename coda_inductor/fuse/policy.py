@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import GEMMS, Region, dtype_name, gemm_inputs
 from coda_inductor.fuse.sums import in_place
-from coda_inductor.graph import FLOATS, HALF, fake
+from coda_inductor.graph import FLOATS, HALF, fake, same
 from coda_inductor.log import Failure
 from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram, Store
@@ -92,14 +92,14 @@ class Policy:
             return Failure(f"{x.dtype} times {w.dtype} has no epilogue program")
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
             return "N or K is symbolic"
+        if any(same(size, 0) for size in (*x.shape, *w.shape)):
+            return "one of its sizes is 0"
         if self.options.gate == "never":
             return "options['gate'] is 'never'"
         if not self._kernels(x):
             return None
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
-        if (
-            stack := support.kernel_stack(x.device)
-        ) is not None:  # said once a process: runtime.notice
+        if (stack := support.kernel_stack(x.device)) is not None:  # runtime.notice says it once
             return Failure(stack) if self.options.strict else stack
         failure = (
             support.unsupported(bare, w.shape[1], w.shape[0], device=x.device)

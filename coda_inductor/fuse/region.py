@@ -118,14 +118,21 @@ def gemm_inputs(node: Node) -> tuple[Node, Node]:
 
 
 def constant(node: Node) -> float | None:
-    """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them)."""
+    """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
+    dtype truncates, wraps or rounds it."""
     if node.target is aten.full.default and not node.args[0]:
         number = node.args[1]
     elif node.target is aten.scalar_tensor.default:
         number = node.args[0]
     else:
         return None
-    return float(number) if isinstance(number, (int, float)) else None
+    if not isinstance(number, (int, float)) or fake(node).is_complex():
+        return None
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        try:
+            return float(torch.full((), number, dtype=fake(node).dtype, device="cpu"))
+        except RuntimeError:  # the dtype cannot hold it: the program itself will say so
+            return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,8 +7,18 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.guards import changes, epochs, mutates
+from coda_inductor.matching.guards import (
+    changes,
+    changes_mode,
+    epochs,
+    forward_mode,
+    mutates,
+    writes_to,
+)
 from coda_inductor.matching.match import Idiom, Match
 from coda_inductor.matching.normalize import normalize, value
 
-__all__ = ["Body", "Idiom", "Match", "bodies", "changes", "epochs", "mutates", "normalize", "value"]
+__all__ = [
+    "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "forward_mode",
+    "mutates", "normalize", "value", "writes_to",
+]  # fmt: skip

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.matching.bodies import nested, passed
+from coda_inductor.matching.bodies import bodies, nested, passed
 from coda_inductor.matching.normalize import value
 
 _STATE = frozenset(
@@ -72,7 +73,32 @@ def _inplace_flag(node: Node) -> bool:
 def written(node: Node) -> set[Node]:
     """What a node that ``mutates`` may write to: its tensors, and what those may be views of."""
     higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-    found, todo = {node}, list(_written_inside(node) if higher else node.all_input_nodes)
+    inputs = _written_inside(node) if higher else node.all_input_nodes
+    return {node}.union(*map(_bases, inputs))
+
+
+def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
+    """May ``node`` change the value of one of ``nodes`` in place? Also through another input of the
+    graph that shares its memory."""
+    if not mutates(node):
+        return False
+    changed = written(node)
+    storages = {s for n in changed for s in _memory(n) or ()}
+    return any(
+        base in changed or not storages.isdisjoint(_memory(base) or ())
+        for n in nodes
+        for base in _bases(n)
+    )
+
+
+def changes_mode(node: Node) -> bool:
+    """Does ``node`` switch gradients, autocast or inference mode?"""
+    return getattr(node.target, "__name__", "") in _STATE
+
+
+def _bases(node: Node) -> set[Node]:
+    """``node`` and what it may be a view of."""
+    found, todo = set(), [node]
     while todo:
         base = todo.pop()
         if base not in found:
@@ -94,6 +120,18 @@ def _written_inside(node: Node) -> set[Node]:
             return set(node.all_input_nodes)
         found |= {(outer or {})[n] for n in changed if n in (outer or {})}
     return found if children else set(node.all_input_nodes)
+
+
+def forward_mode(gm: GraphModule) -> str | None:
+    """The node of ``gm``, or of a checkpointed region in it, that starts forward-mode
+    differentiation (``make_dual``, ``torch.func.jvp``); None if there is none."""
+    nodes = (node for body in bodies(gm) for node in body.graph.nodes)
+    return next((n.name for n in nodes if _starts_forward_mode(n)), None)
+
+
+def _starts_forward_mode(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return any(part in name for part in ("enter_dual_level", "make_dual", "jvp_increment"))
 
 
 def changes(graph: Graph) -> set[Node]:
@@ -124,7 +162,7 @@ def epochs(graph: Graph) -> dict[Node, int]:
     """The epoch of every node: it grows at each mutation and each mode change."""
     epoch, result = 0, {}
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") in _STATE or mutates(node):
+        if changes_mode(node) or mutates(node):
             epoch += 1
         result[node] = epoch
     return result

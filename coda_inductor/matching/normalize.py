@@ -131,12 +131,13 @@ def _with_options(name: str, node: Node) -> Canon | None:
 
 
 def _cast(node: Node) -> Canon | None:
-    """A pure dtype change between floating types: no device move, no memory format."""
+    """A pure dtype change between floating types: no device move, no memory format. One from or to
+    eight bits is none: it quantizes, and torch promotes these types to no others."""
     if node.kwargs.get("memory_format") is not None:
         return None
     source, result = value(node.args[0]), value(node)
     if isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor):
-        floating = source.is_floating_point() and result.is_floating_point()
+        floating = all(t.is_floating_point() and t.element_size() > 1 for t in (source, result))
         if not floating or source.device != result.device or source.stride() != result.stride():
             return None
     return Canon("cast", (node.args[0],))

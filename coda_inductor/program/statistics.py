@@ -1,9 +1,10 @@
 """Statistics are of what is stored.
 
-A value that leaves the tile in 16 bits is rounded on its way out; a reduction of it that is taken on
-the tile is not. Where a later kernel combines the two, the difference may be all that is left: of a
-confident token, ``exp(logit - lse) - 1`` was the rounding error of its logit (30 % of the loss's
-gradient at a loss of 0.045). Unfused code normalizes what it rounded, so a program does too::
+A value that leaves the tile in 16 bits is rounded on its way out; a reduction of it that is taken
+on the tile is not. Where a later kernel combines the two, the difference may be all that is left:
+of a confident token, ``exp(logit - lse) - 1`` was the rounding error of its logit (30 % of the
+loss's gradient at a loss of 0.045). Unfused code normalizes what it rounded, so a program does
+too::
 
     store out0 = acc : bfloat16                store out0 = acc : bfloat16
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc

@@ -46,9 +46,11 @@ _PLAIN = (aten.index_put.default, aten._unsafe_index_put.default)
 @dataclass(frozen=True)
 class Lookup:
     """A gradient (V, d) in ``dtype`` that is ``other`` (V, d), if there is one, plus the rows of
-    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds."""
+    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds. ``rows``
+    is V, a node where it is symbolic."""
 
     result: Node
+    rows: Node | int
     dtype: torch.dtype
     tokens: Node
     dy: Node
@@ -67,13 +69,8 @@ def gather_lookup_gradients(graph: Graph) -> int:
 
 
 def _replace(graph: Graph, lookup: Lookup) -> None:
-    rows = fake(lookup.result).shape[0]
-
-    def gradient(tokens: Tensor, dy: Tensor, mask: Tensor | None, other: Tensor | None) -> Tensor:
-        return _gradient(tokens, dy, mask, other, rows, lookup.dtype)
-
-    args = (lookup.tokens, lookup.dy, lookup.mask, lookup.other)
-    new = splice(graph, lookup.result, gradient, args, like=lookup.result)
+    args = (lookup.tokens, lookup.dy, lookup.mask, lookup.other, lookup.rows, lookup.dtype)
+    new = splice(graph, lookup.result, _gradient, args, like=lookup.result)
     lookup.result.replace_all_uses_with(new)
     prune([lookup.result])
 
@@ -83,7 +80,7 @@ def _gradient(
     dy: Tensor,
     mask: Tensor | None,
     other: Tensor | None,
-    rows: int,
+    rows: int | torch.SymInt,
     dtype: torch.dtype,
 ) -> Tensor:
     d = dy.shape[-1]
@@ -111,6 +108,7 @@ def _lookup(node: Node) -> Lookup | None:
     table, values = fake(node), fake(dy)
     if not _is_zero(zeros) or len(indices) != 1 or table.dim() != 2:
         return None
+    rows = zeros.args[0][0]
     (tokens,) = indices
     shape = fake(tokens).shape
     if fake(tokens).dtype is not torch.int64 or not same(values.shape, (*shape, table.shape[1])):
@@ -126,8 +124,8 @@ def _lookup(node: Node) -> Lookup | None:
     if added is not None and added.target is aten.add.Tensor and not added.kwargs:
         others = [a for a in added.args if a is not result]
         if len(others) == 1 and _can_take(others[0], result, added):
-            return Lookup(added, dtype, tokens, dy, mask, others[0])
-    return Lookup(result, dtype, tokens, dy, mask, None) if result is not node else None
+            return Lookup(added, rows, dtype, tokens, dy, mask, others[0])
+    return Lookup(result, rows, dtype, tokens, dy, mask, None) if result is not node else None
 
 
 def _can_take(other: Any, result: Node, added: Node) -> bool:

@@ -125,4 +125,4 @@ def _sums_rows(node: Node, columns: Any) -> bool:
     source = fake(node.args[0])
     rank = source.dim()
     dims = sorted(d % rank for d in node.args[1] or ())
-    return dims == [*range(rank - 1)] and same(source.shape[-1], columns)
+    return dims != [] and dims == [*range(rank - 1)] and same(source.shape[-1], columns)

@@ -26,12 +26,12 @@ n.T @ dz = (D_rstd h).T @ dz = h.T @ (D_rstd dz) (R4).
 Rounding: zs is rounded to 16 bits, and so is z, which the dot is taken from. Where W has a singular
 value much larger than the others and dz hardly any of its direction, that error is all there is in
 dx: 40 times eager's at 1000 times the others, if dz itself was exact. Where a GEMM makes dz, eager
-rounds the GEMM's result and dz, an error of the same size, and ours takes its place. Elsewhere dz is
-in memory already, and is read as it is.
+rounds the GEMM's result and dz, an error of the same size, and ours takes its place. Elsewhere dz
+is in memory already, and is read as it is.
 
-The dot is also taken as rowsum(s * gamma * x), the same number by the definition of s, where z is not
-at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it until then). It
-is then known only after the GEMM, and a kernel of Inductor's finishes dx.
+The dot is also taken as rowsum(s * gamma * x), the same number by the definition of s, where z is
+not at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it until
+then). It is then known only after the GEMM, and a kernel of Inductor's finishes dx.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Scaled:
 
 
 def made_by_gemms(dgrads: list[Node]) -> bool:
-    """Is the dz of every one of ``dgrads`` computed on a GEMM's tile, so that eager rounds it too?"""
+    """Is the dz of each of ``dgrads`` computed on a GEMM's tile, so that eager rounds it too?"""
     return all(producer(dgrad.args[0]) is not None for dgrad in dgrads)
 
 

@@ -16,8 +16,9 @@ concatenated K is the sum of two. The halves of a weight are views of it: nothin
 gradient of the weight is put together by a copy, which ``Policy.split_loses`` charges.
 
 Leaves alone: products that anything else reads, or more than two parts of; halves that do not meet
-in elementwise work; weights that are not K-major (their halves cannot be paired). A gradient that
-something else reads stays one tensor, and its GEMMs stay as they were.
+in elementwise work, or that leave the graph (their strides and common memory are seen); weights
+that are not K-major (their halves cannot be paired). A gradient that something else reads stays one
+tensor, and its GEMMs stay as they were.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from coda_inductor.graph import (
     elementwise,
     fake,
     is_transpose,
+    leaves,
     module_path,
     prune,
     readers,
@@ -96,6 +98,8 @@ def _packed(gemm: Node) -> _Packed | None:
         halves[0].extend(parts[0])
         halves[1].extend(parts[1])
     if not all(halves) or not _meet(*halves):
+        return None
+    if any(leaves(node) for half in halves for node in half):
         return None
     if any(_sizes(node) is None for half in halves for node in half):
         return None

@@ -89,15 +89,14 @@ class Kernel:
             b, values["pair_delta"], swapped = pair_view(*bs)
             return tma_matrix(as_[0], either_major=True), b, swapped, ""
         if len(as_) > 1:
-            try:
-                if torch.are_deterministic_algorithms_enabled():
-                    raise UnpairableError("deterministic algorithms are asked for")
-                a, b, delta_a, delta_b, crossed = joint_view(as_, bs)
-            except UnpairableError:
-                as_, bs = [torch.cat(as_, 1)], [torch.cat(bs, 0)]
-            else:
-                values |= {"join_delta_a": delta_a, "join_delta_b": delta_b}
+            found = None
+            if not torch.are_deterministic_algorithms_enabled():
+                with contextlib.suppress(UnpairableError):
+                    found = joint_view(as_, bs)
+            if found is not None:
+                a, b, values["join_delta_a"], values["join_delta_b"], crossed = found
                 return a, b, False, "crossed" if crossed else "straight"
+            as_, bs = [torch.cat(as_, 1)], [torch.cat(bs, 0)]
         a, b = (tma_matrix(x, either_major=True) for x in (as_[0], bs[0]))
         return a, b, False, ""
 

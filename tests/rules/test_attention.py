@@ -256,6 +256,10 @@ def grouped(repeat, *inputs, groups=2, mask=False):
         extra = {"attn_mask": q.sum() > torch.zeros(T, T)} if mask else {"is_causal": True}
         return sdpa(q, repeat(k, groups), repeat(v, groups), **extra)
 
+    return with_groups(attend, *inputs)
+
+
+def with_groups(attend, *inputs):
     def everywhere(gm, disabled):
         return simplify(gm, disabled, device="cpu")
 
@@ -287,6 +291,107 @@ def test_heads_in_another_order_stay_repeated(repeat):
 
 def test_heads_beside_a_mask_stay_repeated():
     assert not grouped(hugging_face, *grouped_inputs(), mask=True).counts["grouped_heads"]
+
+
+def changed_source(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    k[:, :, 0] = 0
+    return sdpa(q, k4, v4)
+
+
+def changed_copy(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    v4.mul_(2)
+    return sdpa(q, k4, v4)
+
+
+def changed_view(q, k, v):
+    k4, v4 = hugging_face(k, 2), hugging_face(v, 2)
+    v.transpose(1, 2)[:, 1:].zero_()
+    return sdpa(q, k4, v4)
+
+
+def changed_sibling(q, k, v):
+    """The repeated one is a view of what is written to through another view."""
+    k, other = k.view(k.shape), k.view(-1)
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    other[:9] = 3.0
+    return sdpa(q, k4, v4)
+
+
+def changed_in_a_region(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    q = checkpoint(lambda q: k.mul_(2).sum() + q, q, use_reentrant=False)
+    return sdpa(q, k4, v4)
+
+
+def changed_after_the_call(q, k, v):
+    """What attention saves for its gradient is the copy."""
+    y = sdpa(q, interleaved(k, 2), interleaved(v, 2))
+    k.zero_()
+    return y
+
+
+def changed_while_expanded(q, k, v):
+    """Views see the change."""
+    k4, v4 = (t.expand(-1, 2, -1, -1) for t in (k[:, :1], v[:, :1]))
+    k.mul_(2)
+    return sdpa(q[:, :2], k4, v4)
+
+
+def cut_off(q, k, v):
+    """No gradient goes to k and v."""
+    with torch.no_grad():
+        k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    return sdpa(q, k4, v4) + k.sum() + v.sum()
+
+
+CHANGING = [
+    changed_source, changed_copy, changed_view, changed_sibling, changed_after_the_call,
+    changed_while_expanded, cut_off,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["computed", "inputs"])
+@pytest.mark.parametrize("attend", CHANGING, ids=lambda f: f.__name__)
+def test_heads_stay_repeated_where_something_changes_between(attend, leaves):
+    def computed(q, k, v):
+        return attend(q, k * 1, v * 1)
+
+    q, k, v = grouped_inputs()
+    if leaves:  # a leaf that wants a gradient cannot be written to
+        k, v = k.detach(), v.detach()
+    harness = with_groups(attend if leaves else computed, q, k, v)
+    assert not harness.counts["grouped_heads"]
+    assert "grouped_heads at" in reasons(harness)
+
+
+def test_heads_stay_repeated_where_a_checkpointed_region_writes():
+    def attend(q, k, v):
+        return changed_in_a_region(q, k * 1, v * 1)
+
+    harness = with_groups(attend, *grouped_inputs())
+    assert not harness.counts["grouped_heads"]
+
+
+def test_inputs_that_share_memory():
+    def attend(q, k, v, other):
+        k4, v4 = interleaved(k, 2), interleaved(v, 2)
+        other.zero_()
+        return sdpa(q, k4, v4)
+
+    q, k, v = (t.detach() for t in grouped_inputs())
+    assert not with_groups(attend, q, k, v, k[:, :, 1:]).counts["grouped_heads"]
+
+
+def test_heads_written_to_before_they_are_repeated_are_grouped():
+    def attend(q, k, v):
+        k, v = k * 1, v * 1
+        k[:, :, 0] = 0
+        y = sdpa(q, interleaved(k, 2), interleaved(v, 2))
+        return (y * 2).relu_()
+
+    assert with_groups(attend, *grouped_inputs()).counts["grouped_heads"] == 1
 
 
 def test_heads_stay_repeated_where_flash_does_not_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, assert_same, check, leave_custom_ops, randn, reasons
+from checking import Weights, assert_same, check, check_gradients, leave_custom_ops, randn, reasons
 from harness import Harness
 from torch import nn
 
@@ -150,6 +150,20 @@ def test_input_that_is_also_the_weight():
 def test_one_column_and_one_row():
     check(lambda x, w: torch.relu(x @ w + 1) * x[:, :1], randn(6, K), randn(K, 1))
     check(lambda x, w: torch.relu(x @ w + 1).sum(-1), randn(1, K), randn(K, N))
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, torch.amax], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [[], [0]], ids=str)
+def test_reductions_of_one_row_without_its_dimension(dim, keepdim, reduce):
+    """No dimension means all of them."""
+
+    def function(x, w):
+        return reduce((x @ w).squeeze(0) * 2, dim=dim, keepdim=keepdim)
+
+    inputs = randn(1, K), randn(K, N)
+    check(function, *inputs)
+    check_gradients(function, *(t.requires_grad_() for t in inputs))
 
 
 def test_square_product_takes_no_row_for_a_column():

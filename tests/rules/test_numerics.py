@@ -1,5 +1,5 @@
-"""Rules at the edge of what they are good for: nothing has more than 1.2 times the error of the worse
-of eager and torch.compile, in bfloat16, against float64.
+"""Rules at the edge of what they are good for: nothing has more than 1.2 times the error of the
+worse of eager and torch.compile, in bfloat16, against float64.
 
 Programs run with the kernels' numerics here, too: products are not rounded before their epilogue.
 Inputs are those at which a rewrite that rounds elsewhere could lose digits: confident logits, row

@@ -1,0 +1,96 @@
+"""Forward-mode differentiation and torch.func's transforms inside the compiled function: equal to
+eager. Semantic ops go backward only, so none is made where something goes forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+import torch.nn.functional as F
+from checking import assert_same, randn, reasons
+from harness import Harness
+from torch.utils.checkpoint import checkpoint
+
+D = 8
+X, T, W = randn(4, D), randn(4, D), randn(D, D)
+GAMMA, DX = randn(D), randn(4, D)
+
+
+def net(x):
+    h = F.rms_norm(x, (D,), GAMMA, 1e-5) @ W
+    return F.silu(h @ W) * (h @ W.t())
+
+
+def make_dual(x):
+    with fw.dual_level():
+        return tuple(fw.unpack_dual(net(fw.make_dual(x, DX))))
+
+
+def make_dual_of_a_region(x):
+    with fw.dual_level():
+        y = checkpoint(net, fw.make_dual(x, DX), use_reentrant=False)
+        return tuple(fw.unpack_dual(y))
+
+
+def jvp(x):
+    return torch.func.jvp(net, (x,), (DX,))
+
+
+def jvp_of_the_loss(x):
+    return torch.func.jvp(lambda x: F.cross_entropy(x @ W, torch.arange(4)), (x,), (DX,))
+
+
+def jacfwd(x):
+    return torch.func.jacfwd(net)(x)
+
+
+def jacrev(x):
+    return torch.func.jacrev(net)(x)
+
+
+def vmap(x):
+    return torch.func.vmap(net)(x)
+
+
+def grad(x):
+    return torch.func.grad(lambda x: net(x).sum())(x)
+
+
+def vmap_of_grad(x):
+    return torch.func.vmap(torch.func.grad(lambda x: net(x).sum()))(x)
+
+
+def vmap_of_jvp(x):
+    return torch.func.vmap(lambda x, dx: torch.func.jvp(net, (x,), (dx,)))(x, DX)
+
+
+def vjp(x):
+    y, back = torch.func.vjp(net, x)
+    return y, back(y.cos())[0]
+
+
+TRANSFORMS = [jvp, jvp_of_the_loss, jacfwd, jacrev, vmap, grad, vmap_of_grad, vmap_of_jvp, vjp]
+
+
+@pytest.mark.parametrize("function", TRANSFORMS, ids=lambda f: f.__name__)
+def test_transforms(function):
+    assert_same(Harness().run(function, X), function(X))
+
+
+@pytest.mark.parametrize("needs", [False, True], ids=["", "requires_grad"])
+@pytest.mark.parametrize("function", [make_dual, make_dual_of_a_region], ids=lambda f: f.__name__)
+def test_tangents(function, needs):
+    x = X.clone().requires_grad_(needs)
+    harness = Harness()
+    assert_same(harness.train(function, x), function(x))
+    assert "rms_norm at" in reasons(harness)
+    assert "differentiates forward" in reasons(harness)
+
+
+def test_levels_beside_a_module_cost_it_nothing():
+    """Another graph of the same process is raised as ever."""
+    with fw.dual_level():
+        fw.make_dual(X, DX)
+        harness = Harness()
+        harness.run(net, X)
+    assert harness.counts["swiglu"]
