@@ -172,23 +172,24 @@ def attend(w: Writer, q: str, k: str, v: str, length: str) -> str:
     return call.format(q=q, k=k, v=v, how=kind)
 
 
-def turned(w: Writer, q: str, k: str, length: str, width: int) -> tuple[str, str]:
+def turned(w: Writer, q: str, k: str, length: str, width: int) -> tuple[str, ...]:
     """Rotary embedding of (B, T, heads, width), real or complex."""
     angles = w.new(
-        f"torch.arange({length}, dtype=high)[:, None] * 0.5 ** torch.arange({width // 2}, dtype=high)"
+        f"torch.arange({length}, dtype=high)[:, None]"
+        f" * 0.5 ** torch.arange({width // 2}, dtype=high)"
     )
     if w.chance(0.4):
         turns = w.new(f"torch.polar(torch.ones_like({angles}), {angles})[None, :, None]")
         text = (
-            "torch.view_as_real(torch.view_as_complex({t}.to(high).reshape(*{t}.shape[:-1], {half}, 2))"
-            " * {turns}).flatten(3).to(low)"
+            "torch.view_as_real(torch.view_as_complex("
+            "{t}.to(high).reshape(*{t}.shape[:-1], {half}, 2)) * {turns}).flatten(3).to(low)"
         )
-        return tuple(w.new(text.format(t=t, turns=turns, half=width // 2)) for t in (q, k))  # type: ignore[return-value]
+        return tuple(w.new(text.format(t=t, turns=turns, half=width // 2)) for t in (q, k))
     both = w.new(f"torch.cat([{angles}, {angles}], -1)[None, :, None]")
     cos, sin = w.new(f"{both}.cos().to(low)"), w.new(f"{both}.sin().to(low)")
     half = width // 2
     text = "{t} * {cos} + torch.cat([-{t}[..., {half}:], {t}[..., :{half}]], -1) * {sin}"
-    return tuple(w.new(text.format(t=t, cos=cos, sin=sin, half=half)) for t in (q, k))  # type: ignore[return-value]
+    return tuple(w.new(text.format(t=t, cos=cos, sin=sin, half=half)) for t in (q, k))
 
 
 def end(w: Writer) -> None:

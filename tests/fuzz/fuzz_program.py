@@ -1,8 +1,8 @@
 """A random program: inputs and a function as source text, and how it is to be run.
 
-All that is run is text, so that a failure can print a script that runs the same. In the text ``low``
-and ``high`` stand for the dtype of weights and the one of careful places (norms, losses): float64
-both where values are compared, bfloat16 and float32 where rounding is.
+All that is run is text, so that a failure can print a script that runs the same. In the text
+``low`` and ``high`` stand for the dtype of weights and the one of careful places (norms, losses):
+float64 both where values are compared, bfloat16 and float32 where rounding is.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Program:
                 def __init__(self, tensors):
                     super().__init__()
                     for name in {self.weights}:
-                        tensors[name] = torch.nn.Parameter(tensors[name], tensors[name].requires_grad)
+                        t = tensors[name]
+                        tensors[name] = torch.nn.Parameter(t, t.requires_grad)
                         setattr(self, name, tensors[name])
 
                 def forward({", ".join(["self", *arguments])}):

@@ -117,7 +117,7 @@ def _expressions(program: Program) -> Iterator[Program]:
 
 def _inputs(program: Program) -> Iterator[Program]:
     """Without inputs that nothing reads; with plain values of the others."""
-    for name, text in reversed(program.inputs):
+    for name, _ in reversed(program.inputs):
         others = [t for n, t in program.inputs if n != name]
         if not re.search(rf"\b{name}\b", "\n".join([program.body, *others])):
             yield replace(
@@ -152,7 +152,7 @@ class _Renamed(ast.NodeTransformer):
     def __init__(self, old: str, new: str):
         self.old, self.new = old, new
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:  # noqa: N802  the visitor's name for it
+    def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(self.new, node.ctx) if node.id == self.old else node
 
 

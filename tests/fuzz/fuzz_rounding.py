@@ -27,7 +27,7 @@ FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 
 
 def harness(numerics: str) -> Harness:
-    """The passes in one of two numerics: "rounded", as the reference executor runs a fused site (its
+    """The passes in one of two numerics: "rounded", as the reference executor runs a site (its
     product rounded to the inputs' dtype first), or "exact", as kernels do (it is not).
 
     Raises:

@@ -1,8 +1,8 @@
 """How people write what Transformers are made of: one table a thing, each entry an expression.
 
-In an entry {x} and {y} are streams (..., D), {g} and {u} the halves of a gate, {w} a weight vector or
-None, {b} a bias vector or None, {eps} a number, {d} the width. Entries that only look like the idiom
-stand among the others: the matcher must tell them apart.
+In an entry {x} and {y} are streams (..., D), {g} and {u} the halves of a gate, {w} a weight vector
+or None, {b} a bias vector or None, {eps} a number, {d} the width. Entries that only look like the
+idiom stand among the others: the matcher must tell them apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ RMS_NORMS = (
     "({x} * torch.rsqrt(({x} * {x}).mean(-1, True) + {eps})) * {w}",
     "{w} * ({x} / torch.sqrt({x}.square().mean(-1, keepdim=True) + {eps}))",
     "{x} * torch.rsqrt(torch.mean({x} ** 2, dim=-1, keepdim=True) + {eps}) * (1 + {w})",
-    "{w} * ({x}.to(high) * torch.rsqrt({x}.to(high).pow(2).mean(-1, keepdim=True) + {eps})).to(low)",
+    "{w} * ({x}.to(high) * torch.rsqrt("
+    "{x}.to(high).pow(2).mean(-1, keepdim=True) + {eps})).to(low)",
     "{x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + {eps})",
     "({x}.to(high) * (1.0 + {w}.to(high)) * ({x}.to(high).square().mean(-1, True) + {eps}).rsqrt())"
     ".to(low)",
@@ -89,7 +90,8 @@ ACTIVATIONS = (
 )  # fmt: skip
 
 RESIDUALS = (
-    "{x} + {y}", "{x} + {y}", "{x} + {y}", "{x} + {y}", "{y} + {x}", "{y} + {x}", "torch.add({x}, {y})",
+    "{x} + {y}", "{x} + {y}", "{x} + {y}", "{x} + {y}", "{y} + {x}", "{y} + {x}",
+    "torch.add({x}, {y})",
     "{x} + 0.5 * {y}", "{x}.add({y}, alpha=2)", "{x} + {y} * {w}", "{x} + {y}.clone().mul_(0.5)",
     "{y}.add_({x})", "torch.addcmul({x}, {y}, {w})", "{x} + {y} * {number}", "{x} - {y}",
     "({x}.to(high) + {y}.to(high)).to(low)", "{x} * 0.5 + {y} + {y} * {w}", "{x} + {y} + {w}",

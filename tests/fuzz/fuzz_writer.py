@@ -93,7 +93,7 @@ class Writer:
         return name
 
     def weight(self, *shape: int) -> str:
-        """A weight of this shape: at times one that is there already, strided, or a part of another."""
+        """A weight of this shape: at times one that is there, strided, or a part of another."""
         same = [
             n for n, known in self.shapes.items() if known == shape and n[0] in "wg" and n != "x"
         ]

@@ -133,7 +133,7 @@ def summary(chunks: Any, out: Path | None) -> int:
         print(f"  {name} fired in {times}")
     if ratios:
         print(
-            f"compile time, of Inductor's: {statistics.median(ratios):.2f} (median of {len(ratios)})"
+            f"compile time: {statistics.median(ratios):.2f} of Inductor's (median of {len(ratios)})"
         )
     return min(failed, 1)
 

@@ -1,4 +1,4 @@
-"""A sample of random programs through the backend and through Inductor: values, and compile time."""
+"""A sample of random programs through the backend and Inductor: values and compile time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes of random programs. A file a mode: pytest gives a file to one process."""
+"""Forward and backward passes of random programs. A file a mode: one process has it."""
 
 from __future__ import annotations
 
