@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
 import warnings
@@ -138,11 +139,20 @@ def judge_end_to_end(program: Program, limit: float = 10 * LIMIT) -> Outcome:
     """As :func:`judge`, compiled to the end by our backend, and by Inductor's to compare times."""
     from torch._inductor.utils import fresh_cache
 
+    _warm_up()
+
     def ours() -> Any:
         return {"backend": "coda", "options": {"strict": True}}
 
     with environment(program), fresh_cache():
         return _judge(program, limit, ours, lambda: "inductor", fresh_cache)
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Imports, and a compiler's first start, are in nobody's compile time."""
+    for backend in ("coda", "inductor"):
+        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
 
 
 def _judge(
