@@ -45,7 +45,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, "tests")
+sys.path[:0] = [".", "tests"]
 
 {program}
 
