@@ -12,11 +12,14 @@ OUT ?= benchmarks/results/latest
 # Tests side by side, and threads of torch's in each.
 JOBS ?= 2
 THREADS ?= 1
+# Random programs of `make fuzz`, and the first one's seed.
+N ?= 300
+SEED ?= 0
 RUN := $(VENV)/bin/python
 SETUP := $(PYTHON) tools/setup_env.py $(VENV)
 PACKAGING := pyproject.toml setup.py tools/setup_env.py
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test fuzz bench lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -26,6 +29,9 @@ demo: $(VENV)/.demo  ## compile a Llama and show what was fused, the error and (
 
 test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TORCH=2.15.0 on that)
 	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure prints a script
+	OMP_NUM_THREADS=$(THREADS) $(RUN) tests/fuzz/hunt.py $(N) --seed $(SEED) --jobs $(JOBS) $(ARGS)
 
 bench: $(VENV)/.bench  ## run the benchmarks into OUT (needs a GPU)
 	$(RUN) -m benchmarks --out $(OUT) $(ARGS)

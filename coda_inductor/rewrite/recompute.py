@@ -124,7 +124,8 @@ class _Bases:
             inputs = self._inputs(node)
             if inputs is not None:
                 return inputs
-        return frozenset({node}) if source(node) in self.read or node.op == "placeholder" else None
+        # Not any input: it may be changed in place, so that it holds another value by then.
+        return frozenset({node}) if source(node) in self.read else None
 
     def _inputs(self, node: Node) -> frozenset[Node] | None:
         if node.meta.get(KEEP):

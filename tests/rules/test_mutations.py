@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, raised, randn, reasons
+from checking import assert_same, check, check_gradients, raised, randn, reasons
+from harness import Harness
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.matching import mutates
@@ -144,3 +145,24 @@ def test_a_kernel_that_a_user_calls_may_change_what_it_reads():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     assert mutates(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}))
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "its gradient is wanted"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_backward_pass_computes_nothing_from_an_input_that_has_changed(wanted, dynamic):
+    """A regression: 2 * x was made again from x, which by then held it already. Autograd noticed
+    and raised."""
+
+    def changed(x, w):
+        x.mul_(2)
+        return torch.sin(x @ w) * x
+
+    x, w = randn(6, D), randn(D, D)
+    results = []
+    for compiled in (torch.compile(changed, backend=Harness(), dynamic=dynamic), changed):
+        leaf, weight = x.clone().requires_grad_(wanted), w.clone().requires_grad_()
+        inner = leaf * 1
+        y = compiled(inner, weight)
+        torch.autograd.backward(y, torch.ones_like(y))
+        results.append((y, inner, weight.grad, leaf.grad))
+    assert_same(*results)

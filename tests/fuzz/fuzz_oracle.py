@@ -1,0 +1,263 @@
+"""Is a program the same under our passes? Compared are outputs, gradients and changed inputs: their
+values (a NaN where eager has one), dtypes, shapes and strides, and who shares memory with whom.
+
+What differs from eager but not from torch.compile without us is not ours; nor is what eager cannot
+run at all. A program has ``LIMIT`` seconds of CPU time: compiling must end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from checking import leave_custom_ops
+from fuzz_program import THRESHOLDS, Program
+from harness import Harness, Stock
+
+LIMIT = 30
+#: In float64, beside the largest element: a deep program amplifies a difference in the last place,
+#: a wrong rewrite is off by 1.
+TOLERANCE = 1e-7
+
+
+class TooSlowError(BaseException):
+    """A program had its time. No ``Exception``, for those are caught on the way and fallen back
+    from."""
+
+
+@dataclass
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        failure: what is wrong, or ""; its first word is the kind, which a reduction keeps.
+        invalid: why it says nothing: eager cannot run it, or torch.compile without us cannot.
+        counts: how often which rewrite fired.
+        seconds: CPU time that our compiling took, and torch.compile's where that was measured.
+    """
+
+    failure: str = ""
+    invalid: str = ""
+    counts: Counter = field(default_factory=Counter)
+    seconds: float = 0.0
+    stock_seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.failure.split(":")[0]
+
+
+@dataclass
+class Result:
+    """Named tensors of one run, and which of them share memory."""
+
+    tensors: dict[str, torch.Tensor | None]
+    shared: set[tuple[str, str]]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """:class:`TooSlowError` after so much CPU time. SIGALRM is pytest-timeout's."""
+
+    def stop(*_: Any) -> None:
+        raise TooSlowError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def environment(program: Program) -> Iterator[None]:
+    """Thresholds low, sites left as custom ops where the program says so, nothing cached."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from coda_inductor import late_gradients
+        from coda_inductor.rewrite import tables
+        from coda_inductor.runtime import loss
+
+        for module, name in (
+            (late_gradients, "LEAST_BYTES"), (loss, "SLICE_BYTES"), (tables, "LEAST_READS"),
+        ):  # fmt: skip
+            patch.setattr(module, name, getattr(module, name))  # is put back after
+        exec(THRESHOLDS, {})  # noqa: S102  the very text that a script has
+        if program.custom:
+            leave_custom_ops(patch, "64x32:1x1:co")
+        torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+
+
+def run(program: Program, namespace: dict[str, Any], backend: Any = None, **options: Any) -> Result:
+    """One run, forward and backward; ``backend`` None is eager."""
+    tensors = namespace["make"]()
+    call, arguments = namespace["build"](tensors)
+    if backend is not None:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend=backend, dynamic=program.dynamic, **options)
+    with torch.set_grad_enabled(program.training):
+        outputs = list(call(*arguments))
+    found = {f"output {i}": t for i, t in enumerate(outputs)}
+    inputs = {f"input {name}": t for name, t in tensors.items()}
+    shared = _shared({**found, **inputs})
+    if program.training:
+        found = {name: copy.copy(t) for name, t in found.items()}
+        gradients = namespace["differentiate"](outputs, tensors)
+        found |= {f"gradient of {n}": g for n, g in zip(tensors, gradients, strict=True)}
+    found = {name: None if t is None else t.detach() for name, t in (found | inputs).items()}
+    return Result(found, shared)
+
+
+def _shared(tensors: dict[str, torch.Tensor]) -> set[tuple[str, str]]:
+    place = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
+    return {(a, b) for a in place for b in place if a < b and place[a] == place[b]}
+
+
+def judge(program: Program, limit: float = LIMIT, make: Callable[[], Any] = Harness) -> Outcome:
+    """Run the program in eager and through our passes, without code generation."""
+    with environment(program):
+        return _judge(program, limit, make, Stock)
+
+
+def judge_end_to_end(program: Program, limit: float = 10 * LIMIT) -> Outcome:
+    """As :func:`judge`, compiled to the end by our backend, and by Inductor's to compare times."""
+    from torch._inductor.utils import fresh_cache
+
+    _warm_up()
+
+    def ours() -> Any:
+        return {"backend": "coda", "options": {"strict": True}}
+
+    with environment(program), fresh_cache():
+        return _judge(program, limit, ours, lambda: "inductor", fresh_cache)
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Imports, and a compiler's first start, are in nobody's compile time."""
+    for backend in ("coda", "inductor"):
+        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
+
+
+def _judge(
+    program: Program,
+    limit: float,
+    make: Callable[[], Any],
+    stock: Callable[[], Any],
+    apart: Callable[[], Any] | None = None,
+) -> Outcome:
+    outcome = Outcome()
+    try:
+        namespace = program.load()
+        eager = run(program, namespace)
+    except Exception as error:
+        outcome.invalid = f"eager: {type(error).__name__}: {error}"
+        return outcome
+    have, error, outcome.seconds, outcome.counts = _timed(program, namespace, make(), limit)
+    problems = [error] if have is None else list(differences(have, eager))
+    if apart is None and not problems:
+        return outcome
+    with apart() if apart is not None else contextlib.nullcontext():
+        plain, reason, outcome.stock_seconds, _ = _timed(program, namespace, stock(), limit)
+    if plain is None:
+        outcome.invalid = f"torch.compile without us: {reason}"
+    elif have is None:
+        outcome.failure = error
+    else:
+        theirs = {label for label, _ in differences(have, plain)}
+        ours = {label for label, _ in problems} & theirs
+        outcome.failure = "; ".join(text for label, text in problems if label in ours)
+    return outcome
+
+
+def _timed(
+    program: Program, namespace: dict[str, Any], backend: Any, limit: float
+) -> tuple[Result | None, str, float, Counter]:
+    """(result, why there is none, seconds, what fired) of one compiled run."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    options = backend if isinstance(backend, dict) else {"backend": backend}
+    start = _cpu_seconds()
+    result, error = None, ""
+    try:
+        with time_limit(limit):
+            result = run(program, namespace, **options)
+    except TooSlowError:
+        error = f"too slow: not compiled after {limit:g} s of CPU time"
+    except Exception as exception:
+        error = f"exception {_cause(exception)}: {exception}"
+    return result, error, _cpu_seconds() - start, Counter(counters["coda"])
+
+
+def _cause(error: BaseException) -> str:
+    """The class of the first exception in the chain: Dynamo wraps what a backend raises."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return type(error).__name__
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def differences(have: Result, want: Result) -> Iterator[tuple[tuple[str, str], str]]:
+    """((tensor, aspect), text) of everything that differs."""
+    for name, right in want.tensors.items():
+        left = have.tensors.get(name)
+        if left is None or right is None:
+            if left is not right:
+                yield (name, "none"), f"none: {name} is {_brief(left)}, eager's {_brief(right)}"
+            continue
+        for aspect in ("dtype", "shape"):
+            if getattr(left, aspect) != getattr(right, aspect):
+                yield (
+                    (name, aspect),
+                    f"{aspect}: {name} {getattr(left, aspect)}, eager's {getattr(right, aspect)}",
+                )
+                break
+        else:
+            if left.stride() != right.stride():
+                yield (name, "stride"), f"stride: {name} {left.stride()}, eager's {right.stride()}"
+            if error := _error(left, right):
+                yield (name, "value"), f"value: {name} {error}"
+    for pair in have.shared ^ want.shared:
+        text = "share memory" if pair in have.shared else "share no memory"
+        yield (" ".join(pair), "memory"), f"memory: {' and '.join(pair)} {text}, unlike eager's"
+
+
+def _brief(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _error(left: torch.Tensor, right: torch.Tensor) -> str:
+    """By how much values differ, or "". NaN equals NaN, infinities those of their sign."""
+    if left.dtype == torch.bool or not left.numel():
+        return "" if torch.equal(left, right) else "differs"
+    left, right = left.double(), right.double()
+    special = ~(left.isfinite() & right.isfinite())
+    if not torch.equal(left[special].nan_to_num(0.5), right[special].nan_to_num(0.5)):
+        return f"{left[special][:4].tolist()} where eager has {right[special][:4].tolist()}"
+    left, right = left[~special], right[~special]
+    if not left.numel():
+        return ""
+    # Beside 1: what cancels to rounding noise has no relative error.
+    error = ((left - right).abs().max() / (1 + right.abs().max())).item()
+    return f"off by {error:.2g}" if error > TOLERANCE else ""

@@ -1,0 +1,176 @@
+"""Are rounding errors as small as torch.compile's or eager's? The promise is at most ``FACTOR``
+times the larger, for every output and gradient of a program in bfloat16, in float32, or in float32
+under autocast.
+
+The truth is the same text in float64, on the same rounded inputs. One draw of numbers says little:
+what exceeds the bound is drawn ``DRAWS`` times again, and root mean squares are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from fuzz_oracle import LIMIT, Outcome, TooSlowError, environment, time_limit
+from fuzz_program import Program
+from harness import Harness, Stock
+
+FACTOR = 1.2
+DRAWS = 8
+#: Kinds of arithmetic: names of ``low`` and ``high``.
+KINDS = (("bfloat16", "float32"), ("bfloat16", "float32"), ("float32", "float32"))
+#: Relative errors that count as none: what one rounding of a result can make of it, and in float32
+#: the order of a sum.
+FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
+
+
+def harness(numerics: str) -> Harness:
+    """The passes in one of two numerics: "rounded", as the reference executor runs a site (its
+    product rounded to the inputs' dtype first), or "exact", as kernels do (it is not).
+
+    Raises:
+        ValueError: for other numerics than are supported here.
+    """
+    if numerics == "rounded":
+        return Harness()
+    raise ValueError(f"no numerics {numerics!r} here; there is 'rounded'")
+
+
+def in_arithmetic(program: Program, seed: int) -> Program:
+    """The program in the arithmetic of ``seed``."""
+    low, high = KINDS[seed % len(KINDS)]
+    if low == "bfloat16":  # autocast adds nothing
+        return replace(program, low=low, high=high)
+    body = program.body
+    if seed % 2:
+        lines = body.split("\n")
+        inside = "\n".join("    " + line for line in lines)
+        body = f'with torch.autocast("cpu", torch.bfloat16):\n{inside}'
+    return replace(program, body=body, low=low, high=high)
+
+
+def judge(program: Program, numerics: str = "rounded", limit: float = LIMIT) -> Outcome:
+    """Whether errors are in bounds; a failure begins with "rounding"."""
+    outcome = Outcome()
+    with environment(program):
+        try:
+            _measure(program, numerics, limit, outcome)
+        except TooSlowError:
+            outcome.failure = f"too slow: not compiled after {limit:g} s of CPU time"
+    return outcome
+
+
+def _measure(program: Program, numerics: str, limit: float, outcome: Outcome) -> None:
+    from torch._dynamo.utils import counters
+
+    try:
+        run = Runs(program)
+        truth, eager = run("truth"), run("eager")
+    except Exception as error:
+        outcome.invalid = f"eager: {type(error).__name__}: {error}"
+        return
+    counters.clear()
+    try:
+        with time_limit(limit):
+            ours = run("ours", harness(numerics))
+    except Exception as error:
+        outcome.failure = f"exception {type(error).__name__}: {error}"
+    outcome.counts.update(counters["coda"])
+    sizes = {name: t.numel() for name, t in truth.items()}
+    if not outcome.failure and not _suspects(
+        _squares(truth, ours, eager, eager), run.floor, sizes, 1
+    ):
+        return  # within eager's, so that torch.compile's need not be known
+    try:
+        plain = run("stock", Stock())
+    except Exception as error:
+        outcome.invalid, outcome.failure = f"torch.compile without us: {error}", ""
+        return
+    if outcome.failure:
+        return
+    squares = _squares(truth, ours, eager, plain)
+    suspects = _suspects(squares, run.floor, sizes, 1)
+    for draw in range(1, DRAWS) if suspects else ():
+        new = _squares(*(run(who, draw=draw) for who in ("truth", "ours", "eager", "stock")))
+        squares = {n: [a + b for a, b in zip(squares[n], new[n], strict=True)] for n in squares}
+    count = DRAWS if suspects else 1
+    for name in _suspects(squares, run.floor, sizes, count):
+        mine, eagers, stocks = ((e / count) ** 0.5 for e in squares[name])
+        outcome.failure += (
+            f"rounding: {name} {mine:.2g}, eager's {eagers:.2g}, torch.compile's {stocks:.2g}; "
+        )
+
+
+class Runs:
+    """Calls of one program: the truth, eager, and compiled functions, which are compiled once."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        wide = "float64"
+        self.spaces = {"truth": program.load(wide, wide)}
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.space = program.load()
+        autocast = "autocast(" in program.body
+        self.floor = FLOOR["bfloat16" if autocast else program.low]
+
+    def __call__(self, who: str, backend: Any = None, draw: int = 0) -> dict[str, torch.Tensor]:
+        """Outputs and gradients, in float64."""
+        space = self.spaces.get(who, self.space)
+        tensors = self._inputs(draw, torch.float64 if who == "truth" else None)
+        call, arguments = space["build"](tensors)
+        if backend is not None:
+            torch._dynamo.reset()
+            self.compiled[who] = torch.compile(
+                self.space["function"], backend=backend, dynamic=self.program.dynamic
+            )
+        if who in self.compiled:
+            call, arguments = self.compiled[who], list(tensors.values())
+        with torch.set_grad_enabled(self.program.training):
+            outputs = list(call(*arguments))
+        values = {f"output {i}": t for i, t in enumerate(outputs)}
+        if self.program.training:
+            gradients = space["differentiate"](outputs, tensors)
+            values |= {f"gradient of {n}": g for n, g in zip(tensors, gradients, strict=True)}
+        return {
+            name: value.detach().double()
+            for name, value in values.items()
+            if value is not None and value.is_floating_point()
+        }
+
+    def _inputs(self, draw: int, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """The inputs of a draw; in ``dtype`` they hold the same numbers."""
+        program = replace(self.program, seed=self.program.seed + 1000 * draw)
+        tensors = (self.space if draw == 0 else program.load())["make"]()
+        if dtype is None:
+            return tensors
+        return {
+            name: t.detach().to(dtype).requires_grad_(t.requires_grad)
+            if t.is_floating_point()
+            else t
+            for name, t in tensors.items()
+        }
+
+
+def _squares(truth: Any, *others: Any) -> dict[str, list[float]]:
+    """The squared relative error of each run, by tensor."""
+    found = {}
+    for name, right in truth.items():
+        size = right.square().sum().item()
+        if right.isfinite().all() and size > 0 and all(name in o for o in others):
+            found[name] = [(o[name] - right).square().sum().item() / size for o in others]
+    return found
+
+
+def _suspects(
+    squares: dict[str, list[float]], floor: float, sizes: dict[str, int], draws: int
+) -> list[str]:
+    """The tensors whose error is out of bounds, by sums of squares over some draws."""
+    found = []
+    for name, (ours, eager, plain) in squares.items():
+        chance = 1 + 2 / (2 * draws * sizes[name]) ** 0.5  # two standard errors of a mean square
+        bound = max(FACTOR * chance * max(eager, plain) ** 0.5, floor * draws**0.5)
+        if not ours**0.5 <= bound:
+            found.append(name)
+    return found

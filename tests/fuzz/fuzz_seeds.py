@@ -1,0 +1,60 @@
+"""From a seed to an outcome: what the tests, ``hunt.py`` and a failure's script have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+
+import fuzz_oracle
+import fuzz_rounding
+from fuzz_oracle import Outcome
+from fuzz_program import Program
+from fuzz_reduce import reduced
+from fuzz_writer import write
+
+#: How a seed is judged.
+MODES = ("inference", "training", "rounding", "end_to_end")
+#: A reduction asks many times; one that fails by hanging must not cost the whole limit each time.
+SHORT = 8
+
+
+def program_of(mode: str, seed: int) -> Program:
+    if mode == "rounding":
+        program = write(seed, training=seed % 4 != 0, smooth=True)
+        return fuzz_rounding.in_arithmetic(program, seed)
+    return write(seed, training=mode == "training" or (mode == "end_to_end" and seed % 2 == 0))
+
+
+def judged(mode: str, program: Program, limit: float = fuzz_oracle.LIMIT) -> Outcome:
+    if mode == "rounding":
+        return fuzz_rounding.judge(program, limit=limit)
+    if mode == "end_to_end":
+        return fuzz_oracle.judge_end_to_end(program)
+    return fuzz_oracle.judge(program, limit)
+
+
+@functools.cache
+def outcome(mode: str, seed: int) -> Outcome:
+    """Of the program of this seed; once a process."""
+    return judged(mode, program_of(mode, seed))
+
+
+def report(mode: str, seed: int, seconds: float = 90) -> str:
+    """What is wrong with a seed that failed, and a script that shows it, reduced."""
+    program, found = program_of(mode, seed), outcome(mode, seed)
+
+    def fails(smaller: Program) -> bool:
+        return judged(mode, smaller, SHORT).kind == found.kind
+
+    small = reduced(program, fails, seconds)
+    title = f"{mode} {seed}: {found.failure[:300]}"
+    how = {"end_to_end": 'dict(backend="coda", options={"strict": True})'}
+    tolerance = {"bfloat16": 3e-2, "float32": 1e-5, "float64": fuzz_oracle.TOLERANCE}[small.low]
+    head = f"{title}\nreduced from {program.size()} to {small.size()} statements:\n"
+    return head + small.script(title, how.get(mode, "dict(backend=Harness())"), tolerance)
+
+
+def totals(mode: str, seeds: Iterable[int]) -> Counter:
+    """How many of the programs each rewrite fired in."""
+    return sum((Counter(dict.fromkeys(outcome(mode, s).counts, 1)) for s in seeds), Counter())

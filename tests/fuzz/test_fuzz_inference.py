@@ -1,0 +1,31 @@
+"""Forward passes of random programs. A file a mode: pytest gives a file to one process."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_seeds import outcome, report, totals
+
+PROGRAMS = 190
+#: Rewrite -> in how many of them it fires at least.
+FIRES = {
+    "rms_norm": 55, "layer_norm": 25, "swiglu": 20, "residual": 130, "epilogue": 80,
+    "cross_entropy": 30, "constant_mask": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_program(seed):
+    found = outcome("inference", seed)
+    assert not found.failure, report("inference", seed)
+
+
+def test_most_programs_say_something():
+    invalid = [s for s in range(PROGRAMS) if outcome("inference", s).invalid]
+    assert len(invalid) <= PROGRAMS // 20
+
+
+def test_programs_reach_what_is_rewritten():
+    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    fired = totals("inference", range(PROGRAMS))
+    short = {name: fired[name] for name, least in FIRES.items() if fired[name] < least}
+    assert not short, fired

@@ -1,0 +1,160 @@
+"""The hunter finds what is planted, reduces it, and its programs reach what they are meant for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import fuzz_rounding
+import pytest
+import torch
+from fuzz_oracle import TooSlowError, differences, judge, run, time_limit
+from fuzz_program import Program
+from fuzz_reduce import reduced
+from fuzz_writer import write
+from harness import Harness
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+INPUTS = (("x", "randn(4, 8)"), ("w", "randn(8, 8)"), ("g", "1 + randn(8)"))
+BODY = """\
+a = F.rms_norm(x, (8,), g, 1e-3)
+b = a @ w
+with torch.autocast("cpu", enabled=False):
+    c = torch.sin(b) * {factor}
+d = c * (1 + torch.relu(a))
+return [a, d + b]"""
+PLAIN = BODY.format(factor="1")
+#: Wrong in every compiled form, so that a script shows it.
+COMPILING = "torch.compiler.is_compiling()"
+
+
+class Planted(Harness):
+    """Takes every sine for a cosine."""
+
+    def _rewrite(self, graph):
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.sin.default:
+                node.target = torch.ops.aten.cos.default
+        super()._rewrite(graph)
+
+
+def test_text_of_two_hundred_programs_holds_every_kind_of_thing():
+    bodies = [write(seed, training=True).body for seed in range(200)]
+    parts = (
+        "rms_norm", "layer_norm", "rsqrt", "checkpoint(", "autocast(", "einsum", "addmm", "bmm",
+        "scaled_dot_product_attention", "view_as_complex", "cross_entropy", "embedding", "chunk(",
+        "split(", "mul_(", "torch.full(", "[..., 0] = 0", "repeat_interleave", ".to(high)",
+        "is_causal", "attn_mask", "ignore_index", "label_smoothing", "dim=[]",
+    )  # fmt: skip
+    found = Counter(part for part in parts for body in bodies if part in body)
+    assert all(found[part] >= 3 for part in parts), found
+    programs = [write(seed, training=True) for seed in range(200)]
+    texts = [" ".join(text for _, text in p.inputs) for p in programs]
+    for part in ("[::2]", ").t()", "torch.nan", "torch.inf", "-100", "randn(0", "expand("):
+        assert any(part in text for text in texts), part
+    assert {p.dynamic for p in programs} == {p.custom for p in programs} == {True, False}
+    assert any(len(p.trained) < len(p.inputs) / 2 for p in programs)
+
+
+def test_a_wrong_value_is_found_and_reduced():
+    program = Program(INPUTS, PLAIN, trained=("x", "w"), weights=("w",), dynamic=True)
+    assert not judge(program).failure
+    assert judge(program, make=Planted).kind == "value"
+    small = reduced(program, lambda p: judge(p, make=Planted).kind == "value")
+    assert small.size() <= 3  # the function, the sine, the return
+    assert "sin(" in small.body
+    assert len(small.inputs) == 1
+    assert not small.training
+
+
+def test_what_torch_compile_does_without_us_is_not_ours():
+    program = Program(INPUTS, BODY.format(factor=f"(2 if {COMPILING} else 1)"))
+    assert not judge(program).failure
+
+
+def test_the_script_of_a_failure_runs_by_itself(tmp_path):
+    for factor, status in ((f"(2 if {COMPILING} else 1)", 1), ("1", 0)):
+        program = Program(INPUTS, BODY.format(factor=factor), trained=("x",), custom=True)
+        script = tmp_path / "script.py"
+        script.write_text(program.script("planted"))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ran = subprocess.run(
+            [sys.executable, script],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == status, ran.stderr
+        assert ("eager" in ran.stdout) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("ours", "eager", "kind"),
+    [
+        ("y.t().contiguous().t()", "y", "stride"),
+        ("y.float()", "y", "dtype"),
+        ("y[:1]", "y", "shape"),
+        ("y + 0", "y.t()", "memory"),
+        ("x.add_(1) @ w", "y", "value"),
+        ("y * torch.nan", "y * torch.inf", "value"),
+        ("y.detach()", "y", "none"),
+    ],
+)
+def test_whatever_differs_is_seen(ours, eager, kind):
+    text = "y = x @ w\nreturn [y, {}]"
+    trained = ("w",) if kind == "none" else ()
+    have, want = (Program(INPUTS, text.format(t), trained=trained) for t in (ours, eager))
+    if kind == "none":
+        have, want = (replace(p, body=p.body.replace("[y, ", "[")) for p in (have, want))
+    have, want = (run(p, p.load(), Harness()) for p in (have, want))
+    assert kind in {text.split(":")[0] for _, text in differences(have, want)}
+    assert not [*differences(have, have)]
+
+
+def test_compiling_that_never_ends_is_said():
+    class Endless(Harness):
+        def _rewrite(self, graph):
+            while True:
+                pass
+
+    found = judge(Program(INPUTS, "return [x @ w]"), limit=2, make=Endless)
+    assert found.kind == "too slow"
+    with pytest.raises(TooSlowError), time_limit(0.1):
+        sum(iter(int, 1))  # zeros, for ever
+
+
+def test_an_error_of_ours_is_said():
+    class Broken(Harness):
+        def _rewrite(self, graph):
+            raise ZeroDivisionError("planted")
+
+    assert (
+        judge(Program(INPUTS, "return [x @ w]"), make=Broken).kind == "exception ZeroDivisionError"
+    )
+
+
+def test_rounding_out_of_bounds_is_found(monkeypatch):
+    """The passes of the plant round the left operand once more, to 4 bits."""
+
+    class Coarse(Harness):
+        def __call__(self, gm, inputs):
+            call = super().__call__(gm, inputs)
+            return lambda *a: [t.to(torch.float8_e4m3fn).to(t) for t in call(*a)]
+
+    program = Program(
+        (("x", "randn(16, 32)"), ("w", "randn(32, 32)")), "return [x @ w]", low="bfloat16"
+    )
+    assert not fuzz_rounding.judge(program).failure
+    monkeypatch.setattr(fuzz_rounding, "harness", lambda numerics: Coarse())
+    assert fuzz_rounding.judge(program).kind == "rounding"
+
+
+def test_numerics_have_names():
+    with pytest.raises(ValueError, match="'rounded'"):
+        fuzz_rounding.harness("sloppy")

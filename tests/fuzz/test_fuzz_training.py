@@ -1,0 +1,32 @@
+"""Forward and backward passes of random programs. A file a mode: one process has it."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_seeds import outcome, report, totals
+
+PROGRAMS = 80
+#: Rewrite -> in how many of them it fires at least.
+FIRES = {
+    "rms_norm": 12, "rms_norm_backward": 12, "layer_norm": 8, "layer_norm_backward": 8,
+    "swiglu": 12, "swiglu_backward": 12, "cross_entropy": 12, "cross_entropy_backward": 2,
+    "embedding_backward": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_program(seed):
+    found = outcome("training", seed)
+    assert not found.failure, report("training", seed)
+
+
+def test_most_programs_say_something():
+    invalid = [s for s in range(PROGRAMS) if outcome("training", s).invalid]
+    assert len(invalid) <= PROGRAMS // 20
+
+
+def test_programs_reach_what_is_rewritten():
+    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    fired = totals("training", range(PROGRAMS))
+    short = {name: fired[name] for name, least in FIRES.items() if fired[name] < least}
+    assert not short, fired
