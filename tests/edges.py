@@ -1,0 +1,154 @@
+"""Models at the edge of what a rewrite is good for, and how their errors are held to others'.
+
+Shared by the tests of the passes, on a CPU, and of kernels, on a GPU. Inputs are those at which a
+rewrite that rounds elsewhere could lose digits: confident logits, row means far from zero, weights
+with one large singular value, outlier channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from checking import randn
+from torch import nn
+
+#: Our error is at most that of the worse of eager and torch.compile, times this.
+SLACK = 1.2
+
+
+def outcome(call, model, inputs, dtype, tangent):
+    """The result, and the gradients of inputs and parameters, in float64."""
+    inputs = [x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    out = call(*inputs)
+    if tangent is None:
+        tangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    out.backward(tangent.to(out.device, out.dtype))
+    leaves = [*inputs, *model.parameters()]
+    return [out.detach().double(), *(t.grad.double() for t in leaves if t.grad is not None)]
+
+
+def hold(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    compilers: Sequence[Callable[[nn.Module], Callable[..., Any]]],
+    tangent: torch.Tensor | None = None,
+) -> None:
+    """Compare ``model`` in bfloat16 with itself in float64: in eager, and as each of ``compilers``
+    makes it callable, ours being the last."""
+    exact, model = copy.deepcopy(model.bfloat16()).double(), model.bfloat16()
+    inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+    want = outcome(exact, exact, inputs, torch.float64, tangent)
+    errors = []
+    for compiler in (None, *compilers):
+        copied = copy.deepcopy(model)
+        call = copied if compiler is None else compiler(copied)
+        have = outcome(call, copied, inputs, torch.bfloat16, tangent)
+        errors.append([(h - w).norm() for h, w in zip(have, want, strict=True)])
+    *theirs, ours = errors
+    for i, error in enumerate(ours):
+        # One number may be right by luck: a loss is held to bfloat16's precision at the most.
+        floor = (4e-3 if want[i].dim() == 0 else 1e-6) * want[i].norm()
+        worst = max(each[i] for each in theirs)
+        assert error <= SLACK * worst + floor, f"{i}: {error:.3e}, theirs at most {worst:.3e}"
+
+
+class Head(nn.Module):
+    """A language model's head behind a linear layer, and its loss."""
+
+    def __init__(self, d: int, vocabulary: int, cap: float = 0.0):
+        super().__init__()
+        self.body, self.head = nn.Linear(d, d), nn.Linear(d, vocabulary, bias=False)
+        self.cap = cap
+
+    def forward(self, x, labels):
+        logits = self.head(self.body(x))
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return F.cross_entropy(logits.float(), labels)
+
+
+def confident(
+    confidence: float, *, d: int, rows: int, vocabulary: int, cap: float = 0.0
+) -> tuple[Head, torch.Tensor, torch.Tensor]:
+    """A head, x (rows, d), and labels (rows,) whose logits are raised by ``confidence``."""
+    model, labels = Head(d, vocabulary, cap), torch.arange(rows) * 7 % vocabulary
+    x = F.normalize(randn(rows, d), dim=-1)
+    with torch.no_grad():
+        model.body.weight.copy_(torch.eye(d))
+        model.head.weight[labels] += (confidence * x).float()
+    return model, x, labels
+
+
+class Stream(nn.Module):
+    """Two LayerNorms in a residual stream, whose update has a row mean of ``mean``."""
+
+    def __init__(self, mean: float, d: int, hidden: int):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.o, self.up, self.down = nn.Linear(d, d), nn.Linear(d, hidden), nn.Linear(hidden, d)
+        with torch.no_grad():
+            self.o.bias += mean
+
+    def forward(self, x, y):
+        x = x + self.o(self.n1(x) * y)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+def ill_conditioned(linear, singular):
+    """One singular value is about ``singular`` times as large as the others; returns its output's
+    direction."""
+    n, d = linear.weight.shape
+    left, right = F.normalize(randn(n), dim=0), F.normalize(randn(d), dim=0)
+    with torch.no_grad():
+        linear.weight.copy_(randn(n, d) / d**0.5 + singular * torch.outer(left, right))
+    return left
+
+
+class Normed(nn.Module):
+    """RMSNorm in a residual stream, and what reads it."""
+
+    def __init__(self, kind: str, singular: float, d: int, hidden: int):
+        super().__init__()
+        self.kind, self.o, self.norm = kind, nn.Linear(d, d, bias=False), nn.RMSNorm(d, eps=1e-5)
+        names, width = (("q", "k", "v"), d) if kind == "attention" else (("gate", "up"), hidden)
+        for name in names[: 1 if kind == "linear" else 3]:
+            setattr(self, name, nn.Linear(d, width, bias=False))
+        for name in ("gate", "up", "v"):
+            if hasattr(self, name):
+                self.direction = ill_conditioned(getattr(self, name), singular)
+        if kind != "linear":
+            self.down = nn.Linear(width, d, bias=False)
+
+    def forward(self, x, y):
+        x = x + self.o(y)
+        n = self.norm(x)
+        if self.kind == "linear":
+            return self.gate(n)
+        if self.kind == "two":
+            return x + self.down(self.gate(n) + self.up(n))
+        if self.kind == "swiglu":
+            return x + self.down(F.silu(self.gate(n)) * self.up(n))
+        m, d = x.shape
+        q, k, v = (
+            p(n).view(2, m // 2, d // 32, 32).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.down(a.transpose(1, 2).reshape(m, d))
+
+
+#: (kind of :class:`Normed`, singular value).
+SINGULAR = [(kind, s) for kind in ("linear", "two", "attention") for s in (1, 100, 1000)]
+SINGULAR += [("swiglu", 1), ("swiglu", 100)]  # at 1000 gates are all or nothing: a few decide
+
+
+def across(model: Normed, rows: int, hidden: int) -> torch.Tensor | None:
+    """A gradient from outside that has nothing of the weight's main direction, (rows, hidden);
+    None where the model's own layers make it."""
+    if model.kind != "linear":
+        return None
+    tangent = randn(rows, hidden)
+    return (tangent - torch.outer(tangent @ model.direction, model.direction)).bfloat16()

@@ -1,0 +1,248 @@
+"""Where tensors lie, and what happens to them between calls: kernels that read two allocations as
+one operand must neither touch what is between them nor hold on to an address."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from layers import Layer, compiled, errors, make
+from oracle import check, config_for
+from programs import inputs, legal
+
+from coda_inductor.runtime import gemm_epilogue, kernel_stack, tensors
+from coda_inductor.runtime.kinds import kinds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("fresh", "strict"),
+]
+HERE = Path(__file__).parent
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+M, N, K = 129, 264, 64
+PAIR, JOINED = legal(kinds()["swiglu"]), legal(kinds()["norm_bwd_joined"])
+
+
+def cases(m=M, device="cuda"):
+    """(program, as_, bs, operands) of a pair and of a joined sum."""
+    yield PAIR, *inputs(PAIR, m, N, K, device=device)
+    yield JOINED, *inputs(JOINED, m, N, K, b_major="n", device=device, terms=2)
+
+
+def apart(pair: list[torch.Tensor], gap: int, fill: float) -> list[torch.Tensor]:
+    """Copies of two matrices in one buffer, with ``gap`` elements of ``fill`` before, between and
+    after them."""
+    size = pair[0].numel()
+    buffer = torch.full((3 * gap + 2 * size,), fill, dtype=pair[0].dtype, device=pair[0].device)
+    placed = []
+    for i, x in enumerate(pair):
+        flat = buffer[gap + i * (size + gap) :][:size]
+        view = flat.as_strided(x.shape, x.stride(), flat.storage_offset())
+        placed.append(view.copy_(x))
+    return placed
+
+
+@pytest.mark.parametrize("gap", [8, 4096])
+def test_what_lies_between_two_operands_is_never_read(gap):
+    for program, as_, bs, operands in cases():
+        left = apart(as_, gap, float("nan")) if len(as_) > 1 else as_
+        for outputs in (check(program, left, apart(bs, gap, float("nan")), operands),):
+            assert all(x.isfinite().all() for x in outputs)
+
+
+@pytest.mark.parametrize("m", [1, 7, 127])
+def test_few_rows(m):
+    for case in cases(m):
+        check(*case)
+
+
+@pytest.mark.parametrize("segments", ["expandable_segments:True", "expandable_segments:False"])
+@pytest.mark.parametrize("caching", ["0", "1"])
+def test_operands_at_the_end_of_their_allocations(segments, caching, tmp_path):
+    """Without the caching allocator each tensor is an allocation, which the memory checker knows
+    the end of."""
+    checker = shutil.which("compute-sanitizer") if caching == "0" else None
+    command = [checker, "--tool", "memcheck", "--error-exitcode", "9"] if checker else []
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": segments, "PYTHONPATH": _path()}
+    if caching == "0":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    script = [sys.executable, str(HERE / "memory_edges.py")]
+    done = subprocess.run(
+        [*command, *script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def _path() -> str:
+    folders = [HERE.parents[1], HERE, HERE.parent / "kernels", os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(map(str, folders))
+
+
+def test_weights_too_far_apart_fall_back_or_are_copied(monkeypatch):
+    monkeypatch.setattr(tensors, "_MAX_STRIDE", 16)
+    _, as_, bs, operands = next(cases())
+    with pytest.raises(Exception, match="stride apart"):  # strict: the pair has no kernel
+        gemm_epilogue(as_, bs, operands, PAIR, config_for(PAIR))
+    *_, joined = cases()
+    check(*joined)
+
+
+def test_a_tebibyte_apart(monkeypatch):
+    """Virtual addresses further apart than a TMA descriptor's stride reaches."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    torch.cuda.init()
+    *_, (_, as_, bs, operands) = cases()
+    far = _mapped(driver, bs[1], bs[0].data_ptr() + 2**40)
+    check(JOINED, as_, [bs[0], far], operands)
+
+
+def _mapped(driver, x: torch.Tensor, address: int) -> torch.Tensor:
+    """A copy of ``x`` in memory of its own at about ``address``; it is never freed."""
+
+    def done(result, *values):
+        assert int(result) == 0, result
+        return values[0] if values else None
+
+    place = driver.CUmemAllocationProp()
+    place.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    place.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    place.location.id = 0
+    size = 2 * 2**20
+    hint = driver.CUdeviceptr(address // size * size)
+    pointer = done(*driver.cuMemAddressReserve(size, 0, hint, 0))
+    handle = done(*driver.cuMemCreate(size, place, 0))
+    done(*driver.cuMemMap(pointer, size, 0, handle, 0))
+    access = driver.CUmemAccessDesc()
+    access.location = place.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    done(*driver.cuMemSetAccess(pointer, size, [access], 1))
+    rows, columns = x.shape
+    view = tensors._foreign_view(int(pointer), rows, columns, x.stride(0), x.dtype, x.device)
+    return view.copy_(x)
+
+
+def agree(run, model, *xs):
+    with torch.no_grad():
+        have, want = run(*xs), model(*xs)
+        exact = model.double()(*(x.double() for x in xs))
+        model.bfloat16()
+    for ours, theirs in zip(errors(have, exact), errors(want, exact), strict=True):
+        assert ours <= 1.2 * theirs
+
+
+def example(device="cuda"):
+    return [torch.randn(264, 256, device=device).bfloat16() for _ in range(2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["calls", "replays"])
+def test_parameters_move_between_calls(options):
+    model = make()
+    run = compiled(model, **options)
+
+    def new_storage():
+        for p in model.parameters():
+            p.data = torch.randn_like(p.data) * p.data.float().std()
+
+    def there_and_back():
+        model.cpu()
+        torch.cuda.empty_cache()
+        model.cuda()
+
+    def churn():
+        keep = [torch.randn(2**20, device="cuda") for _ in range(8)]
+        del keep[::2]
+        torch.cuda.empty_cache()
+
+    for change in (churn, new_storage, there_and_back, churn):
+        for _ in range(3):
+            agree(run, model, *example())
+        change()
+    agree(run, model, *example())
+
+
+def test_producers_on_side_streams():
+    model = make()
+    run = compiled(model)
+    agree(run, model, *example())
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for turn in range(30):
+        stream = streams[turn % 3]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            junk = torch.randn(2 ** (16 + turn % 5), device="cuda")
+            xs = [x * 1.0 for x in example()]
+            agree(run, model, *xs)
+            del junk, xs
+    torch.cuda.synchronize()
+
+
+def test_more_than_two_thousand_million_results():
+    program = kinds()["scale"]
+    m, n, k = 65536 + 8, 32768 + 8, 64
+    (a,), (b,), (scale,) = inputs(program, m, n, k, device="cuda")
+    (out,) = gemm_epilogue([a], [b], [scale], program, config_for(program))
+    for rows in (slice(0, 8), slice(32767, 32775), slice(m - 8, m)):
+        exact = (a[rows].float() @ b.float()) * scale[rows, None]
+        torch.testing.assert_close(out[rows].float(), exact, rtol=2**-8, atol=1e-3)
+
+
+@TWO
+def test_inputs_on_another_gpu_than_the_current_one():
+    model = make().to("cuda:1")
+    run = compiled(model)
+    assert torch.cuda.current_device() == 0
+    agree(run, model, *example("cuda:1"))
+    for case in cases(device="cuda:1"):
+        check(*case)
+
+
+@TWO
+def test_two_threads_on_two_gpus():
+    failures = []
+
+    def work(device):
+        try:
+            with torch.cuda.device(device):
+                torch.manual_seed(device)
+                model = Layer().to(f"cuda:{device}").bfloat16().eval()
+                run = compiled(model)
+                for _ in range(20):
+                    agree(run, model, *example(f"cuda:{device}"))
+        except (RuntimeError, AssertionError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_float32_weights_under_autocast_with_cuda_graphs_in_fresh_processes():
+    """``CODA_FRESH_PROCESSES`` of them, three at a time."""
+    count = int(os.environ.get("CODA_FRESH_PROCESSES", "3"))
+    script = [sys.executable, str(HERE / "autocast_graphs.py")]
+    environment = {**os.environ, "PYTHONPATH": _path()}
+    for first in range(0, count, 3):
+        running = [
+            subprocess.Popen(
+                [*script, str(seed)], env=environment, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )
+            for seed in range(first, min(first + 3, count))
+        ]  # fmt: skip
+        for process in running:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output[-3000:]
