@@ -179,12 +179,13 @@ def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -
 
 
 def _watch(results: list[Any], place: int) -> None:
-    """Going back reads the logits again, which the user holds too: notice if they were changed."""
+    """Going back may read the logits again, which the user holds too: notice if they were changed.
+    As with torch.compile, that is no error where the loss does not need them."""
     kept = [results[place]]  # until then, which is as long as the backward pass keeps them anyway
     version = kept[0]._version
 
     def check(_gradients: tuple[Any, ...]) -> None:
-        if kept and kept.pop()._version != version:
+        if kept and (logits := kept.pop())._version != version and _saves(logits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: output {place} of the compiled model; change a clone of it"
@@ -192,3 +193,11 @@ def _watch(results: list[Any], place: int) -> None:
 
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
         node.register_prehook(check)
+
+
+def _saves(tensor: Tensor) -> bool:
+    """Does the node whose gradient is about to be computed read the memory of ``tensor``?"""
+    node: Any = torch._C._current_autograd_node()
+    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+    memory = tensor.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == memory for t in saved if t is not None)

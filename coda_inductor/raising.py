@@ -105,6 +105,10 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
         return f"{wide.name} makes it float64, which its input is not"
+    bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
+    inputs = {t.dtype for t in bound if t.is_floating_point()}
+    if torch.float64 in inputs and len(inputs) > 1:
+        return "it mixes float64 with another type, which decides what is computed in which"
     for node in match.inner:
         if node in leaves:
             continue  # a widened input may have other readers; it simply stays

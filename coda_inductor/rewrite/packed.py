@@ -35,6 +35,7 @@ from coda_inductor.fuse.region import GEMMS, gemm_inputs
 from coda_inductor.fuse.sums import Legal
 from coda_inductor.graph import (
     ALIASES,
+    FLOATS,
     Put,
     aten,
     elementwise,
@@ -85,6 +86,8 @@ def split_packed(graph: Graph, legal: Legal, loses: Loses) -> dict[str, str]:
 
 def _packed(gemm: Node) -> _Packed | None:
     if gemm.target is aten.addmm.default and not plain_bias(gemm):
+        return None
+    if fake(gemm).dtype not in FLOATS:  # no epilogue waits for the halves: no reason to warn
         return None
     weight = gemm_inputs(gemm)[1]
     width = fake(gemm).shape[-1]

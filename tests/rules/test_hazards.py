@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import assert_same, check, raised, randn, reasons
+from checking import TOLERANCE, assert_same, check, raised, randn, reasons
 from harness import Harness
 
 from coda_inductor.semantic import rms_norm, swiglu
@@ -314,3 +314,25 @@ def test_a_bias_that_torch_does_not_read_is_not_read():
         return torch.addmm(nothing, F.rms_norm(x + x @ a, (D,)), w, beta=0)
 
     assert check(function, randn(3, D), randn(D, D), randn(D, D)).counts["rms_norm"] == 1
+
+
+def float64_weight(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def float64_bias(x, w):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + EPS) * x[0] + w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [float64_weight, float64_bias])
+def test_a_float64_operand_makes_a_float64_result(function, dtype):
+    """Which has not been through float32."""
+    args = randn(4, D, dtype=dtype), randn(D)
+    harness = Harness()
+    have, want = harness.run(function, *args), function(*args)
+    assert have.dtype == want.dtype == torch.float64
+    assert not torch.equal(have, have.float().double())
+    assert_same(have, want, TOLERANCE[dtype])
+    assert "it mixes float64 with another type" in reasons(harness)

@@ -189,8 +189,8 @@ def test_frozen_head_and_input():
 
 
 def test_logits_changed_in_place_are_noticed():
-    model = Head()
-    loss, logits = torch.compile(model, backend=Harness())(randn(2, 3, 8), torch.arange(6))
+    model, x = Head(dtype=torch.float32), randn(2, 3, 8, dtype=torch.float32)
+    loss, logits = torch.compile(model, backend=Harness())(x, torch.arange(6))
     with torch.no_grad():
         logits.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -214,3 +214,24 @@ def test_gradient_of_late_logits(bias, cap):
     ours = torch.autograd.grad(late(*leaves), leaves, g)
     for have, want in zip(ours, torch.autograd.grad(logits(*leaves), leaves, g), strict=True):
         torch.testing.assert_close(have, want)
+
+
+class Mean(Head):
+    """A loss whose gradient does not read the logits."""
+
+    def forward(self, x, labels):
+        logits = self.head(torch.tanh(self.body(x)))
+        return logits.mean(), logits
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "coda"])
+def test_logits_that_the_loss_does_not_need_may_be_changed(backend):
+    """As in eager and in torch.compile."""
+    torch.manual_seed(0)
+    model, x = Mean(), randn(6, 8)
+    want = torch.autograd.grad(model(x, None)[0], [*model.parameters()])
+    torch._dynamo.reset()
+    loss, logits = torch.compile(model, backend=backend)(x, None)
+    with torch.no_grad():
+        logits.mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(loss, [*model.parameters()]), want)

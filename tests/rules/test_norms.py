@@ -305,3 +305,14 @@ def test_gemms_in_different_dtypes_keep_the_norm():
 
     harness = check(function, *arguments())
     assert "different dtypes" in reasons(harness)
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("k", "d"), [(8, 0), (0, 8), (0, 0)])
+def test_norms_of_nothing_are_no_failure(norm, k, d):
+    """Strict: what warns would raise."""
+
+    def function(x, w, v):
+        return F.linear(norm(F.linear(x, w), (d,)), v)
+
+    check(function, randn(4, k), randn(d, k), randn(6, d))

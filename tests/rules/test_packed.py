@@ -134,3 +134,15 @@ def test_partials_of_pairs_with_rows(monkeypatch):
     harness = check(mlp(CUTS["chunk"], GATES["SwiGLU"], True), randn(2, 5, D))
     (pair,) = [s.program for s in harness.fused if s.program.paired]
     assert [o.kind for o in pair.operands] == ["col", "row", "row"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
+def test_halves_that_are_no_floats_are_no_failure(dtype):
+    """Strict: what warns would raise."""
+
+    def function(x, w):
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return gate * up
+
+    harness = check(function, torch.ones(5, D, dtype=dtype), torch.ones(2 * HIDDEN, D, dtype=dtype))
+    assert not harness.fused
