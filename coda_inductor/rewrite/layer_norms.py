@@ -21,7 +21,8 @@ by adding terms; the LayerNorm that read x0 has computed it. What is left in v i
 deviation and the terms t: rounding h to 16 bits costs at most u (|x0 - pivot| + sum |t|), u being
 the unit roundoff. Eager rounds the terms themselves, u |t| each, and n, u |n|: the same bound. What
 cancels after that (h @ W - m colsum, mean(v * v) - m**2) does so in float32, at a relative error of
-2**-24 (1 + m**2 / var), which is less as long as the terms are in 16 bits. Hence the refusals:
+about 2**-22 (1 + m**2 / var), which is less as long as the terms are in bfloat16, and has a floor
+where it is not (``_variance``). Hence the refusals:
 
 - no pivot: v would round at the size of the mean;
 - a term that eager keeps in float32: nothing bounds what rounding v costs;
@@ -118,7 +119,7 @@ def defer_layer_norm(graph: Graph, norm: Node, found: Uses, means: Means) -> Non
             pivot = put(aten.reshape.default, pivot, [*put.sizes(x)[:-1], 1])
         v = put(aten.sub.Tensor, put.cast(x, wide), pivot)
         m = put(aten.mean.dim, v, [-1], True)
-        rstd = put(aten.rsqrt.default, put(aten.add.Tensor, _variance(put, v, m), eps))
+        rstd = put(aten.rsqrt.default, put(aten.add.Tensor, _variance(put, v, m, found.dtype), eps))
         h = v if gamma is None else put(aten.mul.Tensor, v, put.cast(gamma, wide))
         h = put.cast(h, found.dtype)
         h.meta[KEEP] = True
@@ -145,12 +146,19 @@ def _fits(mean: Node, norm: Node) -> bool:
     return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)
 
 
-def _variance(put: Put, x: Node, mean: Node) -> Node:
+def _variance(put: Put, x: Node, mean: Node, dtype: torch.dtype) -> Node:
     """The biased variance of each row of x, whose mean is small, by its second moment: the partial
-    sums of one pass make both."""
+    sums of one pass make both.
+
+    At least what rounding the row to ``dtype`` at its mean would add to it, a twelfth of the square
+    of the spacing there: eager's variance has that. Less is what is left of float32 sums that
+    cancel, and may be nothing or negative.
+    """
     moment = put(aten.mean.dim, put(aten.mul.Tensor, x, x), [-1], True)
-    variance = put(aten.sub.Tensor, moment, put(aten.mul.Tensor, mean, mean))
-    return put(aten.relu.default, variance)  # rounding may take a constant row below zero
+    square = put(aten.mul.Tensor, mean, mean)
+    variance = put(aten.sub.Tensor, moment, square)
+    least = put(aten.mul.Tensor, square, torch.finfo(dtype).eps ** 2 / 12)
+    return put(aten.maximum.default, variance, least)
 
 
 def _shift(graph: Graph, gemm: Node, norm: Node, center: Node) -> Shift:

@@ -73,15 +73,17 @@ def test_operands_at_the_end_of_their_allocations(segments, caching, tmp_path):
     """Without the caching allocator each tensor is an allocation, which the memory checker knows
     the end of."""
     checker = shutil.which("compute-sanitizer") if caching == "0" else None
-    command = [checker, "--tool", "memcheck", "--error-exitcode", "9"] if checker else []
+    # Libraries ask the driver for what it may not have: an error code that they handle is none.
+    memcheck = [checker, "--report-api-errors", "no", "--error-exitcode", "9"] if checker else []
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": segments, "PYTHONPATH": _path()}
     if caching == "0":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     script = [sys.executable, str(HERE / "memory_edges.py")]
     done = subprocess.run(
-        [*command, *script], env=environment, capture_output=True, text=True, check=False
+        [*memcheck, *script], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [x for x in (done.stdout + done.stderr).splitlines() if "Host Frame" not in x]
+    assert done.returncode == 0, "\n".join(lines[:60])
 
 
 def _path() -> str:
