@@ -6,6 +6,7 @@ with eager. Usage: python3 tools/model_table.py [FAMILY ...] > docs/models.md
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import re
@@ -28,9 +29,9 @@ LAYERS = 2
 NORMS = ("rms_norm", "layer_norm")
 TEXT = """# Models
 
-What fires in tiny models of {layers} layers (transformers {version}, float32, on a CPU, where no
-gate decides; `python3 tools/model_table.py > docs/models.md` makes this page again). Every row
-agrees with eager, forward and backward, to rounding.
+What fires in tiny models of {layers} layers (transformers {version}, bfloat16, on a CPU, where no
+gate decides; `python3 tools/model_table.py > docs/models.md` makes this page again). No row has
+more than 1.2 times eager's error, forward or backward. In float32, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of
@@ -63,17 +64,25 @@ def row(family: str) -> list[str]:
     """
     torch.manual_seed(0)
     model, call, inputs = FAMILIES[family](LAYERS)
-    run = functools.partial(call, model.eval())
+    model = model.eval().bfloat16()
+    exact = copy.deepcopy(model).double()
+    inputs, wide = (
+        [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    run, run_exact = functools.partial(call, model), functools.partial(call, exact)
     forward, backward = Harness(), Harness()
     ours = forward.run(run, *inputs)
-    assert _close(ours, run(*inputs)), f"{family}: forward"
+    with torch.no_grad():
+        assert _as_good(ours, run(*inputs), run_exact(*wide)), f"{family}: forward"
     gradients = []
-    for step in (functools.partial(backward.train, run), run):
-        model.zero_grad()
-        step(*inputs).square().mean().backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    flat = [torch.cat([g.flatten() for g in group]) for group in gradients]
-    assert _close(*flat), f"{family}: backward"
+    steps = [(functools.partial(backward.train, run), model, inputs), (run, model, inputs)]
+    for step, of, given in [*steps, (run_exact, exact, wide)]:
+        of.zero_grad()
+        step(*given).square().mean().backward()
+        gradients.append([p.grad for p in of.parameters() if p.grad is not None])
+    flat = [torch.cat([g.double().flatten() for g in group]) for group in gradients]
+    assert _as_good(*flat), f"{family}: backward"
     deferred = sum(forward.counts[norm] for norm in NORMS)
     misses = [m for m in forward.report.near_misses if "norm at" in m]
     pairs = sum(site.program.paired for site in forward.fused)
@@ -92,8 +101,8 @@ def _fraction(harness: Any) -> str:
     return f"{len(harness.fused)} of {len(harness.report.sites)}"
 
 
-def _close(ours: torch.Tensor, eager: torch.Tensor) -> bool:
-    return bool((ours - eager).norm() <= 1e-5 * eager.norm())
+def _as_good(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((ours - exact).norm() <= 1.2 * (eager - exact).norm())
 
 
 def _reasons(misses: list[str]) -> str:
