@@ -138,7 +138,7 @@ def attention(w: Writer, n: str) -> str:
         w.new(f"{t}.reshape({batch}, {length}, {count}, {width})")
         for t, count in ((q, heads), (k, heads // groups), (v, heads // groups))
     )
-    if width % 2 == 0 and w.chance(0.45):
+    if width % 2 == 0 and w.chance(0.6):
         q, k = turned(w, q, k, length, width)
     q, k, v = (w.new(f"{t}.transpose(1, 2)") for t in (q, k, v))
     if groups > 1:
@@ -174,17 +174,18 @@ def attend(w: Writer, q: str, k: str, v: str, length: str) -> str:
 
 def turned(w: Writer, q: str, k: str, length: str, width: int) -> tuple[str, ...]:
     """Rotary embedding of (B, T, heads, width), real or complex."""
+    half = width // 2 if 0 in w.lead else -1  # -1 says nothing of no numbers
     angles = w.new(
         f"torch.arange({length}, dtype=high)[:, None]"
         f" * 0.5 ** torch.arange({width // 2}, dtype=high)"
     )
-    if w.chance(0.4):
+    if w.chance(0.6):
         turns = w.new(f"torch.polar(torch.ones_like({angles}), {angles})[None, :, None]")
         text = (
             "torch.view_as_real(torch.view_as_complex("
             "{t}.to(high).reshape(*{t}.shape[:-1], {half}, 2)) * {turns}).flatten(3).to(low)"
         )
-        return tuple(w.new(text.format(t=t, turns=turns, half=width // 2)) for t in (q, k))
+        return tuple(w.new(text.format(t=t, turns=turns, half=half)) for t in (q, k))
     both = w.new(f"torch.cat([{angles}, {angles}], -1)[None, :, None]")
     cos, sin = w.new(f"{both}.cos().to(low)"), w.new(f"{both}.sin().to(low)")
     half = width // 2

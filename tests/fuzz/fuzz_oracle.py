@@ -203,7 +203,24 @@ def _timed(
         error = f"too slow: not compiled after {limit:g} s of CPU time"
     except Exception as exception:
         error = f"exception {_cause(exception)}: {exception}"
-    return result, error, _cpu_seconds() - start, Counter(counters["coda"])
+    seconds = _cpu_seconds() - start
+    return result, error, seconds, Counter(counters["coda"]) + _found(options["backend"])
+
+
+def _found(backend: Any) -> Counter:
+    """What has no counter: pairs and sums of GEMMs, and semantic ops that were raised."""
+    found: Counter = Counter()
+    if not isinstance(backend, Harness) or backend.graph is None:
+        return found
+    for node in backend.raised.nodes:
+        if "coda_inductor" in str(node.target):
+            found[f"raised {str(node.target).split('.')[1]}"] += 1
+    for node in backend.graph.nodes:
+        if "gemm_epilogue" in str(node.target):
+            found["sum"] += len(node.args[0]) > 1
+    for site in backend.fused:
+        found["pair"] += site.program.paired
+    return found
 
 
 def _cause(error: BaseException) -> str:

@@ -8,16 +8,22 @@ what exceeds the bound is drawn ``DRAWS`` times again, and root mean squares are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from fuzz_oracle import LIMIT, Outcome, TooSlowError, environment, time_limit
 from fuzz_program import Program
 from harness import Harness, Stock
 
+from coda_inductor import reference
+
 FACTOR = 1.2
+NUMERICS = ("exact", "rounded")
 DRAWS = 8
 #: Kinds of arithmetic: names of ``low`` and ``high``.
 KINDS = (("bfloat16", "float32"), ("bfloat16", "float32"), ("float32", "float32"))
@@ -26,16 +32,20 @@ KINDS = (("bfloat16", "float32"), ("bfloat16", "float32"), ("float32", "float32"
 FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 
 
-def harness(numerics: str) -> Harness:
-    """The passes in one of two numerics: "rounded", as the reference executor runs a site (its
-    product rounded to the inputs' dtype first), or "exact", as kernels do (it is not).
+@contextlib.contextmanager
+def numerics_of(numerics: str) -> Iterator[None]:
+    """Fused sites compute what kernels do ("exact": a product is not rounded before its epilogue)
+    or what an unfused graph does ("rounded").
 
     Raises:
-        ValueError: for other numerics than are supported here.
+        ValueError: for other names.
     """
-    if numerics == "rounded":
-        return Harness()
-    raise ValueError(f"no numerics {numerics!r} here; there is 'rounded'")
+    if numerics not in NUMERICS:
+        raise ValueError(f"no numerics {numerics!r}; there are {', '.join(NUMERICS)}")
+    with pytest.MonkeyPatch.context() as patch:
+        exact = numerics == "exact"
+        patch.setattr(reference, "run", functools.partial(reference.run, exact=exact))
+        yield
 
 
 def in_arithmetic(program: Program, seed: int) -> Program:
@@ -51,18 +61,18 @@ def in_arithmetic(program: Program, seed: int) -> Program:
     return replace(program, body=body, low=low, high=high)
 
 
-def judge(program: Program, numerics: str = "rounded", limit: float = LIMIT) -> Outcome:
+def judge(program: Program, numerics: str = "exact", limit: float = LIMIT) -> Outcome:
     """Whether errors are in bounds; a failure begins with "rounding"."""
     outcome = Outcome()
-    with environment(program):
+    with environment(program), numerics_of(numerics):
         try:
-            _measure(program, numerics, limit, outcome)
+            _measure(program, limit, outcome)
         except TooSlowError:
             outcome.failure = f"too slow: not compiled after {limit:g} s of CPU time"
     return outcome
 
 
-def _measure(program: Program, numerics: str, limit: float, outcome: Outcome) -> None:
+def _measure(program: Program, limit: float, outcome: Outcome) -> None:
     from torch._dynamo.utils import counters
 
     try:
@@ -74,7 +84,7 @@ def _measure(program: Program, numerics: str, limit: float, outcome: Outcome) ->
     counters.clear()
     try:
         with time_limit(limit):
-            ours = run("ours", harness(numerics))
+            ours = run("ours", Harness())
     except Exception as error:
         outcome.failure = f"exception {type(error).__name__}: {error}"
     outcome.counts.update(counters["coda"])

@@ -7,8 +7,8 @@ import statistics
 import pytest
 from fuzz_seeds import outcome, report
 
-#: Half of them train. Code generation takes seconds a program.
-PROGRAMS = 4
+#: One trains. Code generation takes seconds a program.
+PROGRAMS = 2
 #: Over random programs compiling took 1.07 times Inductor's time.
 SLOWER = 1.5
 

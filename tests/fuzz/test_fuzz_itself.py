@@ -12,11 +12,15 @@ from pathlib import Path
 import fuzz_rounding
 import pytest
 import torch
+from checking import randn
 from fuzz_oracle import TooSlowError, differences, judge, run, time_limit
 from fuzz_program import Program
 from fuzz_reduce import reduced
 from fuzz_writer import write
 from harness import Harness
+
+from coda_inductor import reference
+from coda_inductor.program import Store
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INPUTS = (("x", "randn(4, 8)"), ("w", "randn(8, 8)"), ("g", "1 + randn(8)"))
@@ -117,16 +121,20 @@ def test_whatever_differs_is_seen(ours, eager, kind):
     assert not [*differences(have, have)]
 
 
+def spin():
+    while True:
+        pass
+
+
 def test_compiling_that_never_ends_is_said():
     class Endless(Harness):
         def _rewrite(self, graph):
-            while True:
-                pass
+            spin()
 
     found = judge(Program(INPUTS, "return [x @ w]"), limit=2, make=Endless)
     assert found.kind == "too slow"
     with pytest.raises(TooSlowError), time_limit(0.1):
-        sum(iter(int, 1))  # zeros, for ever
+        spin()
 
 
 def test_an_error_of_ours_is_said():
@@ -151,10 +159,23 @@ def test_rounding_out_of_bounds_is_found(monkeypatch):
         (("x", "randn(16, 32)"), ("w", "randn(32, 32)")), "return [x @ w]", low="bfloat16"
     )
     assert not fuzz_rounding.judge(program).failure
-    monkeypatch.setattr(fuzz_rounding, "harness", lambda numerics: Coarse())
+    monkeypatch.setattr(fuzz_rounding, "Harness", Coarse)
     assert fuzz_rounding.judge(program).kind == "rounding"
 
 
-def test_numerics_have_names():
-    with pytest.raises(ValueError, match="'rounded'"):
-        fuzz_rounding.harness("sloppy")
+def test_both_numerics_run_and_have_names():
+    program = reference.EpilogueProgram(
+        ("acc",), "bfloat16", stores=(Store("out0", "acc", "float32"),)
+    )
+    a, b = randn(8, 64, dtype=torch.bfloat16), randn(64, 8, dtype=torch.bfloat16)
+    found = {}
+    for numerics in fuzz_rounding.NUMERICS:
+        with fuzz_rounding.numerics_of(numerics):
+            (found[numerics],) = reference.run(program, [a], [b], [])
+    assert torch.equal(found["rounded"], found["exact"].bfloat16().float())
+    assert not torch.equal(found["rounded"], found["exact"])
+    with (
+        pytest.raises(ValueError, match="exact, rounded"),
+        fuzz_rounding.numerics_of("sloppy"),
+    ):
+        pass
