@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the wheel holds. Everything else about the project is in pyproject.toml.
 
 The pattern files live in the top-level folder patterns/, where people read them; an installed copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark suite: one command measures, one command renders docs/benchmarks.md.
 
 ``python -m benchmarks --out DIR`` runs every suite, each part in its own process, beside its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m benchmarks --out DIR``, ``python -m benchmarks report FILE``.
 
 Measuring writes into DIR, after every part: ``results.json``, ``tables.txt`` (the tables that are

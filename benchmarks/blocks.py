@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks of suite `kernels`: memory-bound work of a Transformer layer with the GEMMs beside it.
 
 Each is a plain module as a model would write it, and knows how Liger's kernels do the same (with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hand-composed layer as one more baseline, run on our weights in our process.
 
 The file given by ``--ceiling`` must offer ``Hand(d, f, q, M)`` with ``fwd(x0, y)`` and ``bwd(dx2,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `compile`: seconds from the first call of a compiled Llama to its first result.
 
 The runner starts one process with empty caches (cold) and a second with the caches it left (warm).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a results file must say about where it was measured, and nothing about the local file
 system.
 

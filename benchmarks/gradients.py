@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the training suites share: one step of a module, its GEMMs alone, its gradients in fp32.
 
 A step is the forward and the backward for given gradients of the outputs; it has no loss and no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of one job: ``python -m benchmarks.job FOLDER`` reads its order there and leaves its
 result there.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `kernels`: one block of memory-bound work with its GEMMs at a time, forward and backward.
 
 The forward is timed under ``torch.no_grad()``, the step (forward and backward) with gradients of

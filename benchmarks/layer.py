@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `layer`: the non-attention part of a Llama layer as users write it, bf16, no gradients.
 
     x1 = x0 + o_proj(y)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `layer_train`: forward and backward of the layer of suite `layer`, bf16.
 
 Both inputs and all parameters require gradients; those of the outputs are fixed random tensors. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `llama`: prefill of a whole, unmodified ``transformers.LlamaForCausalLM`` with random bf16
 weights.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timers, profiler and memory: everything that touches a clock.
 
 Variants are timed interleaved (one call of each per round, the order rotating), because the clock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suite `model_train`: training steps of whole, unmodified models of ``transformers``.
 
 Random bf16 weights, HF's own loss; a step is forward and backward, with

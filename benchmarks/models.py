@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models with a loss, unmodified from ``transformers``, with random bf16 weights.
 
 Random weights make the speed and the rounding real, not what is learnt.

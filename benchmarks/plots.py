@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page docs/benchmarks.md with its plots; apart, so that measuring needs no matplotlib."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results files -> what a terminal shows, what lies beside the results, and docs/benchmarks.md.
 
 Reads results only: no figure here is typed by hand.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs each job in a process of its own, so that no variant can take the others' figures with it.
 
 A process that dies while it prepares a variant is started again without that variant; one that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is shown of each suite, in order: a title, what a reader must know, and its tables."""
 
 from __future__ import annotations

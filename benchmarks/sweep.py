@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time every legal kernel config against cuBLAS, and fit the cost model that is shipped.
 
     python benchmarks/sweep.py measure OUT.json [KIND ...]      # on the GPU; minutes

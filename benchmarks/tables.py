@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results -> tables: what all tables share, and those of the suites without gradients.
 
 Reads results only: no figure here is typed by hand. Every table takes the results of a run and

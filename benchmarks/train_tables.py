@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results -> tables of the suites with gradients; see :mod:`benchmarks.tables`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """coda_inductor: GEMM-epilogue programs for unmodified PyTorch Transformers.
 
 ``torch.compile(model, backend="coda")`` is all that is needed; importing this package is not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor COMMAND``: the table of commands, each in a file of its own in ``cli``.
 
 A command's module has ``HELP``, ``arguments(parser)`` and ``run(arguments) -> exit code``.

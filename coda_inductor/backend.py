@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point: ``torch.compile(model, backend="coda")``.
 
 Reads like a table of contents: raise idioms on Dynamo's graph, then hand over to Inductor with our

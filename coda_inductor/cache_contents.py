@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in the cache folder, and what leaves it when it grows too large.
 
 Only files that we, or QuACK for us, have written are seen here, by their place and name: whatever

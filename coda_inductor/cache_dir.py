@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where coda_inductor keeps generated sources, compiled kernels and proofs between runs.
 
 Kernels are machine code: who can write there, runs as us. So a folder counts only while nobody else

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The debug folder of a compiled graph, and its artifacts for tlparse.
 
 One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program

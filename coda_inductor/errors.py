@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error a user can see, one class each, so that callers can catch what they mean.
 
 Leaf module: imports nothing of ours.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small helpers for aten graphs: insert nodes with fake values, look through views, splice code."""
 
 from __future__ import annotations

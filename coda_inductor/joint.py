@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass that Inductor runs on the joint (or inference) aten graph: rewrite, decompose, fuse.
 
 It is one ``CustomGraphPass`` with a ``uuid``, so that torch's caches know what it depends on, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gradient of returned logits that never comes is never made up.
 
 A causal LM returns its logits beside the loss. Compiled, its backward pass then takes a gradient

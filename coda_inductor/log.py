@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One logger, one warning a cause, and the counters that users and tests read."""
 
 from __future__ import annotations

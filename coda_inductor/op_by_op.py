@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Inductor cannot compile runs op by op, with one warning: a training run goes on.
 
 Our rewrites make kernels of Inductor's that it does not make otherwise, and its compilers have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of ``torch.compile(model, backend="coda", options={...})``, parsed and checked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pass 1, raise: idioms in Dynamo's torch-level graph become semantic ops.
 
 Before::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference executor: an epilogue program as plain torch ops, on any device and in any dtype.
 
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can

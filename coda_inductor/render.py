@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram -> readable Python source of a QuACK epilogue function. Pure text.
 
 The result is what runs on the GPU, one line a step, so that a user can open it and see what was

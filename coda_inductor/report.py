@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened to each GEMM: plain records that debug output, the demo and users read."""
 
 from __future__ import annotations

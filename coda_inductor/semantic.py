@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The semantic vocabulary: what many spellings of an idiom are raised to.
 
 Each op is defined once, by a plain torch function. The op is what passes match on; what stays

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss's part of the semantic vocabulary: logsumexp of rows, and cross entropy with classes.
 
 ``cross_entropy`` takes the logits as the model's last GEMM made them. Widening them, as losses are

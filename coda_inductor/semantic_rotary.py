@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rotary embedding of neighbouring pairs in the semantic vocabulary, without complex numbers,
 which Inductor generates no code for."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which nodes of a joint graph belong to the forward pass and which to the backward.
 
 A joint graph computes the outputs and the gradients in one; torch splits it after us. A fused

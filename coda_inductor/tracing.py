@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Dynamo graph through AOTAutograd and the partitioner as Inductor takes it, without Inductor's
 code generation: what ``explain``, ``check`` and the tests run our passes in."""
 

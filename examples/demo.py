@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stock Hugging Face Llama under ``backend="coda"``, beside plain torch.compile.
 
 Prints how long each takes to compile, what was matched, what each GEMM absorbed, how far the logits

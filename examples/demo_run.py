@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``demo.py`` measures, each in a process of its own: who compiles second finds much done.
 
 ``python examples/demo_run.py OUT.json compile (torch.compile | coda)`` compiles a stock Hugging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a stock Hugging Face Llama on real text under eager, torch.compile and ``backend="coda"``.
 
 The proof that the backend trains: per seed, every backend starts from the same random weights and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a results file of ``train.py`` shows: the comparison, the plot of the losses, the page.
 
 Two measures of noise stand beside the difference between a backend and eager. *Spread*: the

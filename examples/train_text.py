@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that ``train.py`` trains on, as rows of byte tokens: nothing is downloaded.
 
 It is this repository's licence and Markdown, then the language reference and the top-level modules

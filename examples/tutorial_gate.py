@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure a gate of your own: eager, torch.compile and coda with the pattern of docs/tutorial.md.
 
 The block is the MLP half of a Transformer layer, RMSNorm, gate and up projections, mish(gate) * up,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy of a language model's logits, raised to ``coda_inductor::cross_entropy``.
 
 Before::

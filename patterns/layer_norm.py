@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm as users write it, raised to ``coda_inductor::layer_norm``.
 
 Before::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm as users write it, raised to ``coda_inductor::rms_norm``.
 
 Before::

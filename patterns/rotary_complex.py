@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rotary embedding written with complex numbers, raised to ``coda_inductor::rotate_pairs``.
 
 Before (torchtitan, Meta's Llama; x (B, T, H, D), turns complex)::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``silu(gate) * up`` in either order, raised to ``coda_inductor::swiglu``.
 
 Before::

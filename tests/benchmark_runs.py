@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the benchmarks' real command line, in a process of their own and without a GPU, and a
 layer in plain torch with the interface of the hand-composed one."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of the graph passes share: compile, compare with eager, look at the graph."""
 
 from __future__ import annotations

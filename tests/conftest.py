@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test starts from: no compiled code, zero counters, a fixed seed, no compile cache.
 
 Counting tests need a graph to be analysed, not to come out of torch's cache. Kernels are compiled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models at the edge of what a rewrite is good for, and how their errors are held to others'.
 
 Shared by the tests of the passes, on a CPU, and of kernels, on a GPU. Inputs are those at which a

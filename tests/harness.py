@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run our passes without Inductor's code generation: fast, and the graphs stay visible.
 
 ``Harness`` is a torch.compile backend: it raises, traces with AOTAutograd, runs the joint pass and

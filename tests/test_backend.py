@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point end to end: debug output, logs, counters, fallback, strictness, user passes.
 
 ``light`` swaps Inductor's code generation for eager execution of the final graph, which saves

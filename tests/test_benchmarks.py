@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark suite measures and renders, at a size for CPUs, and survives bad variants.
 
 The suites run through the real command line in their own processes; only the runner's answers to

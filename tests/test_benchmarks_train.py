@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training suites measure and render, at a size for CPUs.
 
 Each suite runs once through the real command line; what needs a GPU or Liger there is tested with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in the cache, what leaves it when it is too large, and the command that shows it."""
 
 from __future__ import annotations

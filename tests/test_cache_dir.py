@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the cache lies: nobody else can have put anything there; modes follow the umask."""
 
 from __future__ import annotations

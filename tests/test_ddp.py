@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks of DistributedDataParallel over gloo, with torch's compile caches off.
 
 Graphs run op by op behind our passes: Inductor's C++ for two ranks would take minutes.

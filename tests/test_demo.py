@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make demo`` tells the truth: what is compiled where, what is saved, in 100 columns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wherever a pass of ours fails, at its start, half way or at its end, the graph is put back: it
 compiles, to eager's numbers, with one warning."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Through Inductor itself, code generation and caches included: few cases, each takes seconds."""
 
 from __future__ import annotations

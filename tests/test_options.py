@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options are checked before anything is compiled; every complaint names what is known."""
 
 from __future__ import annotations

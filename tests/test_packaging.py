@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An installed copy is complete: modules, data, pattern files and the backend's entry point."""
 
 from __future__ import annotations

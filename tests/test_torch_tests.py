@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/torch_tests.py on a stand-in for a checkout: what fails with us only is found."""
 
 from __future__ import annotations

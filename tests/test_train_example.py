@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``examples/train.py`` trains, compares and draws; a bias or a divergence does not get past it.
 
 One real run (eager and coda, float32, so that only the order of operations differs) serves the

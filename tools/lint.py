@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All checks of ``make lint``, or the ones named: ruff, format, mypy, imports, house.
 
 The house limits are what no linter knows: how long a file and its module docstring may get (past
@@ -22,6 +23,7 @@ COMMANDS = {
     "imports": ["lint-imports"],
 }
 MAX_DOCSTRING = 40
+LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 #: Lines a Python file may have, by its top-level folder.
 MAX_LINES = {"tests": 500, "patterns": 200}
 MAX_LINES_ELSEWHERE = 400
@@ -72,8 +74,10 @@ def house_problems(path: Path) -> list[str]:
     ]
     if path.suffix != ".py":
         return problems
+    if lines and lines[0] != LICENCE:
+        problems.append(f"{name}:1: the first line is not {LICENCE!r}")
     limit = MAX_LINES.get(name.parts[0], MAX_LINES_ELSEWHERE)
-    if len(lines) > limit:
+    if len(lines) > limit + 1:  # the licence's line does not count
         problems.append(f"{name}:1: {len(lines)} lines, the limit is {limit}: split it by idea")
     docstring = ast.get_docstring(ast.parse(text), clean=False)
     if docstring is None:

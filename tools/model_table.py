@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fires in each model family, as the table of ``docs/models.md``.
 
 Compiles tiny models of ``tests/models/families.py`` on the CPU, forward and backward, and compares

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prove the built-in pattern files and record it, so that users need not.
 
 Writes ``coda_inductor/patterns/proven.json``, the digest of each file. Run it after editing a file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the virtual environment that ``make demo`` and ``make test`` run in.
 
 Three kinds of machine, told apart without asking:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's own tests of Inductor on a CPU, with our backend in Inductor's place and without.
 
 ``PATH`` is the ``test/`` folder of a PyTorch checkout of the installed version. What passes without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Around ``scaled_dot_product_attention`` in Dynamo's graph, where SDPA has not chosen its kernel.
 
 index_values  elements of a tensor as expressions in their indices

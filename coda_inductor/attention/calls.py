@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Around ``scaled_dot_product_attention`` in Dynamo's graph: masks made of constants, and key/value
 heads repeated for groups of query heads.
 

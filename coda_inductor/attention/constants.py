@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a Dynamo graph that depends on constants only, and its values.
 
 Models build masks and positions out of sizes: ``arange``, comparisons, broadcasts. Where no tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a node of a Dynamo graph is called: its op's plain name, its literals, its value for numbers.
 
 Whatever is not understood raises ``NotProvenError``: ``index_proof`` reads calls through here only.

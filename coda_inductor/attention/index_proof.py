@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tensor of a Dynamo graph is made of, for every size: a small abstract interpretation.
 
 ``constants`` runs the nodes that make a mask, which needs sizes that are numbers. Here each node is

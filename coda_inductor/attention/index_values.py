@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of tensors as expressions in the indices of their elements, whatever the sizes are.
 
 ``Affine``, 3 + 2 * (index along the last dimension), and ``Choice``, one of two numbers by a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of ``python -m coda_inductor``, one file each, and what they are made of.
 
 check    prove and try a pattern file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept between runs: where, how much of it, and deleting it.
 
 show lists it by kind and version; clear deletes it, or what was not used for some days. Only files

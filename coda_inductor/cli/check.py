@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prove a pattern file and try it: match, algebra, gradient, kernel; on a GPU also error and speed.
 
 Exit code 0 if everything passes, 1 if anything fails. What needs a GPU is skipped without one. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pattern between real GEMMs on a device: its error against float32 and its speed."""
 
 from __future__ import annotations

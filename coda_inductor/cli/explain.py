@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say what the backend does with a model: a table, and with --out a page.
 
 The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the

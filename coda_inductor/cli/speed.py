@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of several functions that take turns, so that clocks that drift do so for all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``check`` checks of a pattern: each step returns what passed, failed or was skipped."""
 
 from __future__ import annotations

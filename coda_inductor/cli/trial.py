@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pattern tried on its own example: the backend's passes, run eagerly, so that nothing but the
 rewriting can change a number.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: what the backend would do with a model, for people.
 
 capture    Dynamo and AOTAutograd run, with and without our passes; nothing is compiled or changed

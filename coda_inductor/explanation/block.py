@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One repeated block of a model as a small graph of kernels: what the diagram shows.
 
 The block is the middle one of the modules that repeat (``model.layers.8`` of 16), so that neither

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From captured graphs to an :class:`Explanation`."""
 
 from __future__ import annotations

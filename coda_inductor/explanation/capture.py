@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture a model's graphs as torch.compile would see them, with and without our passes.
 
 Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and nothing of the

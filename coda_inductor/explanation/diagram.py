@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw a block as SVG: boxes for kernels, arrows for the tensors that travel through memory.
 
 Colour says what a kernel is limited by: blue is a matrix product, orange memory-bound work,

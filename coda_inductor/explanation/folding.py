@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Identical layers are one row: what happens in layer 3 happens in layer 4, and is said once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels a graph would run as, and what each moves through memory: a model of Inductor.
 
 GEMMs, attention, fused sites and whatever is not elementwise are a kernel each. Elementwise ops,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layered layout of a small directed acyclic graph (Sugiyama, Tagawa and Toda, 1981).
 
 1. layers: each box as early as its inputs allow, then pulled down to its first reader;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a person would call a kernel, an epilogue's work, a number of bytes.
 
 Names are for reading: they come from the ops and the modules' names and decide nothing.

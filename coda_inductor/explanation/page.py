@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An explanation as one HTML page: everything inlined, nothing fetched."""
 
 from __future__ import annotations

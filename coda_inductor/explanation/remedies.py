@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user can do about each reason for which something was not fused.
 
 One table, from the text of a reason to a remedy. Reasons are made all over ``fuse``, ``rewrite``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What :func:`coda_inductor.explain` returns: plain attributes, a table, a page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pass 4, fuse: every GEMM takes the memory-bound work around it into its epilogue.
 
 elementwise  which aten ops become which steps

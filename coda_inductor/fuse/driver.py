@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All GEMMs of a graph, in order: grow, judge, emit, report."""
 
 from __future__ import annotations

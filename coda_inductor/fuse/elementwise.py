@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which aten ops can run on an accumulator tile, and as which steps of a program.
 
 Each row maps an op to a function ``(emit, *args) -> value``: ``emit(op, *args)`` appends a step and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put a region's program into the graph: one custom op call, and views back to the old shapes.
 
 Before::

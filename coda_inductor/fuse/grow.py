@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grow a GEMM's epilogue: which neighbours run on its accumulator tile, as which program.
 
 Before::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a tensor from outside covers the M x N tile: tile, row, col or scalar."""
 
 from __future__ import annotations

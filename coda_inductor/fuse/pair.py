@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gate and up meet in one tile (rule R6): two GEMMs of one input become one paired program.
 
 Before::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """May and should a GEMM be fused, and does it run as a kernel or through the reference?
 
 The three answers are kept apart: *legal* (dtype, shape, device, kernel stack), *expected to win*

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A region: one GEMM, or several that share a tile, and what its epilogue absorbs.
 
 Nothing here changes a graph: :mod:`coda_inductor.fuse.grow` fills regions, ``emit`` puts them in.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sum of GEMMs is one GEMM over concatenated K.
 
 Before::

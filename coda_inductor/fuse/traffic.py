@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that a site moves to and from memory, before and after fusion.
 
 An account, not a measurement: each kernel reads each of its tensors once and writes each result

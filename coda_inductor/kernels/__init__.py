@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From generated source to a compiled CuTeDSL GEMM: the only part that knows QuACK.
 
 Layer map: ``ports`` (pure: how a program maps onto a GEMM's operands and outputs) -> ``math`` and

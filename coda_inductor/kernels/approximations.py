@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of float32 without a branch, from the hardware's ``exp2``, ``log2`` and reciprocal.
 
 CUDA's own ``erf``, ``log1p`` and ``expm1`` branch and hold many registers: in an epilogue, which

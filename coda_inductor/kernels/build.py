@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpiMod + config -> QuACK launch plan. Compiles the kernel, or loads it from the disk cache."""
 
 from __future__ import annotations

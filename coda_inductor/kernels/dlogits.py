@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a slice of the logits, in Triton: one pass over the slice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of the machine and the environment goes into a kernel's code besides program and config."""
 
 from __future__ import annotations

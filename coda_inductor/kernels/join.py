@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two products summed as one GEMM over both K's, read in place by two TMA descriptors.
 
 The gradient through gate and up is ``dh = dG Wg + dU Wu``: four separately allocated matrices, one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An epilogue with small buffers, so that the main loop has more of shared memory.
 
 QuACK gives an epilogue four stages of each tile it loads and two of each it stores, 32 columns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device-side elementwise functions that generated epilogues call.
 
 Each takes Float32 scalars (Hopper, consumer Blackwell) or packed pairs of them, QuACK's ``F2``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated source -> module -> QuACK ``EpiMod``, once a process.
 
 The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. What runs is

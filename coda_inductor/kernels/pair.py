@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two separately allocated weights, read interleaved by one TMA descriptor, zero-copy.
 
 A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at the same place: column j of both must meet in one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an EpilogueProgram maps onto the operands and outputs of a GEMM kernel. Pure analysis.
 
 A QuACK kernel has one C operand and one D output with a pipeline of their own, any number of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QuACK epilogue resources of our own: masked reductions, scalars that live on the device, and the
 distance between two allocations.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QuACK's folder of compiled kernels, made safe to share: where it is, locks, checksums.
 
 QuACK loads ``<folder>/<its sources>/<key>.o`` as machine code, under a file lock for each kernel.

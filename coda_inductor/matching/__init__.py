@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matching plain PyTorch functions in Dynamo graphs.
 
 normalize  one dialect for the many spellings of an op

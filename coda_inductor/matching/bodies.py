@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graphs inside a Dynamo graph, above all those that run as if they stood in it: checkpointed
 regions."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must not happen between the nodes of an idiom: a mutation, or a change of mode.
 
 Two hazards give silently wrong results (both seen): ``x.mul_(2)`` between two nodes of an idiom,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find a plain PyTorch function inside a Dynamo graph.
 
 The idiom is traced with ``torch.fx`` and both sides are read through :mod:`normalize`, so that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One dialect for the many spellings of an operation in a Dynamo (torch-level) graph.
 
 ``x.pow(2)``, ``torch.square(x)`` and ``x * x`` are all ``square``; ``x.to(d)``, ``x.float()`` and

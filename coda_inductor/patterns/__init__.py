@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pattern files: what they hold, their proof, and how they are found and loaded.
 
 Each file imports only from those above it::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Side conditions that several patterns share, and the numbers that they ask for."""
 
 from __future__ import annotations

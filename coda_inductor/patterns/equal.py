@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Are two sympy expressions the same function? Proven, refuted by a counterexample, or neither.
 
 First numbers: a random point where the two differ is a refutation. Then algebra: the real line is

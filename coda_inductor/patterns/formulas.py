@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a torch function to its sympy expression: run on symbols, in the matcher's dialect.
 
 A tensor is one symbol where everything is elementwise, and a :class:`Row` of symbols where means

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the process that proves a file starts: ``python -I isolated.py PACKAGE PATHS ARGUMENT...``.
 
 ``-I`` keeps the current folder, the user's site folder and PYTHONPATH out, so that no ``sympy.py``

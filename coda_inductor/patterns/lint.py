@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pattern file may not contain: a look at its syntax before any of it runs.
 
 A pattern needs torch, sympy and mathematics; a file that opens files, starts processes or reaches

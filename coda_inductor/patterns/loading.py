@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where pattern files come from; each is checked, proven and run alone.
 
 In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain torch function becomes a semantic op: schema, fake, decomposition and gradient.
 
 A pattern's author writes what the idiom *means* as an elementwise torch function of tensors and,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pattern file defines: an idiom in its spellings, and what it means."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pattern owes, and its proof.
 
 - Each idiom equals the meaning (or the semantic op's definition, at the pattern's example).

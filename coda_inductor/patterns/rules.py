@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix identities that rewrites rest on, as sympy pairs: small matrices of free symbols.
 
 Each holds entry by entry for all values of its symbols, and its form does not depend on the sizes:

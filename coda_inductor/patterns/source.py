@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pattern file -> its patterns, read, checked for what it contains, and run. No proof yet."""
 
 from __future__ import annotations

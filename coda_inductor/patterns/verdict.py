@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """May a file be loaded? Its proof, made once for each content, where a hang harms nobody.
 
 A file that nobody has seen is run and proven in a process of its own, which is ended when its time

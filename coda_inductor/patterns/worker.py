@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that runs and proves one file, which ``isolated`` starts.
 
 Its last line of output is ``{"refused": why or null}``. It ends itself when its time is up; the

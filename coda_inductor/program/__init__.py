@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epilogue programs: what happens to a GEMM's accumulator tile before it leaves the chip.
 
 ir      the frozen dataclasses, their JSON form and identity

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpilogueProgram: a small frozen SSA program over one GEMM accumulator tile.
 
 The program says what happens to ``acc = A @ B`` (A is M x K, B is K x N) before the tile leaves

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The elementwise vocabulary of epilogue programs: name, arity and meaning in plain torch.
 
 The renderer (``coda_inductor.render``) has one CuTeDSL template for each name here; a test

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shorter programs that mean the same: no step twice, none that nothing reads.
 
 The backward of an op recomputes what its forward computed, so that the same sigmoid comes up two or

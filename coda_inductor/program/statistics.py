@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics are of what is stored.
 
 A value that leaves the tile in 16 bits is rounded on its way out; a reduction of it that is taken

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a program legal? Checked before every use, so that consumers need no checks of their own."""
 
 from __future__ import annotations

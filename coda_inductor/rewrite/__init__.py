@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algebra on semantic ops in the aten graph, one file a rule family.
 
 packed          a projection whose halves meet becomes two (R6)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What comes behind a GEMM that reads a norm which was put off: its row scale, and for LayerNorm a
 rank-one term and a constant row.
 

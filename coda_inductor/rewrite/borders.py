@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between two checkpointed blocks, what the one hands to the other is saved.
 
 Before::

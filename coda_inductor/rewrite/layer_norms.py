@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm between GEMMs, rule R5: both statistics move past the GEMMs behind, as a row scale and
 a rank-one term; their sums leave the GEMM in front.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backward pass of a deferred LayerNorm: what ``norms_backward`` is for RMSNorm.
 
 Before (x is M x d; one z = n @ W + b, dz its gradient, for every GEMM)::

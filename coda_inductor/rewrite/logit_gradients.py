@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands between the gradient of a loss's logits and an LM head's, as Inductor's
 decompositions write it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of an embedding table touches only the rows that were looked up.
 
 Before (T tokens, V rows of d columns; ``other`` is there when the LM head shares the table)::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a language model's logits is used as it is made, a slice of the vocabulary at a
 time.
 

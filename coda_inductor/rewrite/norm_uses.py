@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who reads a norm: the GEMMs behind it, and in training its own gradient and the weights'.
 
 A linear layer z = n @ W gives three nodes that matter here: ``mm(n, W)`` in the forward pass, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A norm between GEMMs: the row scale moves past the GEMMs behind (R1), its statistics into the
 GEMM in front (R2), and gamma is applied where the operand is stored.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backward pass of a deferred RMSNorm, after the GEMMs that make its gradient (R3, R4).
 
 Before (the rows of x are M, its width is d; one z = n @ W, dz its gradient, for every GEMM)::

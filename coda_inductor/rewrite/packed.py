@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A packed projection whose halves meet again (Phi-3's ``gate_up_proj``) becomes two projections by
 the halves of its weight, which the fuser then pairs in one tile (rule R6).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backward pass reads of the forward's elementwise work, it computes anew.
 
 Before::

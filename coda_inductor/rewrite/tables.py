@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sines and cosines that many larger tensors are multiplied with are computed once.
 
 Before::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views that our rewrites put in are of the kind that torch's partitioner computes again.
 
 Before::

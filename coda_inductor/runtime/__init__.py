@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs: the custom op, kernel configs and their expected cost, ahead-of-time compilation.
 
 Importing this package registers the op and imports no kernel library (QuACK, CuTeDSL, Triton):

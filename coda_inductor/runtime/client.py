@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compile server as this process sees it: started, asked, ended.
 
 The server (``server.py``) is a program of its own, not a child of ``multiprocessing``: that would

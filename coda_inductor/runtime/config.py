@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel configs: what they are, which are legal for a program, and which one to use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel is expected to cost, from the shipped measurements and a model fitted to them.
 
 A persistent GEMM runs in waves: with T tiles on S processors, the last of ceil(T / S) waves is as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a fused site expected to win? The promise is never to be slower than not fusing.
 
 Expected times come from ``cost``: shipped H100 measurements and the model fitted to them. The

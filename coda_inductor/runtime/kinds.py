@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs that the shipped measurements were taken with, one a kind of site.
 
 They are the sites of a Llama layer, forward and backward, the activation of an ungated MLP and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From tensors to a launched kernel. The only module of the runtime that needs QuACK."""
 
 from __future__ import annotations

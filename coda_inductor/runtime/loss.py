@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
 input, weight and bias, without the gradient of all logits in memory.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user should hear once a process, before the first model compiles: that no kernel will run,
 and that this torch is one that nobody tested.
 

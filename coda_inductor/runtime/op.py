@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom op ``coda_inductor::gemm_epilogue``: what a fused site is in the graph.
 
 ``gemm_epilogue(as_, bs, operands, program, config) -> Tensor[]`` computes an epilogue program on

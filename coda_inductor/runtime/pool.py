@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions that this package was written against and tested with.
 
 ``pyproject.toml`` asks pip for the same ranges and the README names the tested versions; tests

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that compile workers fork from. Run by path, by ``client``: no module of ours yet.
 
 It imports torch and CuTeDSL once, cannot see the GPU, and is asked in JSON, a line each:

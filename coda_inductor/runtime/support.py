@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Can kernels run here, and can this site be one? Reasons, never exceptions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as TMA wants them, and the conditions under which two of them are one operand."""
 
 from __future__ import annotations

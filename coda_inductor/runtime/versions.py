@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine contributes to a compiled graph's identity: library versions and the GPUs."""
 
 from __future__ import annotations

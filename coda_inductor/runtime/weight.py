@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an epilogue costs beyond its tiles' traffic: the multiplications that it is worth, and the
 instructions that it is made of.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a compile worker does. Imports little: it runs in processes that cannot see the GPU."""
 
 from __future__ import annotations

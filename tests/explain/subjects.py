@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that explain is tried on, each explained once a test run."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor explain``: targets, options, exit codes."""
 
 import subprocess

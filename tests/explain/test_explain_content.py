@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an explanation says: sites, bytes, saved tensors, near misses and their remedies."""
 
 import ast

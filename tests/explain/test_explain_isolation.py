@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """explain leaves no trace: not in the model, not in torch, not in what is compiled already."""
 
 import pytest

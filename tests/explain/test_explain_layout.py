@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of any small graph: nothing overlaps, arrows point down, few crossings."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page: well-formed, self-contained, complete; drawings without overlaps or clipped text."""
 
 import html

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a random program: how it starts, its residual blocks, what stands between them, and
 how it ends."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a program the same under our passes? Compared are outputs, gradients and changed inputs: their
 values (a NaN where eager has one), dtypes, shapes and strides, and who shares memory with whom.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random program: inputs and a function as source text, and how it is to be run.
 
 All that is run is text, so that a failure can print a script that runs the same. In the text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failing program made smaller: delta debugging over its statements and expressions.
 
 Each step proposes a smaller program: a statement left out, a region opened, an expression replaced

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Are rounding errors as small as torch.compile's or eager's? The promise is at most ``FACTOR``
 times the larger, for every output and gradient of a program in bfloat16, in float32, or in float32
 under autocast.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a seed to an outcome: what the tests, ``hunt.py`` and a failure's script have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How people write what Transformers are made of: one table a thing, each entry an expression.
 
 In an entry {x} and {y} are streams (..., D), {g} and {u} the halves of a gate, {w} a weight vector

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes one random program: inputs, statements, outputs. ``write(seed, ...)`` is the door.
 
 Most of a program is residual blocks of a norm and the linears that read it, since that is what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A night of random programs: ``make fuzz N=10000 SEED=0``.
 
 Chunks of seeds run in processes of their own, so that neither a crash nor a compile that never ends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sample of random programs through the backend and Inductor: values and compile time."""
 
 from __future__ import annotations

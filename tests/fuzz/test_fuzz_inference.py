@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward passes of random programs. A file a mode: pytest gives a file to one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hunter finds what is planted, reduces it, and its programs reach what they are meant for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward and backward passes of random programs. A file a mode: one process has it."""
 
 from __future__ import annotations

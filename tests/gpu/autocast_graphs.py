@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by ``test_gpu_memory.py`` in processes of their own: a float32 layer trains under autocast,
 its steps replayed as CUDA graphs. Usage: autocast_graphs.py SEED"""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of the backend and tests of single kernels start from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small layer, and how the GPU tests compile it and measure errors."""
 
 from __future__ import annotations

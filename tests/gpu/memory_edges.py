@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by ``test_gpu_memory.py`` in a process of its own: pairs, joined sums and tiles of few rows
 and ragged columns, each operand in memory of its own."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel is held to on a GPU.
 
 The rule: the largest error to the float32 oracle is at most twice that of the unfused 16-bit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real backend on a GPU: kernels in the graph, errors beside torch.compile's own, fallbacks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two products summed by one kernel that reads all four matrices in place, on a GPU."""
 
 from __future__ import annotations

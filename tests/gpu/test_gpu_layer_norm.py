@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm, biased and packed gates on a GPU: kernels, with errors beside torch.compile's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of an embedding table on a GPU, where places of one token are added by atomics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss on a GPU: sliced gradients beside torch.compile's error, masks and grouped heads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where tensors lie, and what happens to them between calls: kernels that read two allocations as
 one operand must neither touch what is between them nor hold on to an address."""
 

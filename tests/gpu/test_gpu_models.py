@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models of Hugging Face's at their real widths, two layers each, forward and backward: the
 kernels run, and errors to float32 beside torch.compile's own."""
 

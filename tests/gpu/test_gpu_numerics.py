@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels at the edge of what their rules are good for (``edges``): at most 1.2 times the error of
 the worse of eager and torch.compile, forward and backward."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's pattern on a GPU: the check command measures its error and its speed there."""
 
 from __future__ import annotations

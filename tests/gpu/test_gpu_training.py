@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on a GPU: gradients beside torch.compile's own error, and the contexts of training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated kernels on a GPU against the reference executor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of processes share: who lives, and a compile server that compiles nothing."""
 
 from __future__ import annotations

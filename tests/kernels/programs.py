@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs and inputs that the render, compile and GPU tests share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated kernels compile for Hopper and both Blackwells on a machine without a GPU.
 
 Each architecture has its own process: QuACK and CuTeDSL read theirs once, when imported.

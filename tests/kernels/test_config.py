@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs, the cost model behind their choice, and the reasons for having no kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of products as one GEMM, on a CPU: which terms are read in place, which are copied, and
 which kernels a call may launch."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom op on a CPU: schema, shapes, the reference path; and how weights are paired."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ahead-of-time compilation: what is compiled, what is skipped, how failure is told."""
 
 from __future__ import annotations

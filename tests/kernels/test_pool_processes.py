@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of the compile pool: how many, and that nothing hangs or outlives its parent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the compile pool does to the program that starts it: nothing that it would notice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of compiled kernels: nothing planted runs, locks, checksums, folders of an image."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an epilogue's work costs: the measured cases of docs/gotchas.md, in order and size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model families of Hugging Face's, tiny: how each is made and called, and what fires in it.
 
 ``FAMILIES`` maps a name to a function from the number of layers to (model, call, inputs):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that are no Hugging Face model, written as their libraries write them: torchtitan's Llama,
 timm's ViT block (timm needs torchvision, which has no CPU build here), torch's encoder layer.
 

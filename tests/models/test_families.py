@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model families that nobody wrote a template for: each is fused, as often as a formula in the
 number of layers says, and agrees with eager, forward and backward: in float32, or where LayerNorms
 are deferred, which needs 16 bits, to eager's own error in bfloat16.

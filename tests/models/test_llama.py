@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Llama, unmodified: what fires follows from the number of layers, and it agrees.
 
 The input norm of the first layer stays: its input is an embedding, not a GEMM's product. In its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that are no Llama: what fits is fused, the rest compiles, everything agrees with eager."""
 
 from __future__ import annotations

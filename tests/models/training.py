@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder and the two ways to run a training step, shared by the tests of contexts."""
 
 from __future__ import annotations

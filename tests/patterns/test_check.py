@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor check``: what it says and its exit code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/patterns_for_models.md is complete and true: its examples pass the check, its vocabulary is
 the prover's, and what it says that we say we do say."""
 

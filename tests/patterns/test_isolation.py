@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that proves a file imports nothing that lies about, and takes no memory without end;
 what the environment may say about patterns."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prover: what is equal is proven, what is not is refuted, and the difference is shown."""
 
 from __future__ import annotations

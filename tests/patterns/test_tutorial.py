@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
 what it says they print. The example script that measures runs too, small and on the CPU."""
 

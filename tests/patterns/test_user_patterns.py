@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's pattern end to end: it fires, is the same function, trains, refuses, makes a kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random functions of GEMMs, norms and elementwise work, as Python text.
 
 Two kinds. ``soup`` strings ops together blindly: cycles through ops that cannot fuse, values read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks made of constants become flags of SDPA; repeated heads become grouped ones."""
 
 from __future__ import annotations

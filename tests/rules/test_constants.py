@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0-dim constants on a tile have the value that their dtype gives them, as in torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Growing epilogues: whatever elementwise work stands around a GEMM runs on its tile.
 
 Each case is compared with eager in float64 and must be one fused GEMM that computed the expected

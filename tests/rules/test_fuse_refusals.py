@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may not run on a tile stays outside, with the reason in the report, and nothing changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes and layouts: symbolic, empty, ragged, strided, expanded, shared."""
 
 from __future__ import annotations

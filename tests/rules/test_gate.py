@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate: what stays with cuBLAS because fusing is expected to lose. Costs are an H100's."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hazards of raising, each of which once gave silently wrong results: all compare with eager.
 
 Dynamo's graph is not functional and has modes, so an idiom may be split by a mutation or by a

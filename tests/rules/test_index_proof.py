@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks of symbolic size: what is proven holds at every size, and the rest stays with a reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of returned logits is computed where somebody asks for it, and only there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm: every spelling is raised, and deferred forward and backward with eager's values in
 float64 (rule R5), or refused with a reason.
 

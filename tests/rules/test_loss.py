@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy behind an LM head (R7): no float32 logits, statistics from the epilogue, sliced
 gradients."""
 

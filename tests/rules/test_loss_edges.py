@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy of logits that are infinite or NaN, on and off the target: as in eager."""
 
 from __future__ import annotations

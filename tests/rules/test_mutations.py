@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an in-place op may write to: through views of every spelling, and in nested graphs."""
 
 from __future__ import annotations

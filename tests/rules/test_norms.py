@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rewrite of RMSNorm between GEMMs: same function, nothing normalized is stored, or a reason.
 
 Everything runs in float64, where a wrong identity shows far above the rounding.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backward pass of RMSNorm between GEMMs: eager's gradients in float64, or a reason.
 
 Every case trains everything; ``FROZEN`` leaves out a parameter or the input. ``custom op`` keeps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules at the edge of what they are good for: nothing has more than 1.2 times the error of the
 worse of eager and torch.compile, in bfloat16, against float64 (``edges`` has the cases).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What leaves a fused graph is as independent as what left the original one: a caller may write to
 one result without changing another."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A packed gate and up projection: read as two products that meet in one tile, or left as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program is: legality, identity, text, and its meaning in plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raising: every spelling of an idiom becomes one semantic op; near misses stay, with a reason."""
 
 from __future__ import annotations

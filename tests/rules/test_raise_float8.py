@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eight-bit floats near idioms, and patterns that fail: what else is there is raised."""
 
 from __future__ import annotations

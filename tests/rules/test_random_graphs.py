@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random graphs of GEMMs, norms, elementwise work and ops that cannot fuse: always eager's values.
 
 What no one thought of writing down. Float64 and strict, so that neither a wrong rewrite nor an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backward pass computes anew, what it must not, and what is saved because of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings written with complex numbers become real elementwise work."""
 
 from __future__ import annotations

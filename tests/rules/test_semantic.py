@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal steps of a program become one; what only looks equal does not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics are of what is stored: reductions read a stored value as memory holds it."""
 
 from __future__ import annotations

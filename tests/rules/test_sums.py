@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sum of GEMMs is one GEMM: which sums join, how, and which do not."""
 
 from __future__ import annotations

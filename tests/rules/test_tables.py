@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary tables are computed once, not in every kernel that reads them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward-mode differentiation and torch.func's transforms inside the compiled function: equal to
 eager. Semantic ops go backward only, so none is made where something goes forward."""
 
