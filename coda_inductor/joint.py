@@ -132,6 +132,7 @@ class JointPass(CustomGraphPass):
             policy.legal,
             fp16=self.options.fp16_norms,
             loses=policy.norm_loses,
+            rounds=policy.rounds,
             disabled=self.options.disable,
         )
         for where, why in refused.items():

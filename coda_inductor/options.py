@@ -31,8 +31,9 @@ class Options:
         disable: pattern names that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
-        reference: run every fused site through the reference executor even where kernels exist. It
-            computes what kernels do: products are not rounded before their epilogue.
+        reference: run every fused site through the reference executor even where kernels exist,
+            with the kernels' numerics on every device: products are not rounded before their
+            epilogue.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
         keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by

@@ -264,7 +264,7 @@ def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy
         sites[calls[call]] = replace(site, how="reference", reason=Failure(cause))
     for call, i in calls.items():
         if sites[i].how == "reference":
-            expand(graph, call)
+            expand(graph, call, exact=not policy.rounds(fake(call.args[0][0])))
 
 
 def _requests(call: Node) -> list[pool.KernelRequest]:

@@ -80,13 +80,14 @@ def check_views(region: Region) -> None:
             _sizes(node.args[0], region)
 
 
-def expand(graph: Graph, call: Node) -> None:
-    """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile."""
+def expand(graph: Graph, call: Node, *, exact: bool) -> None:
+    """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
+    ``exact`` as :func:`coda_inductor.reference.run` takes it."""
     as_, bs, operands, text, _ = call.args
     program = EpilogueProgram.from_json(text)
 
     def reference_gemm(as_, bs, operands):
-        return reference.run(program, as_, bs, operands)
+        return reference.run(program, as_, bs, operands, exact=exact)
 
     results = splice(graph, call, reference_gemm, (list(as_), list(bs), list(operands)), like=call)
     for user in list(call.users):

@@ -61,6 +61,11 @@ class Policy:
         """May any GEMM in this graph become a kernel?"""
         return self.fuses and self.idle is None and self.on_gpu and not self.options.reference
 
+    def rounds(self, a: torch.Tensor) -> bool:
+        """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
+        that. A CPU's plain ops do: not to takes twice as long in 16 bits."""
+        return a.device.type != "cuda" and not (self.options.reference or self.dry)
+
     @staticmethod
     def of(options: Options, graph: Graph) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""

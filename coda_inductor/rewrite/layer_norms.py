@@ -28,7 +28,8 @@ where it is not (``_variance``). Hence the refusals:
 - no pivot: v would round at the size of the mean;
 - a term that eager keeps in float32: nothing bounds what rounding v costs;
 - a float32 product: it cancels at the precision of everything else (4.7e-2 where Inductor has 7e-5,
-  at a mean of 1000 deviations), and there is no kernel to gain by it. Float64 stays, for proofs.
+  at a mean of 1000 deviations), and there is no kernel to gain by it. Float64 stays, for proofs;
+- a product that is rounded before the epilogue, as plain ops do on a CPU: it cancels in 16 bits.
 """
 
 from __future__ import annotations
@@ -84,12 +85,18 @@ class Means:
         return None
 
 
-def refusal(norm: Node, found: Uses, means: Means) -> str | None:
-    """Why a LayerNorm whose readers are ``found`` must not wait, or None."""
+def refusal(norm: Node, found: Uses, means: Means, *, rounded: bool = False) -> str | None:
+    """Why a LayerNorm whose readers are ``found`` must not wait, or None; ``rounded`` says that
+    their products are rounded before what is taken away from them."""
     if found.dtype == torch.float32:
         return (
             "float32: where a row's mean is large against its deviation, the deferred product "
             "would lose digits, and float32 GEMMs have no kernel"
+        )
+    if rounded and found.dtype in HALF:
+        return (
+            "plain ops round its product before the mean is taken away from it "
+            "(options['reference'] does not, as kernels do not)"
         )
     pivot = means.pivot(norm)
     if pivot is None:

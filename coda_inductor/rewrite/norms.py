@@ -28,6 +28,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import grow
+from coda_inductor.fuse.region import gemm_inputs
 from coda_inductor.fuse.sums import Legal, producer
 from coda_inductor.graph import ALIASES, Put, aten, fake, module_path, prune, readers, same
 from coda_inductor.log import Failure, logger
@@ -51,13 +52,15 @@ def defer_norms(
     *,
     fp16: bool = False,
     loses: Loses | None = None,
+    rounds: Callable[[torch.Tensor], bool] | None = None,
     disabled: Sequence[str] = (),
 ) -> dict[str, str]:
     """Apply the rewrite to every norm where it is valid; returns where -> refusal reason, where
     being the op's name and the norm's module path, or its node name if no module is known.
 
     ``legal`` says whether a GEMM's epilogue may be fused at all; ``loses`` why deferring a
-    LayerNorm would cost more than it saves: it reads the weights behind it once more. Norms whose
+    LayerNorm would cost more than it saves: it reads the weights behind it once more. ``rounds``
+    says of a GEMM's left operand whether its product is rounded before the epilogue. Norms whose
     name is ``disabled`` are left alone.
     """
     refused: dict[str, str] = {}
@@ -71,7 +74,9 @@ def defer_norms(
             if isinstance(found, Uses):
                 found = _refusal(norm, found, scope, legal, fp16) or found
             if isinstance(found, Uses) and norm.target is layer_norm:
-                found = layer_norm_refusal(norm, found, means) or found
+                left = fake(gemm_inputs(found.gemms[0])[0])
+                rounded = rounds is not None and rounds(left)
+                found = layer_norm_refusal(norm, found, means, rounded=rounded) or found
                 if isinstance(found, Uses) and loses is not None:
                     found = loses(found.gemms, found.backward is not None) or found
         except Exception as error:  # analysis only: nothing has been changed yet

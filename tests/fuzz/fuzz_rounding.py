@@ -9,44 +9,22 @@ what exceeds the bound is drawn ``DRAWS`` times again, and root mean squares are
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from fuzz_oracle import LIMIT, Outcome, TooSlowError, environment, time_limit
 from fuzz_program import Program
 from harness import Harness, Stock
 
-from coda_inductor import reference
-
 FACTOR = 1.2
-NUMERICS = ("exact", "rounded")
 DRAWS = 8
 #: Kinds of arithmetic: names of ``low`` and ``high``.
 KINDS = (("bfloat16", "float32"), ("bfloat16", "float32"), ("float32", "float32"))
 #: Relative errors that count as none: what one rounding of a result can make of it, and in float32
 #: the order of a sum.
 FLOOR = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
-
-
-@contextlib.contextmanager
-def numerics_of(numerics: str) -> Iterator[None]:
-    """Fused sites compute what kernels do ("exact": a product is not rounded before its epilogue)
-    or what an unfused graph does ("rounded").
-
-    Raises:
-        ValueError: for other names.
-    """
-    if numerics not in NUMERICS:
-        raise ValueError(f"no numerics {numerics!r}; there are {', '.join(NUMERICS)}")
-    with pytest.MonkeyPatch.context() as patch:
-        exact = numerics == "exact"
-        patch.setattr(reference, "run", functools.partial(reference.run, exact=exact))
-        yield
 
 
 def in_arithmetic(program: Program, seed: int) -> Program:
@@ -62,18 +40,22 @@ def in_arithmetic(program: Program, seed: int) -> Program:
     return replace(program, body=body, low=low, high=high)
 
 
-def judge(program: Program, numerics: str = "exact", limit: float = LIMIT) -> Outcome:
-    """Whether errors are in bounds; a failure begins with "rounding"."""
+def judge(program: Program, limit: float = LIMIT) -> Outcome:
+    """Whether errors are in bounds, with the kernels' numerics and with those of plain ops; a
+    failure begins with "rounding"."""
     outcome = Outcome()
-    with environment(program), numerics_of(numerics):
-        try:
-            _measure(program, limit, outcome)
-        except TooSlowError:
-            outcome.failure = f"too slow: not compiled after {limit:g} s of CPU time"
+    with environment(program):
+        for reference in (True, False):
+            try:
+                _measure(program, reference, limit, outcome)
+            except TooSlowError:
+                outcome.failure = f"too slow: not compiled after {limit:g} s of CPU time"
+            if outcome.failure or outcome.invalid:
+                break
     return outcome
 
 
-def _measure(program: Program, limit: float, outcome: Outcome) -> None:
+def _measure(program: Program, reference: bool, limit: float, outcome: Outcome) -> None:
     from torch._dynamo.utils import counters
 
     try:
@@ -85,7 +67,7 @@ def _measure(program: Program, limit: float, outcome: Outcome) -> None:
     counters.clear()
     try:
         with time_limit(limit):
-            ours = run("ours", Harness())
+            ours = run("ours", Harness(reference=reference))
     except Exception as error:
         outcome.failure = f"exception {type(error).__name__}: {error}"
     outcome.counts.update(counters["coda"])
