@@ -33,7 +33,7 @@ def warnings(monkeypatch, caplog):
 
 
 def stack(monkeypatch, why):
-    monkeypatch.setattr(support, "kernel_stack", lambda: why)
+    monkeypatch.setattr(support, "kernel_stack", lambda *_: why)
 
 
 def compiled(function, x, **options):

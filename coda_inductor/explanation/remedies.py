@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: The project's own limits, or how the model is: nothing that a user should change.
-NOTHING = "Nothing to do"
+from coda_inductor.explanation import attention_remedies
+from coda_inductor.explanation.attention_remedies import NOTHING
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (r"^its operands are not tensors", f"{NOTHING}: this is no product of two dense tensors."),
+    (r"^one of its sizes is 0", f"{NOTHING}: there is nothing to compute."),
     (r"^options\['gate'\] is 'never'", "Leave options['gate'] at 'auto'."),
     (
         r"^too small: ",
@@ -296,45 +297,19 @@ _ROWS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
+        r"^float32: where a row's mean|is added to the tensor whose mean is known",
+        (
+            "Run the model in bfloat16, its residual stream too: in float32 the norm is more exact "
+            "where it is."
+        ),
+    ),
+    (
+        r"^plain ops round its product",
+        'options={"reference": True} computes what kernels do; a GPU with kernels needs no option.',
+    ),
+    (
         r"^the gate is computed in another dtype",
         "Give gate and up one dtype, or cast behind their product.",
-    ),
-    # attention masks: the first line wraps
-    (r"^the mask stays, (?P<inner>.*)$", ""),
-    (
-        r"^it depends on ",
-        (
-            f"{NOTHING} if the mask holds data (padding, packed documents). Without padding, pass "
-            "no mask: a causal model needs none."
-        ),
-    ),
-    (
-        r"^its size is symbolic",
-        (
-            "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
-            "sequences to a few fixed lengths."
-        ),
-    ),
-    (
-        r"^a sliding window of|^it is constant, but neither|^it hides keys from all",
-        f"{NOTHING}: scaled_dot_product_attention has no flag for such a mask.",
-    ),
-    (
-        r"^it is not full, and there are",
-        f"{NOTHING}: with other queries than keys, causal means something else to SDPA.",
-    ),
-    (
-        r"^it adds numbers other than|is neither boolean nor additive",
-        f"{NOTHING}: the mask is a bias, which SDPA adds.",
-    ),
-    (r"^an in-place op changes it", "Build the mask out of place (torch.where, logical_and)."),
-    (r"draws random numbers", f"{NOTHING}: the mask is another one at every call."),
-    (
-        (
-            r"^is_causal is set beside it|^it is no tensor of this graph|^it comes from elsewhere"
-            r"|^it has more than \d+ elements|^it cannot be evaluated|^evaluating it failed"
-        ),
-        f"{NOTHING}: the mask's values are not known while compiling.",
     ),
     # the loss
     (r"^its logits take \d+ MiB only", f"{NOTHING}: the gradient of small logits is no burden."),
@@ -357,6 +332,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     (r"^\S+ is not a constant$", "Pass the loss's options as plain Python numbers."),
     (r"^a gradient of the turns is wanted", f"{NOTHING}: learned rotations stay as they are."),
     # raising idioms
+    (r"differentiates forward", f"{NOTHING}: forward-mode gradients go through torch's own ops."),
     (
         r"in-place op or a grad/autocast mode change",
         (
@@ -396,4 +372,4 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ),
 )
 
-_TABLE = tuple((re.compile(pattern), text) for pattern, text in _ROWS)
+_TABLE = tuple((re.compile(pattern), text) for pattern, text in (*_ROWS, *attention_remedies.ROWS))

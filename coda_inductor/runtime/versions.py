@@ -31,4 +31,5 @@ def identity() -> tuple[str, ...]:
         gpus = [
             f"gpu {torch.cuda.get_device_name(d)}: {kernel_stack(d) or 'runs'}" for d in devices
         ]
-    return (*versions, *environment(), *gpus, f"kernels {library_stack() or 'compile'}")
+    machine = f"machine {' '.join(environment())}"
+    return (*versions, machine, *gpus, f"kernels {library_stack() or 'compile'}")

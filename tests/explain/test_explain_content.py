@@ -147,7 +147,8 @@ def _reasons(path):
 
 SOURCES = (
     "fuse/grow.py", "fuse/operands.py", "fuse/policy.py", "rewrite/norms.py",
-    "rewrite/norm_uses.py", "rewrite/loss.py", "runtime/support.py", "runtime/gate.py",
+    "rewrite/layer_norms.py", "rewrite/norm_uses.py", "rewrite/loss.py", "runtime/support.py",
+    "runtime/gate.py",
     "patterns/conditions.py", "attention/calls.py", "attention/constants.py",
     "../patterns/swiglu.py", "../patterns/cross_entropy.py", "../patterns/rotary_complex.py",
 )  # fmt: skip

@@ -262,7 +262,7 @@ def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, "server.IDLE = 0.5"))
     assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
     (server,) = pool._servers.values()
-    until(lambda: server.ended, 10)
+    until(lambda: server.ended, 30)
     assert not alive(server.pid)
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
