@@ -25,7 +25,7 @@ from harness import Harness
 
 from coda_inductor.fuse import Policy
 
-D, HIDDEN, WIDE = 16, 24, 80  # WIDE > 4 * D: too wide to read z for the row dot
+D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
 EPS = 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
 
 
