@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backend does with every model family, as data: to show that a restructuring changed
+nothing.
+
+For each family of ``tests/models/families.py``, forward and training: the counters, every GEMM with
+its program's key, config, absorbed ops and reasons, the near misses; in a CPU's numerics and in the
+kernels', and as ``explain`` tells it for an H100. Usage::
+
+    python3 tools/record_models.py OLD.json [FAMILY ...]     in the tree before
+    python3 tools/record_models.py NEW.json [FAMILY ...]     in the tree behind
+    python3 tools/record_models.py --compare OLD.json NEW.json
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = 2
+
+
+def main() -> int:
+    """Record, or compare two records; 1 if they differ."""
+    if sys.argv[1] == "--compare":
+        old, new = (json.loads(Path(path).read_text()) for path in sys.argv[2:4])
+        found = list(differences(old, new, ""))
+        print("\n".join(found) or "equal")
+        return bool(found)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")]
+    warnings.filterwarnings("ignore")
+    families: Any = importlib.import_module("families").FAMILIES
+    out = Path(sys.argv[1])
+    found: Any = json.loads(out.read_text()) if out.exists() else {}
+    for name in sys.argv[2:] or families:
+        if name not in found:
+            print(name, file=sys.stderr, flush=True)
+            found[name] = family(families[name])
+            out.write_text(json.dumps(found, indent=1, sort_keys=True))
+    return 0
+
+
+def family(make: Any) -> dict[str, Any]:
+    """Everything about one family."""
+    harness: Any = importlib.import_module("harness").Harness
+    explain: Any = importlib.import_module("coda_inductor").explain
+    torch.manual_seed(0)
+    model, call, inputs = make(LAYERS)
+    model = model.eval().bfloat16()
+    inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+    run = functools.partial(call, model)
+    found: dict[str, Any] = {}
+    for kind, options in (("cpu", {}), ("reference", {"reference": True})):
+        forward, training = harness(**options), harness(**options)
+        forward.run(run, *inputs)
+        training.train(run, *inputs).square().mean().backward()
+        found[f"{kind} forward"] = _compiled(forward)
+        found[f"{kind} training"] = _compiled(training)
+    with torch.no_grad():
+        found["H100 forward"] = _explained(explain(run, *inputs))
+    found["H100 training"] = _explained(explain(run, *inputs))
+    return found
+
+
+def _compiled(harness: Any) -> dict[str, Any]:
+    return {
+        "counts": dict(sorted(harness.counts.items())),
+        "sites": [_site(site) for site in harness.report.sites],
+        "misses": sorted(map(str, harness.report.near_misses)),
+        "ops": dict(sorted(harness.ops().items())),
+    }
+
+
+def _explained(found: Any) -> dict[str, Any]:
+    return {
+        "summary": found.summary,
+        "notes": list(found.notes),
+        "sites": [_site(site) for site in found.sites],
+        "misses": sorted(f"{m.what} at {m.where}: {m.reason}" for m in found.near_misses),
+        "before": [found.before.kernels, found.before.bytes],
+        "after": [found.after.kernels, found.after.bytes],
+        "saved": [found.saved_bytes_before, found.saved_bytes_after],
+    }
+
+
+def _site(site: Any) -> dict[str, Any]:
+    estimate = site.estimate
+    return {
+        "site": site.site,
+        "shape": [str(size) for size in site.shape],
+        "role": site.role,
+        "how": site.how,
+        "config": site.config,
+        "reason": str(site.reason),
+        "patterns": list(site.patterns),
+        "absorbed": list(site.absorbed),
+        "bytes": [site.bytes_before, site.bytes_after],
+        "stopped": [str(stop) for stop in site.stopped],
+        "program": None if site.program is None else site.program.key,
+        "estimate": None
+        if estimate is None
+        else [estimate.unfused_us, estimate.fused_us, estimate.config, str(estimate.refusal)],
+    }
+
+
+def differences(old: Any, new: Any, where: str) -> Any:
+    """Lines that say where two records differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            yield from differences(old.get(key), new.get(key), f"{where}/{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (left, right) in enumerate(zip(old, new, strict=True)):
+            yield from differences(left, right, f"{where}[{i}]")
+    elif old != new:
+        yield f"{where}: {old!r} -> {new!r}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
