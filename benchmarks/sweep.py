@@ -2,14 +2,14 @@
 """Time every legal kernel config against cuBLAS, and fit the cost model that is shipped.
 
     python benchmarks/sweep.py measure OUT.json [KIND ...]      # on the GPU; minutes
-    python benchmarks/sweep.py fit OUT.json coda_inductor/runtime/h100.json
+    python benchmarks/sweep.py fit OUT.json coda_inductor/select/tables/h100.json
     python benchmarks/sweep.py overhead                         # on the GPU; seconds
 
 ``measure`` times, for each site of a Llama layer (three sizes, several M), every legal config of
 its kind and the same products through torch.mm, interleaved, and keeps the medians. Weights rotate,
 so that small ones are not read from the L2 cache. Named kinds are measured alone, and what OUT.json
 holds of the others stays. ``fit`` needs no GPU: it fits, for each config, the four constants of
-``coda_inductor.runtime.cost`` by weighted least squares, and prints how far the model's choices are
+``coda_inductor.select.model`` by weighted least squares, and prints how far the model's choices are
 from the measured best.
 """
 
@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coda_inductor.runtime import cost
-from coda_inductor.runtime.config import legal_configs
-from coda_inductor.runtime.kinds import B_MAJOR, TERMS, family, kinds
+from coda_inductor.select import model
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
 
 #: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
 SIZES = {
@@ -233,8 +233,8 @@ def _models(group: str, rows: list[dict], processors: int) -> dict[str, list[flo
         features, us = [], []
         for row in rows:
             if name in row["us"]:
-                waves = cost.waves(group, name, row["m"], row["n"], processors)
-                moved = cost.traffic(kinds()[row["kind"]])
+                waves = model.waves(group, name, row["m"], row["n"], processors)
+                moved = model.traffic(kinds()[row["kind"]])
                 features.append([waves * row["k"], waves, waves * moved, 1.0])
                 us.append(row["us"][name])
         models[name] = _least_squares(np.array(features), np.array(us))
@@ -261,7 +261,7 @@ def _cublas_model(data: dict) -> dict[str, float]:
     ratios, features, us = [], [], []
     for row in data["shapes"]:
         gmacs = row["m"] * row["n"] * row["k"] // TERMS[row["kind"]] / 1e9
-        if gmacs > cost.SMALL_GMACS:
+        if gmacs > model.SMALL_GMACS:
             if row["kind"] == "scale":
                 best = min(time for name, time in row["us"].items() if name != "cublas")
                 ratios.append(row["us"]["cublas"] / best)
@@ -282,10 +282,10 @@ def _report_choices(data: dict) -> None:
         at = (row["m"], row["n"], row["k"])
         times = {name: us for name, us in row["us"].items() if name != "cublas"}
         model = {
-            name: cost.modelled(data, group, name, *at, cost.traffic(program)) for name in times
+            name: model.modelled(data, group, name, *at, model.traffic(program)) for name in times
         }
         chosen = min(model, key=model.get)
-        cublas = cost.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
+        cublas = model.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
         errors.setdefault("time over best, chosen by the model", []).append(
             times[chosen] / min(times.values()) - 1
         )

@@ -15,16 +15,17 @@ from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-from coda_inductor import attention, late_gradients, op_by_op, patterns, runtime
+from coda_inductor import op_by_op, patterns
 from coda_inductor.debug import Recorder
+from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.errors import FallbackError, OptionError
-from coda_inductor.graph import restore, snapshot
+from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.joint import JointPass
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options, parse
-from coda_inductor.raising import raise_idioms
-from coda_inductor.runtime import notice
+from coda_inductor.runtime import notice, op
 
 
 def coda(
@@ -52,7 +53,7 @@ def coda(
     """
     settings = parse(mode, options)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
-    runtime.set_strict(settings.strict)
+    op.set_strict(settings.strict)
     notice.before_compile(gm, inputs, settings)
     around = raise_pass(gm, settings, recorder)
     user_pass = settings.inductor.get(

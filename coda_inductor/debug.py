@@ -15,10 +15,10 @@ from typing import Any
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
+from coda_inductor.codegen.render import render
 from coda_inductor.errors import KernelError, OptionError
 from coda_inductor.log import logger
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.render import render
 from coda_inductor.report import GraphReport
 
 _numbers = itertools.count()

@@ -24,25 +24,26 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
-from coda_inductor.fuse import REDUCTIONS, Policy, fuse_gemms
-from coda_inductor.graph import refresh_views, restore, snapshot, splice
+from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.fuse.elementwise import REDUCTIONS
+from coda_inductor.graph.edit import splice
+from coda_inductor.graph.sides import training
+from coda_inductor.graph.snapshots import refresh_views, restore, snapshot
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
 from coda_inductor.report import record
-from coda_inductor.rewrite import (
-    defer_norms,
-    gather_lookup_gradients,
-    keep_tables,
-    recompute_in_backward,
-    reshapes_to_views,
-    save_borders,
-    slice_loss_gradient,
-    split_packed,
-)
+from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.loss.slices import slice_loss_gradient
+from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.rewrite.packed import split_packed
+from coda_inductor.rewrite.recompute import recompute_in_backward
+from coda_inductor.rewrite.tables import keep_tables
+from coda_inductor.rewrite.views import reshapes_to_views
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
-from coda_inductor.semantic import DEFINITIONS, NAMES
-from coda_inductor.sides import training
+from coda_inductor.select.policy import Policy
+from coda_inductor.semantic.define import DEFINITIONS, NAMES
 
 
 class JointPass(CustomGraphPass):

@@ -14,7 +14,7 @@ row in float32 (float64 for float64).
 
 What it enables: no float32 copy of the logits exists. The log-sum-exp of each row leaves the LM
 head's epilogue as partials (rule R7), and in the backward pass the gradient of the logits is made
-and used a slice of the vocabulary at a time (``coda_inductor.rewrite.loss``).
+and used a slice of the vocabulary at a time (``coda_inductor.rewrite.loss.slices``).
 
 Refuses: class weights; targets that are probabilities; classes in another dimension than the last;
 options that are not constants.
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number
-from coda_inductor.semantic_loss import cross_entropy
+from coda_inductor.semantic import cross_entropy
 
 
 def flattened(logits, target, ignore_index, reduction, label_smoothing, rows, columns):

@@ -16,7 +16,7 @@ After::
 Why it is valid: both sides are x * rsqrt(mean(x^2) + eps) * weight; the casts only say in which
 precision. The op computes in float32 (float64 for float64), never less than the idiom did.
 
-What it enables (coda_inductor.rewrite.norms): rule R1, (D_r X) W = D_r (X W): the row scale rstd
+What it enables (coda_inductor.rewrite.norm): rule R1, (D_r X) W = D_r (X W): the row scale rstd
 moves past the GEMM that follows; rule R2: its statistics leave the GEMM in front as partials.
 
 Refuses: statistics not over the whole last dimension; eps that is not a number (a tensor, or read

@@ -23,7 +23,7 @@ import sympy
 import torch
 
 from coda_inductor import Match, Pattern, value
-from coda_inductor.semantic_rotary import rotate_pairs
+from coda_inductor.semantic import rotate_pairs
 
 
 def four_dimensions(x, turns, b, t, h, first):

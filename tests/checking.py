@@ -11,8 +11,8 @@ from harness import Harness
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.fuse import Policy, driver
-from coda_inductor.fuse.policy import Verdict
+from coda_inductor.fuse import driver
+from coda_inductor.select.policy import Policy, Verdict
 
 # A wrong rewrite is off by far more than the rounding of a sum in another order.
 TOLERANCE = {

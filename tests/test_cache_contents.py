@@ -75,10 +75,10 @@ def test_the_real_files_are_recognised(tmp_path, monkeypatch):
     """Names as those who write them make them."""
     pytest.importorskip("quack")
     from coda_inductor import cache_dir
-    from coda_inductor.kernels import mod
+    from coda_inductor.mainloop import mod
     from coda_inductor.patterns import verdict
     from coda_inductor.patterns.source import Source
-    from coda_inductor.runtime.kinds import kinds
+    from coda_inductor.select.kinds import kinds
 
     monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path)

@@ -15,9 +15,10 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor import attention, backend, joint, late_gradients, log
-from coda_inductor.graph import restore, snapshot
-from coda_inductor.runtime import loss as runtime_loss
+from coda_inductor import backend, joint, log
+from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.runtime import linear_cross_entropy
 
 V, D, F_, H, T = 96, 16, 24, 2, 6
 
@@ -114,7 +115,7 @@ def step(function, model, training):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Logits count as large, and warnings are spoken."""
-    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**8)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
     log.forget_warnings()
     torch._dynamo.reset()

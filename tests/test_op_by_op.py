@@ -15,9 +15,10 @@ from torch._inductor.exc import InductorError
 
 from coda_inductor import op_by_op
 from coda_inductor.errors import FallbackError
-from coda_inductor.fuse import Policy
 from coda_inductor.log import forget_warnings
-from coda_inductor.runtime import pool, support
+from coda_inductor.mainloop import availability
+from coda_inductor.runtime import pool
+from coda_inductor.select.policy import Policy
 
 D = 8
 
@@ -108,7 +109,7 @@ def test_strict_raises(broken):
 @pytest.mark.parametrize("outcome", [None, "compiling its kernel took too long"])
 def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatch, outcome):
     monkeypatch.setattr(Policy, "_kernels", lambda _, a: a.dim() == 2)
-    monkeypatch.setattr(support, "kernel_stack", lambda *_: None)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", lambda requests: dict.fromkeys(requests, outcome))
     uncached = []
 

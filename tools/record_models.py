@@ -31,14 +31,14 @@ def main() -> int:
     """Record, or compare two records; 1 if they differ."""
     if sys.argv[1] == "--compare":
         old, new = (json.loads(Path(path).read_text()) for path in sys.argv[2:4])
-        found = list(differences(old, new, ""))
-        print("\n".join(found) or "equal")
-        return bool(found)
+        lines = list(differences(old, new, ""))
+        print("\n".join(lines) or "equal")
+        return bool(lines)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "models")]
     warnings.filterwarnings("ignore")
     families: Any = importlib.import_module("families").FAMILIES
     out = Path(sys.argv[1])
-    found: Any = json.loads(out.read_text()) if out.exists() else {}
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for name in sys.argv[2:] or families:
         if name not in found:
             print(name, file=sys.stderr, flush=True)

@@ -165,7 +165,7 @@ def replace_inductor(options: dict[str, Any], calls: Path) -> None:
     import torch._inductor.compile_fx as module
     import torch.fx
 
-    from coda_inductor.backend import coda  # binds the original
+    from coda_inductor.backend import coda
 
     original, state = module.compile_fx, threading.local()
 

@@ -14,13 +14,13 @@ from torch.autograd.gradcheck import GradcheckError
 
 from coda_inductor.cli.device import Layer, errors, times
 from coda_inductor.cli.trial import ROWS, N, Trial, cannot_run, example_of, try_out
+from coda_inductor.codegen.render import render
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns import Pattern, verdict
 from coda_inductor.patterns.loading import name_taken
 from coda_inductor.patterns.prove import parameters, stand_in
 from coda_inductor.patterns.source import read
 from coda_inductor.patterns.worker import patterns_of
-from coda_inductor.render import render
 
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10

@@ -13,12 +13,12 @@ from coda_inductor.explanation.block import Block, block, repeated
 from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, NearMiss, Saved, Totals
-from coda_inductor.fuse.region import GEMMS, gemm_inputs
 from coda_inductor.fuse.traffic import size
-from coda_inductor.graph import ALIASES, fake, module_path
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.nodes import ALIASES, fake, module_path
+from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
-from coda_inductor.runtime import gate
-from coda_inductor.runtime.config import hint
+from coda_inductor.select import gate
 from coda_inductor.tracing import Traced
 
 

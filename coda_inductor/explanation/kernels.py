@@ -22,10 +22,10 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.driver import SITE
-from coda_inductor.fuse.region import GEMMS
 from coda_inductor.fuse.traffic import size
-from coda_inductor.graph import ALIASES, aten, fake, is_cast, module_path
-from coda_inductor.runtime.config import hint
+from coda_inductor.graph.gemms import GEMMS
+from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path
+from coda_inductor.graph.sizes import hint
 
 _PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
 _ATTENTION = ("scaled_dot_product", "flex_attention", "flash_attention", "efficient_attention")

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.kernels import Kernel, base
-from coda_inductor.fuse.region import GEMMS, gemm_inputs
-from coda_inductor.graph import aten, fake, is_transpose, module_path
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.nodes import aten, fake, is_transpose, module_path
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import SiteReport
 

@@ -16,6 +16,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 import coda_inductor
+from coda_inductor.codegen.render import render as render_kernel
 from coda_inductor.errors import KernelError
 from coda_inductor.explanation.block import Block
 from coda_inductor.explanation.diagram import draw, render
@@ -23,7 +24,6 @@ from coda_inductor.explanation.folding import Row, general_path
 from coda_inductor.explanation.naming import epilogue_work, readable_bytes, shape_text
 from coda_inductor.explanation.result import Explanation, Saved, advised, gemm_count, places
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.render import render as render_kernel
 
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Drawings wider than this stand below each other, not side by side.

@@ -15,11 +15,11 @@ from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit, expand
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.pair import pair_with
-from coda_inductor.fuse.policy import Policy, Verdict
-from coda_inductor.fuse.region import GEMMS, OPTIONAL, NoRegionError, Region, gemm_inputs
-from coda_inductor.fuse.sums import producer, sum_with
+from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.sums import sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
-from coda_inductor.graph import (
+from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, producer
+from coda_inductor.graph.nodes import (
     ALIASES,
     elementwise,
     fake,
@@ -27,12 +27,14 @@ from coda_inductor.graph import (
     is_transpose,
     module_path,
     readers,
-    same,
 )
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import same
 from coda_inductor.log import Failure, logger, warn_once
 from coda_inductor.report import SiteReport
-from coda_inductor.runtime import pool, requests
-from coda_inductor.sides import Scope
+from coda_inductor.runtime import pool
+from coda_inductor.runtime.launch import requests
+from coda_inductor.select.policy import Policy, Verdict
 
 #: On a GEMM's node, or the call that took its place: the number of its report in the list.
 SITE = "coda_site"

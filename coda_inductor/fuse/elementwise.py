@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.semantic_loss import row_logsumexp
+from coda_inductor.semantic.loss import row_logsumexp
 
 aten = torch.ops.aten
 

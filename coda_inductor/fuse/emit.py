@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor import reference
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
-from coda_inductor.graph import ALIASES, aten, fake, insert, prims, same, settle, splice
-from coda_inductor.program import EpilogueProgram
-from coda_inductor.semantic_loss import row_logsumexp
+from coda_inductor.graph.edit import insert, settle, splice
+from coda_inductor.graph.nodes import ALIASES, aten, fake, prims
+from coda_inductor.graph.sizes import same
+from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.semantic.loss import row_logsumexp
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
@@ -82,7 +83,7 @@ def check_views(region: Region) -> None:
 
 def expand(graph: Graph, call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
-    ``exact`` as :func:`coda_inductor.reference.run` takes it."""
+    ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
     as_, bs, operands, text, _ = call.args
     program = EpilogueProgram.from_json(text)
 

@@ -27,23 +27,25 @@ from torch.fx import Node
 
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
-from coda_inductor.fuse.region import GEMMS, NoRegionError, Region, constant, dtype_name
-from coda_inductor.fuse.sums import producer
-from coda_inductor.graph import (
+from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.graph.gemms import GEMMS, producer
+from coda_inductor.graph.nodes import (
     ALIASES,
-    FLOATS,
     aten,
+    constant,
     elementwise,
     fake,
     is_cast,
     is_transpose,
     readers,
     row_major,
-    same,
+    source,
 )
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import same
 from coda_inductor.program import OPS, Operand, Reduce, Step
-from coda_inductor.semantic_loss import row_logsumexp
-from coda_inductor.sides import Scope, checkpoint
+from coda_inductor.program.dtypes import FLOATS, dtype_name
+from coda_inductor.semantic.loss import row_logsumexp
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
 MAX_STORES = 3
@@ -378,7 +380,7 @@ class _Grower:
             return literal
         kind = operands.classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
-        node = operands.source(arg)
+        node = source(arg)
         known = self.region.operands.get((node, kind))
         if known is None:
             letter = {"tile": "t", "row": "w", "col": "r", "scalar": "s"}[kind]

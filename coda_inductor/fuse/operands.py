@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph import ALIASES, FLOATS, fake, is_cast, same
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sizes import same
+from coda_inductor.program.dtypes import FLOATS
 
 
 def classify(shape: tuple, full: tuple) -> str | None:
@@ -24,18 +26,6 @@ def classify(shape: tuple, full: tuple) -> str | None:
     if same(padded[-1], 1) and same(padded[:-1], full[:-1]):
         return "col"
     return "tile" if same(padded, full) else None
-
-
-def source(node: Node) -> Node:
-    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
-    while True:
-        if is_cast(node):
-            before, after = fake(node.args[0]).dtype, fake(node).dtype
-            if torch.promote_types(before, after) != after:
-                return node
-        elif node.target not in ALIASES:
-            return node
-        node = node.args[0]
 
 
 def wider(node: Node, anchor: Node) -> bool:

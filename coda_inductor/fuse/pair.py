@@ -20,9 +20,11 @@ from __future__ import annotations
 from torch.fx import Node
 
 from coda_inductor.fuse.grow import grow
-from coda_inductor.fuse.region import GEMMS, NoRegionError, Region, gemm_inputs
-from coda_inductor.graph import aten, fake, same
-from coda_inductor.sides import Scope
+from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import same
 
 
 def pair_with(anchor: Node, scope: Scope) -> Region | None:

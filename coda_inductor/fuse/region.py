@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
-from coda_inductor.graph import ALIASES, HALF, aten, fake, is_cast
+from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.nodes import ALIASES, fake, is_cast
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -26,11 +27,7 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
-
-#: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
-#: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
-OPTIONAL = "coda_optional"
-GEMMS = (aten.mm.default, aten.addmm.default)
+from coda_inductor.program.dtypes import HALF, dtype_name
 
 
 class NoRegionError(Exception):
@@ -111,34 +108,6 @@ class Region:
         """Sums over M that nothing ever combines with a tile: the gradients of biases, gammas."""
         columns = {r.name for r in self.reduces.values() if r.axis == "col"}
         return columns - {r.name for n, r in self.reduces.items() if not _ends_alone(n)}
-
-
-def gemm_inputs(node: Node) -> tuple[Node, Node]:
-    """(A, B) of an ``mm`` or ``addmm`` node."""
-    return (node.args[0], node.args[1]) if node.target is aten.mm.default else node.args[1:3]
-
-
-def constant(node: Node) -> float | None:
-    """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
-    dtype truncates, wraps or rounds it."""
-    if node.target is aten.full.default and not node.args[0]:
-        number = node.args[1]
-    elif node.target is aten.scalar_tensor.default:
-        number = node.args[0]
-    else:
-        return None
-    if not isinstance(number, (int, float)) or fake(node).is_complex():
-        return None
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        try:
-            return float(torch.full((), number, dtype=fake(node).dtype, device="cpu"))
-        except RuntimeError:  # the dtype cannot hold it: the program itself will say so
-            return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``, as programs spell it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _ends_alone(node: Node) -> bool:

@@ -17,49 +17,15 @@ weights are copied, or at least read them anyway: the gradients of q, k and v.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.region import GEMMS, Region, gemm_inputs
-from coda_inductor.graph import ALIASES, aten, elementwise, fake, insert, is_cast, readers, same
+from coda_inductor.fuse.region import Region
+from coda_inductor.graph.edit import insert
+from coda_inductor.graph.gemms import Legal, _is_add, gemm_inputs, producer, terms
+from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast, readers
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import same
 from coda_inductor.runtime.tensors import unjoinable
-from coda_inductor.sides import Scope, checkpoint
-
-#: Nodes that are looked at in search of a GEMM: a chain of elementwise ops may be very long.
-_FAR = 256
-
-#: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
-Legal = Callable[[Node], str | None]
-
-
-def terms(node: Node) -> list[Node] | None:
-    """The products that ``node`` is the sum of; None if it is anything else than a plain sum (or a
-    single product) whose parts nobody else reads. ``node`` itself may have any readers."""
-    found: list[Node] = []
-    todo = [node]
-    while todo:
-        top = todo.pop()
-        if top is not node and len(top.users) != 1:
-            return None
-        if top.target is aten.mm.default:
-            found.append(top)
-        elif top.target in ALIASES or (is_cast(top) and fake(top).dtype != torch.float64):
-            todo.append(top.args[0])
-        elif _is_add(top):
-            todo += top.args
-        else:
-            return None
-    return found
-
-
-def _is_add(node: Node) -> bool:
-    """Element by element: a sum that broadcasts adds every row to every row."""
-    if node.target is not aten.add.Tensor or node.kwargs or node.args[0] == node.args[1]:
-        return False
-    tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
-    return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
 
 
 def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
@@ -115,25 +81,6 @@ def _written_elementwise(node: Node) -> bool:
     while node.target in ALIASES:
         node = node.args[0]
     return elementwise(node) and producer(node) is None
-
-
-def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is elementwise computed from.
-
-    Looks at the last node first: what is left when a GEMM is found is older than it. A residual
-    stream leads back through all layers, whichever side of an addition it stands on.
-    """
-    todo = {x}
-    for _ in range(_FAR):
-        if not todo:
-            break
-        node = max(todo)
-        todo.remove(node)
-        if node.target in GEMMS:
-            return node
-        if node.op == "call_function" and elementwise(node):
-            todo.update(node.all_input_nodes)
-    return None
 
 
 def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.fuse.region import Region, gemm_inputs
+from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import in_place
-from coda_inductor.graph import fake
-from coda_inductor.runtime.config import WIDTHS, Config, hint
+from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sizes import hint
+from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.select.config import Config
 
 _PARTIAL = 4  # float32
 

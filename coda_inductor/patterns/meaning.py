@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, value
 from coda_inductor.patterns.conditions import constant, number
-from coda_inductor.semantic import DEFINITIONS, LIB, NAMES
+from coda_inductor.semantic.define import DEFINITIONS, LIB, NAMES
 
 #: Where the loader leaves the digest of a file's content, for the functions defined in it.
 DIGEST = "__coda_digest__"

@@ -26,7 +26,7 @@ from coda_inductor.patterns.formulas import Row, called, expression, number
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.rules import RULES
-from coda_inductor.semantic import DEFINITIONS
+from coda_inductor.semantic.define import DEFINITIONS
 
 _COLUMNS = 3
 #: Functions and methods whose result at one place depends on other places; max and min too, unless

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise vocabulary of epilogue programs: name, arity and meaning in plain torch.
 
-The renderer (``coda_inductor.render``) has one CuTeDSL template for each name here; a test
+The renderer (``coda_inductor.codegen.render``) has one CuTeDSL template for each name here; a test
 keeps the two tables equal. Adding an op means adding a row to both.
 """
 

@@ -26,7 +26,7 @@ import operator
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.graph import ALIASES
+from coda_inductor.graph.nodes import ALIASES
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

@@ -32,25 +32,22 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.region import GEMMS, gemm_inputs
-from coda_inductor.fuse.sums import Legal
-from coda_inductor.graph import (
+from coda_inductor.graph.edit import Put, prune, settle
+from coda_inductor.graph.gemms import GEMMS, Legal, gemm_inputs
+from coda_inductor.graph.nodes import (
     ALIASES,
-    FLOATS,
-    Put,
     aten,
     elementwise,
     fake,
     is_transpose,
     leaves,
     module_path,
-    prune,
     readers,
-    same,
-    settle,
 )
-from coda_inductor.rewrite.behind import plain_bias
-from coda_inductor.sides import Scope
+from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.sizes import same
+from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.rewrite.norm.consumers import plain_bias
 
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 #: (GEMM, training) -> why splitting it costs more than it saves, or None.

@@ -29,12 +29,11 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import LOWERINGS
-from coda_inductor.fuse.operands import source
-from coda_inductor.fuse.region import GEMMS
-from coda_inductor.graph import ALIASES, aten, fake, is_cast, is_transpose, readers
-from coda_inductor.rewrite.behind import KEEP
-from coda_inductor.semantic_loss import row_logsumexp
-from coda_inductor.sides import Scope, is_tangent
+from coda_inductor.graph.gemms import GEMMS
+from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, is_transpose, readers, source
+from coda_inductor.graph.sides import Scope, is_tangent
+from coda_inductor.rewrite.norm.consumers import KEEP
+from coda_inductor.semantic.loss import row_logsumexp
 
 _MOST_TENSORS = 2
 _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)

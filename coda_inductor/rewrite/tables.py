@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.graph import ALIASES, aten, fake, insert, is_cast, readers
-from coda_inductor.runtime.config import hint
+from coda_inductor.graph.edit import insert
+from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, readers
+from coda_inductor.graph.sizes import hint
 
 LEAST_READS = 8
 

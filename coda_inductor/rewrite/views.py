@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.graph import aten, fake, row_major
+from coda_inductor.graph.nodes import aten, fake, row_major
 
 
 def reshapes_to_views(graph: Graph) -> None:

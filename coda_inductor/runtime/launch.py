@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coda_inductor.kernels.ports import ports
+from coda_inductor.codegen.ports import ports
 from coda_inductor.program import EpilogueProgram, Reduce
-from coda_inductor.runtime.config import Config
 from coda_inductor.runtime.tensors import (
     UnpairableError,
     joint_view,
@@ -23,6 +22,7 @@ from coda_inductor.runtime.tensors import (
     vector,
 )
 from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.select.config import Config
 
 
 class Kernel:
@@ -61,7 +61,7 @@ class Kernel:
         key = (a_major, b_major, swap_lanes, joined, device.index)
         plan = self._plans.get(key)
         if plan is None:
-            from coda_inductor.kernels.build import build
+            from coda_inductor.mainloop.build import build
 
             # What the next call reads may lie in the other order, and while a CUDA graph is
             # captured no kernel can be loaded.

@@ -16,11 +16,12 @@ import torch
 from torch.fx import GraphModule
 
 from coda_inductor.log import logger
+from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.requirements import untested_torch
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options
-from coda_inductor.runtime import gate, support
-from coda_inductor.runtime.config import arch_of
-from coda_inductor.runtime.requirements import untested_torch
+from coda_inductor.select import gate
+from coda_inductor.select.device import arch_of
 
 #: What this process was told already: "torch", "kernels".
 told: set[str] = set()
@@ -49,7 +50,7 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> str 
     is no product, or the options ask for none."""
     if options.reference or options.gate == "never" or not _has_product(gm):
         return None
-    if (why := support.kernel_stack()) is not None:
+    if (why := availability.kernel_stack()) is not None:
         return why
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     gpu = next((d for d in devices if d.type == "cuda"), None)

@@ -22,14 +22,15 @@ import time
 import torch
 from torch import Tensor
 
-from coda_inductor import reference
 from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
-from coda_inductor.program import EpilogueProgram, Store
-from coda_inductor.runtime import support
-from coda_inductor.runtime.config import Config, arch_of
+from coda_inductor.mainloop import availability
+from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.launch import kernel
 from coda_inductor.runtime.tensors import UnpairableError
+from coda_inductor.select import legality
+from coda_inductor.select.config import Config
+from coda_inductor.select.device import arch_of
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _LIBRARY.define(
@@ -149,7 +150,7 @@ def _unsupported(
     parsed = EpilogueProgram.from_json(program)
     if getattr(torch, parsed.in_dtype) != dtype:
         return f"the program is for {parsed.in_dtype} inputs, they are {dtype}"
-    return support.kernel_stack(device) or support.unsupported(
+    return availability.kernel_stack(device) or legality.unsupported(
         parsed, n, k, b_major="n" if n_major else "k", device=device
     )
 

@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 
 from coda_inductor.log import logger
+from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.runtime.client import LostError, Server, workers
-from coda_inductor.runtime.support import library_stack
 from coda_inductor.runtime.worker import KernelRequest
 
 
@@ -180,7 +180,7 @@ def _marker_folder() -> Path:
     """Markers hold for one version of everything that turns a program into code."""
     from quack.cache.jit import _compute_source_fingerprint, get_cache_path
 
-    from coda_inductor.kernels.mod import codegen_hash
+    from coda_inductor.mainloop.mod import codegen_hash
 
     return get_cache_path() / _compute_source_fingerprint() / f"coda_{codegen_hash()}"
 

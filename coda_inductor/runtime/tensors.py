@@ -86,7 +86,7 @@ def pair_view(b0: Tensor, b1: Tensor) -> tuple[Tensor, int, bool]:
     """(operand, delta, swapped) for two 16-bit weights, each (K, N) and K-major.
 
     The operand is (K, 2N), starts at the lower weight and must only ever be read through the
-    ((2, N), K) layout of ``coda_inductor.kernels.pair``. Non-owning: the caller keeps b0 and b1.
+    ((2, N), K) layout of ``coda_inductor.mainloop.pair``. Non-owning: the caller keeps b0 and b1.
 
     Raises:
         UnpairableError: see :func:`pair_order`.

@@ -8,8 +8,8 @@ import importlib.metadata
 
 import torch
 
-from coda_inductor.kernels.environment import environment
-from coda_inductor.runtime.support import kernel_stack, library_stack
+from coda_inductor.mainloop.availability import kernel_stack, library_stack
+from coda_inductor.mainloop.environment import environment
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 

@@ -33,7 +33,7 @@ def prepare(arch: str) -> None:
     """Import what compiling for ``arch`` needs, before workers fork."""
     from quack.cache.async_compile import _pool_initializer
 
-    import coda_inductor.kernels.build  # noqa: F401
+    import coda_inductor.mainloop.build  # noqa: F401
 
     _pool_initializer(arch, f"sm_{arch}a")
 
@@ -57,10 +57,10 @@ def _compile(request: KernelRequest, folder: str | None) -> Path:
     import quack.cache.jit
     import quack.gemm_runtime.host
 
-    from coda_inductor.kernels.build import build
-    from coda_inductor.kernels.mod import load
+    from coda_inductor.mainloop.build import build
+    from coda_inductor.mainloop.mod import load
     from coda_inductor.program import EpilogueProgram
-    from coda_inductor.runtime.config import Config
+    from coda_inductor.select.config import Config
 
     # The server may have started under another environment.
     quack.cache.CACHE_DIR = folder

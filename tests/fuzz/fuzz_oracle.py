@@ -87,13 +87,15 @@ def environment(program: Program) -> Iterator[None]:
     """Thresholds low, sites left as custom ops where the program says so, nothing cached."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from coda_inductor import late_gradients
+        from coda_inductor.dynamo import late_gradients
         from coda_inductor.rewrite import tables
-        from coda_inductor.runtime import loss
+        from coda_inductor.runtime import linear_cross_entropy
 
         for module, name in (
-            (late_gradients, "LEAST_BYTES"), (loss, "SLICE_BYTES"), (tables, "LEAST_READS"),
-        ):  # fmt: skip
+            (late_gradients, "LEAST_BYTES"),
+            (linear_cross_entropy, "SLICE_BYTES"),
+            (tables, "LEAST_READS"),
+        ):
             patch.setattr(module, name, getattr(module, name))  # is put back after
         exec(THRESHOLDS, {})  # noqa: S102  the very text that a script has
         if program.custom:

@@ -7,7 +7,7 @@ import pytest
 
 from coda_inductor import report
 from coda_inductor.log import forget_warnings
-from coda_inductor.runtime import set_strict
+from coda_inductor.runtime.op import set_strict
 
 
 @pytest.fixture

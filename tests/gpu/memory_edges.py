@@ -4,15 +4,10 @@ and ragged columns, each operand in memory of its own."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from oracle import check
 from programs import inputs, legal
 
-from coda_inductor.runtime.kinds import B_MAJOR, TERMS, kinds
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 NAMES = ("swiglu", "norm_bwd_joined", "rms_partial")
 for name in NAMES:

@@ -11,10 +11,10 @@ import dataclasses
 
 import torch
 
-from coda_inductor import reference
-from coda_inductor.program import Store
-from coda_inductor.runtime import Config, gemm_epilogue
-from coda_inductor.runtime.config import arch_of, legal_configs
+from coda_inductor.program import Store, reference
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.select.config import Config, legal_configs
+from coda_inductor.select.device import arch_of
 
 
 def config_for(program) -> Config:

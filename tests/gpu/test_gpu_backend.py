@@ -13,7 +13,8 @@ from torch import nn
 
 import coda_inductor
 from coda_inductor.errors import FallbackError
-from coda_inductor.runtime import pool, support
+from coda_inductor.mainloop import availability
+from coda_inductor.runtime import pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -98,7 +99,7 @@ def test_odd_width_falls_back_alone():
 
 
 def test_without_a_kernel_stack_the_model_runs(monkeypatch):
-    monkeypatch.setattr(support, "kernel_stack", lambda *_: "quack-kernels is not installed")
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: "quack-kernels is not installed")
     model, xs = make(), inputs(256)
     assert_as_good(model, compiled(model), xs)
     assert not any(site.fused for site in coda_inductor.reports()[-1].sites)

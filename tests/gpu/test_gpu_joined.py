@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from oracle import check, config_for
 from programs import activation_chain, inputs
 
-from coda_inductor.runtime import gemm_epilogue, kernel_stack, requests
-from coda_inductor.runtime.config import arch_of, legal_configs
-from coda_inductor.runtime.kinds import kinds
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.runtime.launch import requests
+from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.pool import KernelRequest, wait
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import arch_of
+from coda_inductor.select.kinds import kinds
 
 pytestmark = [
     pytest.mark.gpu,

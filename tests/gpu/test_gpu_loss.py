@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from layers import compiled, errors
 from torch import nn
 
-from coda_inductor import late_gradients
-from coda_inductor.kernels.dlogits import dlogits
-from coda_inductor.runtime import loss as runtime_loss
-from coda_inductor.semantic_loss import cross_entropy_backward
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.mainloop.dlogits import dlogits
+from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor.semantic.loss import cross_entropy_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -63,7 +63,7 @@ def gradients(call, model, x, labels):
 @pytest.fixture
 def slices(monkeypatch):
     """Let logits count as large, and be cut in slices of 512 columns."""
-    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**14)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**14)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
 
 
@@ -96,7 +96,7 @@ def compare(model, x, labels):
 
 
 def test_a_step_needs_less_memory_than_a_second_tensor_of_logits(monkeypatch):
-    monkeypatch.setattr(runtime_loss, "SLICE_BYTES", 2**22)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**22)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     model, (x, labels) = make(65536), inputs(2048, 65536)
     peaks = {}

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from layers import Layer, compiled, errors, make
 from oracle import check, config_for
 from programs import inputs, legal
 
-from coda_inductor.runtime import gemm_epilogue, kernel_stack, tensors
-from coda_inductor.runtime.kinds import kinds
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.runtime import tensors
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.select.kinds import kinds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,7 +87,7 @@ def test_operands_at_the_end_of_their_allocations(segments, caching, tmp_path):
 
 
 def _path() -> str:
-    folders = [HERE.parents[1], HERE, HERE.parent / "kernels", os.environ.get("PYTHONPATH", "")]
+    folders = [HERE.parents[1], HERE, HERE.parent, os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(map(str, folders))
 
 

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from oracle import check, config_for
 from programs import inputs, one_op, paired_sums, programs
 
-from coda_inductor import reference
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
-from coda_inductor.runtime import gemm_epilogue, kernel_stack, set_strict
-from coda_inductor.runtime.config import arch_of, legal_configs
-from coda_inductor.runtime.kinds import B_MAJOR, TERMS, kinds
+from coda_inductor.runtime.op import gemm_epilogue, set_strict
 from coda_inductor.runtime.pool import KernelRequest, wait
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import arch_of
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,9 @@ from checking import leave_custom_ops
 from families import FAMILIES
 from harness import Harness
 
-from coda_inductor import attention, late_gradients
-from coda_inductor.graph import ALIASES, aten
-from coda_inductor.runtime import loss
+from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.graph.nodes import ALIASES, aten
+from coda_inductor.runtime import linear_cross_entropy
 
 T, D, HEADS, KV, HIDDEN, V = 128, 64, 4, 1, 256, 1024
 
@@ -40,7 +40,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
     values; gate and up. Not saved: anything normalized, queries and keys before their rotation, the
     operand of their projections, the activation in front of down."""
     leave_custom_ops(monkeypatch)
-    monkeypatch.setattr(loss, "SLICE_BYTES", 2**12)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**12)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     simplify = attention.simplify_attention
     monkeypatch.setattr(

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import coda_inductor
-from coda_inductor import PatternError, attention, patterns
+from coda_inductor import PatternError, patterns
 from coda_inductor.debug import Recorder
+from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
 from coda_inductor.patterns import lint, loading, verdict, worker

@@ -14,12 +14,8 @@ from coda_inductor.patterns.equal import difference
 from coda_inductor.patterns.formulas import FORMULAS, Row, expression
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.rules import RULES
-from coda_inductor.semantic import (
-    rms_norm_backward_definition,
-    rms_norm_definition,
-    swiglu_backward_definition,
-    swiglu_definition,
-)
+from coda_inductor.semantic.gates import swiglu_backward_definition, swiglu_definition
+from coda_inductor.semantic.norms import rms_norm_backward_definition, rms_norm_definition
 
 G, U, DY = sympy.symbols("gate up dy", real=True)
 
@@ -337,7 +333,7 @@ def test_pattern_that_is_not_proven_is_refused(name):
 
 
 def test_pattern_of_an_op_is_compared_with_its_definition():
-    from coda_inductor.semantic import swiglu
+    from coda_inductor.semantic.gates import swiglu
 
     def pattern(idiom, **options):
         arguments = {"arguments": lambda m: (m.bound["gate"], m.bound["up"]), **options}

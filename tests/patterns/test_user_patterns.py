@@ -30,7 +30,7 @@ from torch import nn
 
 from coda_inductor import patterns
 from coda_inductor.patterns.source import read, run
-from coda_inductor.semantic import DEFINITIONS
+from coda_inductor.semantic.define import DEFINITIONS
 
 HERE = Path(__file__).parent
 
@@ -308,9 +308,9 @@ COMPILE = """
 import sys
 import quack.gemm_runtime.host as host
 host.get_max_active_clusters = lambda *args, **kwargs: 0  # only a GPU knows, only a launch asks
-from coda_inductor.kernels.build import build
+from coda_inductor.mainloop.build import build
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.runtime.config import legal_configs
+from coda_inductor.select.config import legal_configs
 import json
 for text in json.load(sys.stdin):
     program = EpilogueProgram.from_json(text)

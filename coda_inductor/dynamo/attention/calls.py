@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around ``scaled_dot_product_attention`` in Dynamo's graph: masks made of constants, and key/value
+heads repeated for groups of query heads.
+
+Before::
+
+    mask = (arange(T)[:, None] >= arange(T)) & ...           # no tensor of the user's enters
+    k4, v4 = (t[:, :, None].expand(B, H, n, T, D).reshape(B, H * n, T, D) for t in (k, v))
+    sdpa(q, k4, v4, attn_mask=mask)
+
+After::
+
+    sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
+mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic, or
+the mask large, that is proven for all sizes instead (``index_proof``). The repeated heads are the
+repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
+
+Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
+and saved for the backward pass.
+
+Refuses: a mask that depends on data (padding, packing) or on random numbers; a symbolic one whose
+ops the proof does not know; one that is neither causal nor full (a sliding window shorter than the
+sequence); causal attention of queries and keys of different number. Heads stay
+repeated where flash attention would not run: off CUDA, beside a mask, in float32, or with more than
+256 values a head; and where an in-place op after the repetition may change what is repeated, or
+the mode of gradients or autocast changes before the call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.dynamo.attention import constants
+from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, TooLargeError
+from coda_inductor.dynamo.attention.index_proof import IndexProof, same_size
+from coda_inductor.dynamo.attention.index_values import (
+    Affine,
+    Choice,
+    DataError,
+    NotProvenError,
+    Value,
+    index,
+    true_when,
+)
+from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
+from coda_inductor.program.dtypes import HALF
+
+NAMES = ("constant_mask", "grouped_heads")
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MAX_HEAD = 256
+#: Views that only rearrange or repeat the elements of one tensor.
+_VIEWS = frozenset(
+    {"getitem", "expand", "reshape", "view", "unsqueeze", "repeat_interleave", "transpose",
+     "contiguous", "permute", "flatten"}
+)  # fmt: skip
+
+
+def simplify_attention(
+    gm: GraphModule, disabled: tuple[str, ...] = (), device: str = "cuda"
+) -> tuple[Counter[str], list[str]]:
+    """Apply both rewrites to every attention call of ``gm`` and its checkpointed regions, in place.
+
+    ``device`` is where repeated heads are worth undoing. Returns how often each rewrite fired, and
+    a line for each near miss.
+    """
+    fired: Counter[str] = Counter()
+    refused: list[str] = []
+    known: dict[int, _Masks] = {}
+    for body in bodies(gm):
+        around = None if body.around is None else known[id(body.around)]
+        masks = known[id(body)] = _Masks(body, around)
+        _simplify(body.graph, masks, disabled, device, fired, refused)
+        body.module.recompile()
+    return fired, refused
+
+
+class _Masks:
+    """The verdict on each mask of one graph: ``"causal"``, ``"full"``, or why it stays."""
+
+    def __init__(self, body: Body, around: _Masks | None):
+        outside: Constants | None = None if around is None else around.constants
+        self.constants: Constants = Constants(body.graph, body.outer, outside)
+        self.body, self.around = body, around
+        self.known: dict[tuple[Node, str, str], str] = {}
+
+    @cached_property
+    def proof(self) -> IndexProof:
+        around = None if self.around is None else self.around.proof
+        return IndexProof(self.body.graph, self.constants.changed, self.body.outer, around)
+
+    def verdict(self, mask: Node, queries: Any, keys: Any) -> str:
+        known_outside = mask in self.body.outer and mask not in self.constants.changed
+        if known_outside and self.around is not None:  # evaluated once for all layers
+            return self.around.verdict(self.body.outer[mask], queries, keys)
+        key = (mask, str(queries), str(keys))  # SymInts have no hash
+        if key not in self.known:
+            try:
+                self.known[key] = self._classify(mask, queries, keys)
+            except (NotConstantError, DataError) as error:
+                self.known[key] = str(error)
+            except NotProvenError as error:
+                self.known[key] = f"{_why_a_proof(mask, queries, keys)}, and {error}"
+        return self.known[key]
+
+    def _classify(self, mask: Node, queries: Any, keys: Any) -> str:
+        if _static(mask, queries, keys):
+            try:
+                return classify(self.constants.value(mask), queries, keys)
+            except TooLargeError:
+                pass
+        return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
+
+
+def _static(mask: Node, queries: Any, keys: Any) -> bool:
+    return all(isinstance(size, int) for size in (*value(mask).shape, queries, keys))
+
+
+def _why_a_proof(mask: Node, queries: Any, keys: Any) -> str:
+    """Why a mask was not evaluated."""
+    if _static(mask, queries, keys):
+        return f"it takes more than {constants.MAX_BYTES >> 20} MiB to evaluate"
+    return "its size is symbolic"
+
+
+def _simplify(
+    graph: Graph,
+    masks: _Masks,
+    disabled: tuple[str, ...],
+    device: str,
+    fired: Counter[str],
+    refused: list[str],
+) -> None:
+    for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
+        arguments = _arguments(node)
+        if arguments is None:
+            continue
+        mask = arguments.get("attn_mask")
+        if mask is not None and "constant_mask" not in disabled:
+            verdict = _verdict(mask, arguments, masks)
+            if verdict in ("causal", "full"):
+                arguments["attn_mask"] = None
+                arguments["is_causal"] = verdict == "causal"
+                fired["constant_mask"] += 1
+            else:
+                refused.append(f"constant_mask at {node.name}: the mask stays, {verdict}")
+        if "grouped_heads" not in disabled and _flash(arguments, device):
+            chains = [_repetition(arguments[name]) for name in ("key", "value")]
+            if chains[0] is not None and chains[1] is not None:
+                reason = next((why for c in chains if c and (why := c.hazard(node))), None)
+                if reason is None:
+                    arguments["key"], arguments["value"] = (c.heads(node) for c in chains if c)
+                    arguments["enable_gqa"] = True
+                    fired["grouped_heads"] += 1
+                else:
+                    refused.append(f"grouped_heads at {node.name}: heads stay repeated, {reason}")
+        node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
+        node.kwargs = arguments
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    named = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    tensors = [value(named.get(name)) for name in _ARGUMENTS[:3]]
+    return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
+
+
+def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> str:
+    if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
+        return "it is no tensor of this graph"
+    if arguments.get("is_causal"):
+        return "is_causal is set beside it"
+    queries, keys = (value(arguments[name]).shape[-2] for name in ("query", "key"))
+    return masks.verdict(mask, queries, keys)
+
+
+def classify(mask: torch.Tensor, queries: int, keys: int) -> str:
+    """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA: ``"causal"``,
+    ``"full"``, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
+    ``-inf``, or the dtype's lowest number, hides it."""
+    seen = _seen(mask)
+    if isinstance(seen, str):
+        return seen
+    if seen.all():
+        return "full"
+    if queries != keys:
+        return f"it is not full, and there are {queries} queries but {keys} keys"
+    if seen.dim() < 2 or seen.shape[-2:] != (queries, keys):
+        return "it hides keys from all queries alike"
+    square = torch.ones(queries, keys, dtype=torch.bool)
+    causal = square.tril()
+    if torch.equal(seen, causal.expand_as(seen)):
+        return "causal"
+    first = seen.reshape(-1, queries, keys)[0]
+    window = int(first[-1].sum())
+    if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
+        return f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
+    return "it is constant, but neither causal nor full"
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | str:
+    """Where ``mask`` lets a query see a key, or why it is no mask."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return f"a mask of {mask.dtype} is neither boolean nor additive"
+    seen = mask == 0
+    if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+        return "it adds numbers other than 0 and -inf"
+    return seen
+
+
+def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any) -> str:
+    """``classify`` for a mask of symbolic size: ``known`` are its elements by their indices,
+    ``mask`` gives its shape and dtype."""
+    if isinstance(known, Affine):
+        return "it adds numbers other than 0 and -inf"
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        seen = _seen(torch.tensor([known.yes, known.no], dtype=mask.dtype, device="cpu"))
+        if isinstance(seen, str):
+            return seen
+        yes, no = seen.tolist()
+    if yes == no:
+        return "full" if yes else "it is constant, but neither causal nor full"
+    when = true_when(Choice(known.when, yes, no))
+    causal = index(-2) - index(-1)
+    when = frozenset(c for c in when if not _covers(c + causal, queries))
+    if not when:
+        return "full"
+    if when == {causal}:
+        if not same_size(queries, keys):
+            return f"it is not full, and there are {queries} queries but {keys} keys"
+        same = same_size(mask.shape[-2], queries) and same_size(mask.shape[-1], keys)
+        return "causal" if same else "it hides keys from all queries alike"
+    for condition in when - {causal}:
+        window = condition + causal  # column - row + window - 1 >= 0
+        if len(when) == 2 and causal in when and not window.slopes:
+            return f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
+    return "it is constant, but neither causal nor full"
+
+
+def _covers(window: Affine, queries: Any) -> bool:
+    """Is a window of ``window`` + 1 keys back as long as the sequence?"""
+    return not window.slopes and isinstance(queries, int) and queries <= window.constant + 1
+
+
+def _flash(arguments: dict[str, Any], device: str) -> bool:
+    """Would SDPA run flash attention, and does it not group heads already?"""
+    query, key, val = (value(arguments[name]) for name in _ARGUMENTS[:3])
+    return (
+        arguments.get("attn_mask") is None
+        and not arguments.get("enable_gqa")
+        and query.device.type == device
+        and (query.dtype in HALF or device == "cpu")
+        and query.dim() == key.dim() == val.dim() == 4
+        and key.shape[-1] == val.shape[-1] == query.shape[-1]
+        and query.shape[-1] <= _MAX_HEAD
+        and all(isinstance(size, int) for size in (*query.shape, *key.shape, *val.shape))
+    )
+
+
+@dataclass(frozen=True)
+class _Repetition:
+    """``source`` is (B, H, T, D), or (B, T, H, D) where ``turned``; the views of ``chain``, last
+    one first, repeat each of its heads n times in a row."""
+
+    source: Node
+    chain: tuple[Node, ...]
+    turned: bool
+
+    def hazard(self, call: Node) -> str | None:
+        """Why ``call`` must not read the source instead, or None. A copy does not see later
+        writes, a view does; after the call, what it saves for the backward pass must not change."""
+        nodes, before = (self.source, *self.chain), True
+        node = self.chain[-1].next
+        while node.op != "root":
+            before &= node is not call
+            if before and changes_mode(node):
+                return f"{node.name} changes the mode of gradients or autocast before the call"
+            if writes_to(node, nodes):
+                return f"{node.name} may change in place what is repeated"
+            node = node.next
+        return None
+
+    def heads(self, call: Node) -> Node:
+        """The (B, H, T, D) tensor whose heads are repeated."""
+        if not self.turned:
+            return self.source
+        with call.graph.inserting_before(call):
+            new = call.graph.call_method("transpose", (self.source, 1, 2))
+        heads = value(self.source).transpose(1, 2)
+        new.meta = {**self.source.meta, "example_value": heads}
+        return new
+
+
+def _repetition(repeated: Any) -> _Repetition | None:
+    """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
+    not."""
+    full = value(repeated).shape
+    chain: list[Node] = []
+    node = repeated
+    while isinstance(node, Node) and _name(node) in _VIEWS and isinstance(node.args[0], Node):
+        chain.append(node)
+        node = node.args[0]
+        known = value(node)
+        if not isinstance(known, torch.Tensor) or known.dim() != 4:
+            continue
+        static = all(isinstance(size, int) for size in known.shape)
+        if not static or known.numel() >= full.numel():
+            continue
+        for turned in (False, True):
+            b, _, t, d = (known.transpose(1, 2) if turned else known).shape
+            same = (b, t, d) == (full[0], full[2], full[3])
+            if same and _repeats(chain, known.shape, turned, full):
+                return _Repetition(node, tuple(chain), turned)
+    return None
+
+
+def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Size) -> bool:
+    """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
+    # One batch entry and one value a head would do, but sizes stand in the views as literals.
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
+        result: Any = indices
+        for node in reversed(chain):
+            args, kwargs = node.args[1:], node.kwargs
+            if any(isinstance(a, Node) for a in torch.utils._pytree.tree_leaves((args, kwargs))):
+                return False
+            if node.op == "call_method":
+                result = getattr(result, str(node.target))(*args, **kwargs)
+            else:
+                result = node.target(result, *args, **kwargs)
+        base = indices.transpose(1, 2) if turned else indices
+        n = full[1] // base.shape[1]
+        return torch.equal(result, base.repeat_interleave(n, dim=1))
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass 1, raise: idioms in Dynamo's torch-level graph become semantic ops.
+
+Before::
+
+    pow_1 = x.pow(2); mean = pow_1.mean(-1, keepdim=True); ... ; mul_1 = weight * to_1
+
+After::
+
+    rms_norm = torch.ops.coda_inductor.rms_norm.default(x, weight, 1e-06, torch.bfloat16)
+
+Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
+ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
+Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
+used elsewhere, when the graph differentiates forward (semantic ops have a reverse mode only), or
+when a side condition of the pattern fails; the reason is logged and kept.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.graph.sizes import same
+from coda_inductor.log import logger, warn_once
+from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
+from coda_inductor.patterns import Pattern
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A near miss: the pattern matched at ``node`` but must not fire."""
+
+    pattern: str
+    node: str
+    reason: str
+
+
+def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
+    """Replace every idiom of ``patterns`` in ``gm`` and in its checkpointed regions, in place.
+
+    Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
+    """
+    refusals: list[Refusal] = []
+    dual = forward_mode(gm)
+    for body in bodies(gm):
+        for pattern in patterns:
+            refusals += _raise_one(body.graph, pattern, dual)
+        body.module.recompile()
+    return refusals
+
+
+def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal]:
+    refusals = []
+    epoch = epochs(graph)
+    # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
+    for root in reversed(list(graph.nodes)):
+        if root._erased or root.op not in ("call_function", "call_method"):
+            continue
+        try:  # what fails here does so alone: nothing has been changed yet
+            match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
+            reason = None if match is None else _refusal(pattern, match, epoch, dual)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error} ({_where(error)})"
+            reason = f"the pattern itself failed: {cause}"
+            warn_once(f"pattern {pattern.name}", reason)
+            logger.debug("traceback", exc_info=True)
+        if reason is not None:
+            logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
+            refusals.append(Refusal(pattern.name, root.name, reason))
+        elif match is not None:
+            _replace(graph, pattern, match, epoch)
+    return refusals
+
+
+def _refusal(
+    pattern: Pattern, match: Match, epoch: dict[Node, int], dual: str | None
+) -> str | None:
+    """Why ``pattern`` must not fire at ``match``, or None."""
+    if dual is not None:
+        return f"{dual} differentiates forward, and semantic ops only go backward"
+    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
+
+
+def _where(error: Exception) -> str:
+    """``file.py:12``: where in a pattern file an error is from, else where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    frame = theirs[0] if theirs else frames[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
+    covered = set(match.nodes) | set(match.casts)
+    if len({epoch[n] for n in covered}) != 1:
+        return "an in-place op or a grad/autocast mode change lies between its nodes"
+    leaves = {n for n in match.casts if n.args[0] in match.bound.values()}
+    wide = next((n for n in covered if _widens(n)), None)
+    if wide is not None:
+        return f"{wide.name} makes it float64, which its input is not"
+    bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
+    inputs = {t.dtype for t in bound if t.is_floating_point()}
+    if torch.float64 in inputs and len(inputs) > 1:
+        return "it mixes float64 with another type, which decides what is computed in which"
+    for node in match.inner:
+        if node in leaves:
+            continue  # a widened input may have other readers; it simply stays
+        if any(user not in covered for user in node.users):
+            return f"its intermediate {node.name} is used elsewhere"
+    return None
+
+
+def _widens(node: Node) -> bool:
+    """Does ``node`` make float64 of what is none? The op would compute in float32."""
+    double = (torch.float64, torch.complex128)
+    result, *inputs = (getattr(value(n), "dtype", None) for n in (node, *node.all_input_nodes))
+    return result in double and not any(dtype in double for dtype in inputs)
+
+
+def _fake(arg: object) -> object:
+    return value(arg) if isinstance(arg, Node) else arg
+
+
+def _mismatch(pattern: Pattern, match: Match) -> str | None:
+    """Run the op on the recorded fake values: its result must be what the idiom's was."""
+    want = value(match.root)
+    mode = getattr(want, "fake_mode", None)
+    if not isinstance(want, torch.Tensor) or mode is None:
+        return "no fake value is recorded"
+    with mode:
+        have = pattern.call(*map(_fake, pattern.arguments(match)))
+    for what in ("dtype", "shape", "device"):
+        if getattr(want, what) != getattr(have, what):
+            return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
+    # A view or an as_strided of the result counts on them.
+    strides = [x.stride() for x in (want, have)]
+    wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
+    if not all(same(strides[0][i], strides[1][i]) for i in wider):
+        return f"stride would change from {strides[0]} to {strides[1]}"
+    return None
+
+
+def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
+    root, arguments = match.root, pattern.arguments(match)
+    with value(root).fake_mode:
+        example = pattern.op(*map(_fake, arguments))
+    with graph.inserting_before(root):
+        call = graph.call_function(pattern.op, arguments)
+        call.meta = {**root.meta, "example_value": example}
+        new = call
+        if pattern.result is not None:
+            new = graph.call_function(operator.getitem, (call, pattern.result))
+            new.meta = dict(root.meta)
+    for node in {call, new}:
+        epoch[node] = epoch[root]
+    root.replace_all_uses_with(new)
+    for node in sorted((*match.nodes, *match.casts), key=_position(graph), reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    logger.debug("raise: %s at %s", pattern.name, new.name)
+
+
+def _position(graph: Graph):
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return order.__getitem__

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gradient of returned logits that never comes is never made up.
+
+A causal LM returns its logits beside the loss. Compiled, its backward pass then takes a gradient
+for both, and where the user only goes back from the loss, autograd fills one with zeros: as large
+as the logits, written, added and read for nothing.
+
+Before::
+
+    logits = linear(h, W, b); loss = f(logits); return loss, logits
+
+After::
+
+    logits = linear(h, W, b); loss = f(logits); return loss, logits.detach(), h
+    # around the compiled graph: logits = _Late.apply(logits, h, W, b, 0.0)
+
+Why it is valid: a gradient g of the returned logits adds g @ W to the gradient of h, g.T @ h to
+that of W and g.sum(0) to that of b, which is what ``_Late`` does, if it is ever called; h goes
+through the compiled graph. Soft-capped logits, c * tanh(linear(h, W, b) / c), take g times 1 -
+(logits / c)^2.
+
+Refuses, silently, for nothing is lost: outputs that are no linear layer of graph inputs,
+soft-capped or not, that nothing else in the graph reads, that are changed in place, or that take
+less than ``LEAST_BYTES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from coda_inductor.graph.sizes import hint
+from coda_inductor.matching import changes, normalize, value
+from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
+
+LEAST_BYTES = 2 * SLICE_BYTES
+
+Compiled = Callable[..., Any]
+
+
+class _Late(torch.autograd.Function):
+    """Returns ``logits``, which have no gradient yet, with one. They are ``h @ w.T + b``, capped by
+    ``cap`` unless that is 0."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, h: Tensor, w: Tensor, b: Tensor | None, cap: float) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h, w, b, logits if cap else None)
+        ctx.cap = cap
+        return logits.detach()  # shares memory and version, so that changing it is noticed
+
+    @staticmethod
+    def backward(ctx, g: Tensor | None):
+        if g is None:
+            return None, None, None, None, None
+        h, w, b, capped = ctx.saved_tensors
+        if capped is not None:
+            wide = torch.promote_types(capped.dtype, torch.float32)
+            g = (g.to(wide) * (1 - (capped.to(wide) / ctx.cap).square())).to(g.dtype)
+        rows = g.reshape(-1, g.shape[-1])
+        dh = dw = db = None
+        if ctx.needs_input_grad[1]:
+            dh = (rows @ w.to(g.dtype)).reshape(h.shape).to(h.dtype)
+        if ctx.needs_input_grad[2]:
+            dw = (rows.t() @ h.reshape(-1, h.shape[-1]).to(g.dtype)).to(w.dtype)
+        if ctx.needs_input_grad[3]:
+            db = rows.sum(0).to(b.dtype)
+        return None, dh, dw, db, None
+
+
+class _Head(NamedTuple):
+    """Logits in a graph: ``linear(h, w, b)``, soft-capped by ``cap`` unless that is 0."""
+
+    h: Node
+    w: Node
+    b: Node | None
+    cap: float
+
+
+def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
+    """Detach such outputs of ``gm``, in place. Returns what to wrap around the compiled graph, so
+    that it takes and returns what it did before."""
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    results = list(output.args[0])
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    found: list[tuple[int, int, int | None, float]] = []
+    changed = changes(gm.graph)
+    for place, logits in enumerate(results):
+        if not isinstance(logits, Node) or results.count(logits) > 1 or not _is_large(logits):
+            continue
+        head = _head(logits)
+        if head is None or len(logits.users) < 2:
+            continue
+        parameters = {p for p in (head.w, head.b) if p is not None}
+        if not parameters <= set(inputs) or changed & _read(logits, {head.h, *parameters}):
+            continue
+        with gm.graph.inserting_before(output):
+            detached = gm.graph.call_method("detach", (logits,))
+        detached.meta = {**logits.meta, "example_value": value(logits).detach()}
+        results[place] = detached
+        results.append(head.h)
+        bias = None if head.b is None else inputs.index(head.b)
+        found.append((place, inputs.index(head.w), bias, head.cap))
+    output.args = (tuple(results),)
+    gm.recompile()
+    return lambda compiled: _wrap(compiled, found) if found else compiled
+
+
+def _read(node: Node, ends: set[Node]) -> set[Node]:
+    """``node``, ``ends``, and what stands between them."""
+    found, todo = set(ends), [node]
+    while todo:
+        if (step := todo.pop()) not in found:
+            found.add(step)
+            todo += step.all_input_nodes
+    return found
+
+
+def _is_large(node: Node) -> bool:
+    known = value(node)
+    if not isinstance(known, Tensor) or not known.requires_grad:
+        return False
+    return hint(known.numel()) * known.element_size() >= LEAST_BYTES
+
+
+def _head(logits: Node) -> _Head | None:
+    """What ``logits`` are made of, if by an LM head."""
+    scaled = normalize(logits)
+    if scaled is None or scaled.op != "mul":
+        return _linear(logits, 0.0)
+    t, cap = _by_number(scaled.args)
+    bent = normalize(t) if t is not None else None
+    inner = normalize(bent.args[0]) if bent is not None and bent.op == "tanh" else None
+    if t is None or bent is None or inner is None or inner.op != "div" or len(inner.args) != 2:
+        return None
+    z, divisor = inner.args
+    if isinstance(divisor, Node) or divisor != cap or not isinstance(z, Node):
+        return None
+    if len({getattr(value(n), "dtype", None) for n in (logits, t, z)}) != 1:
+        return None
+    return _linear(z, cap)
+
+
+def _by_number(factors: tuple[Any, ...]) -> tuple[Node | None, float]:
+    """The node and the number, not 0, that are multiplied; else (None, 0)."""
+    nodes = [f for f in factors if isinstance(f, Node)]
+    numbers = [f for f in factors if isinstance(f, (int, float)) and f]
+    return (nodes[0], float(numbers[0])) if len(nodes) == len(numbers) == 1 else (None, 0.0)
+
+
+def _linear(node: Node, cap: float) -> _Head | None:
+    """The arguments of ``F.linear(h, w, b)``."""
+    if node.op != "call_function" or node.target is not F.linear:
+        return None
+    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    h, w, b = named.get("input"), named.get("weight"), named.get("bias")
+    if not isinstance(h, Node) or not isinstance(w, Node) or not isinstance(b, Node | None):
+        return None
+    return _Head(h, w, b, cap)
+
+
+def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:
+    def call(*inputs: Any) -> Any:
+        results = list(compiled(*inputs))
+        extra = results[len(results) - len(found) :]
+        del results[len(results) - len(found) :]
+        if torch.is_grad_enabled():
+            for (place, weight, bias, cap), h in zip(found, extra, strict=True):
+                _watch(results, place)
+                b = None if bias is None else inputs[bias]
+                results[place] = _Late.apply(results[place], h, inputs[weight], b, cap)
+        return tuple(results)
+
+    return call
+
+
+def _watch(results: list[Any], place: int) -> None:
+    """Going back may read the logits again, which the user holds too: notice if they were changed.
+    As with torch.compile, that is no error where the loss does not need them."""
+    kept = [results[place]]  # until then, which is as long as the backward pass keeps them anyway
+    version = kept[0]._version
+
+    def check(_gradients: tuple[Any, ...]) -> None:
+        if kept and (logits := kept.pop())._version != version and _saves(logits):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: output {place} of the compiled model; change a clone of it"
+            )
+
+    for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
+        node.register_prehook(check)
+
+
+def _saves(tensor: Tensor) -> bool:
+    """Does the node whose gradient is about to be computed read the memory of ``tensor``?"""
+    node: Any = torch._C._current_autograd_node()
+    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+    memory = tensor.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == memory for t in saved if t is not None)

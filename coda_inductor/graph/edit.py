@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put nodes into aten graphs and take them out, in order and with meta."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from coda_inductor.graph.nodes import aten, fake, prims
+
+#: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
+_KEPT_META = (
+    "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
+    "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
+)  # fmt: skip
+
+
+def insert(
+    graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node
+) -> Node:
+    """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
+
+    Meta that steers the partitioner and names the source line is copied from ``like``.
+    """
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+    mode = _fake_mode(args) or _fake_mode((like,))
+    fake_args = tree_map(fake, args)
+    if mode is None or target is operator.getitem:
+        node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    else:
+        with mode:
+            node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    return node
+
+
+class CycleError(RuntimeError):
+    """A rewrite made a node depend on itself."""
+
+
+def settle(nodes: Sequence[Node]) -> None:
+    """Move what reads ``nodes`` after them, and what reads that, where it stands before: cheaper
+    than sorting a whole graph for each rewrite.
+
+    Raises:
+        CycleError: there is no such order. Looking for one would never end.
+    """
+    moving = _readers_before(nodes)
+    for node in _in_order(moving):
+        last = max((n for n in node.all_input_nodes), default=None)
+        if last is not None and node < last:
+            last.append(node)
+
+
+def _readers_before(nodes: Sequence[Node]) -> set[Node]:
+    """The readers of ``nodes`` that stand before them, and all that reads those and stands before
+    the last of ``nodes``: beyond it nothing has to move."""
+    found: set[Node] = set()
+    if not nodes:
+        return found
+    last = max(nodes)
+    todo = [user for node in nodes for user in node.users if user < node]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [user for user in node.users if user < last or user == last]
+    return found
+
+
+def _in_order(nodes: set[Node]) -> list[Node]:
+    """``nodes``, each after those of them that it reads."""
+    waits = {node: sum(n in nodes for n in node.all_input_nodes) for node in nodes}
+    ready = sorted((node for node, count in waits.items() if not count), reverse=True)
+    order: list[Node] = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for user in node.users:
+            if user in waits:
+                waits[user] -= 1
+                if not waits[user]:
+                    ready.append(user)
+    if len(order) < len(nodes):
+        stuck = min(node for node, count in waits.items() if count)
+        raise CycleError(f"{stuck.name} would depend on itself")
+    return order
+
+
+def prune(nodes: Sequence[Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads, and then what only they read."""
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node._erased or node.users or node.op != "call_function" or node.is_impure():
+            continue
+        todo += node.all_input_nodes
+        node.graph.erase_node(node)
+
+
+class Put:
+    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
+    what counts as fired when an epilogue absorbs one of them."""
+
+    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
+        self.graph, self.like, self.pattern = graph, like, pattern
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        node = insert(self.graph, target, args, like=self.like)
+        if self.pattern is not None:
+            node.meta["coda_pattern"] = self.pattern
+        return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if it is so already."""
+        if fake(node).dtype == dtype:
+            return node
+        return self(prims.convert_element_type.default, node, dtype)
+
+    def sizes(self, node: Node) -> list[Any]:
+        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
+        shape = fake(node).shape
+        return [
+            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
+            for i, size in enumerate(shape)
+        ]
+
+
+def _fake_mode(args: Sequence[Any]) -> Any:
+    for arg in torch.utils._pytree.tree_leaves(args):
+        mode = getattr(fake(arg), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def splice(
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    like: Node,
+    meta: dict[str, Any] | None = None,
+) -> Any:
+    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
+
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
+    Inductor's: the result is what it would have compiled had the user written the function's body.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    flat, spec = torch.utils._pytree.tree_flatten(list(args))
+    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+    nodes = [flat[i] for i in slots]
+
+    def call(*tensors: Any) -> Any:
+        values = list(flat)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            values[slot] = tensor
+        return function(*torch.utils._pytree.tree_unflatten(values, spec))
+
+    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
+    env: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    result: Any = None
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.op == "get_attr":
+                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
+            else:
+                copied = graph.node_copy(node, env.__getitem__)
+                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+                copied.meta = {**node.meta, **kept, **(meta or {})}
+                env[node] = copied
+    return result

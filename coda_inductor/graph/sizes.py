@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes that may be symbolic: equal for certain, and how large about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def same(left: Any, right: Any) -> bool:
+    """Are two sizes (or shapes) equal for certain? Never adds a guard."""
+    if isinstance(left, (tuple, list, torch.Size)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return statically_known_true(left == right)
+
+
+def hint(size) -> int:
+    """A concrete value for a size that may be symbolic; 8192 rows where nothing is known."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = size.node.hint if size.node.has_hint() else None
+    return int(value) if value is not None else 8192

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Can kernels be built and run in this process? Reasons, never exceptions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+
+from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
+
+_ARCHS = (9, 10, 11, 12)
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_stack(device: torch.device | None = None) -> str | None:
+    """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
+    if they can. Imports no kernel library."""
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return (
+                f"no CUDA device is available: torch {torch.__version__} is built without CUDA, "
+                "an NVIDIA GPU needs a build with it"
+            )
+        return (
+            "no CUDA device is available: torch sees none, nvidia-smi and CUDA_VISIBLE_DEVICES "
+            "may say why"
+        )
+    arch = torch.cuda.get_device_capability(device)
+    if arch[0] not in _ARCHS:
+        return f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
+    return library_stack()
+
+
+@functools.lru_cache(maxsize=1)
+def library_stack() -> str | None:
+    """Why no kernel can be compiled here, device or not, or None."""
+    if (why := _missing(QUACK) or _missing(CUTEDSL)) is not None:
+        return why
+    if importlib.util.find_spec("cutlass") is None:
+        return (
+            "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
+            "pip install --force-reinstall 'coda-inductor[cuda]'"
+        )
+    if (cache := os.environ.get("QUACK_CACHE_ENABLED", "1")) != "1":  # as QuACK reads it
+        return (
+            f"QUACK_CACHE_ENABLED={cache} turns off QuACK's disk cache, through which compile "
+            "workers hand over their kernels: unset it"
+        )
+    return None
+
+
+def _missing(needed: Range) -> str | None:
+    """Why a kernel library cannot be used, by its version, or None."""
+    try:
+        version = importlib.metadata.version(needed.package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
+    if needed.holds(version):
+        return None
+    return (
+        f"{needed.package} {version} is installed, >={needed.low},<{needed.high} is needed: "
+        f"pip install '{needed.spec}'"
+    )

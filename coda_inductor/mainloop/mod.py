@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated source -> module -> QuACK ``EpiMod``, once a process.
+
+The source is written to ``<cache>/epilogues/<key>.py`` so that users can open it. What runs is
+compiled from the text that was rendered, never from that file or from byte code beside it;
+tracebacks and CuTeDSL read the same text, from ``linecache``. Every process gets the same module
+name and therefore the same on-disk kernel key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import linecache
+import sys
+import types
+from pathlib import Path
+
+from quack.epilogue.frontend import EpiMod
+from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
+from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
+
+from coda_inductor.cache_dir import cache_dir, write
+from coda_inductor.codegen.ports import ports
+from coda_inductor.codegen.render import RENDERER_VERSION, render
+from coda_inductor.mainloop import join, pair, store
+from coda_inductor.mainloop.environment import environment
+from coda_inductor.mainloop.lean import LeanEpilogue
+from coda_inductor.mainloop.resources import DeviceScalar, reduction
+from coda_inductor.program import EpilogueProgram
+
+#: How a kernel reads A and B -> the mixins that lay them out, and its launch arguments.
+_READINGS: dict[str, tuple[tuple[type, ...], tuple[EpiOp, ...]]] = {
+    "": ((), ()),
+    "pair": ((pair.PairedWeights,), (pair.DISTANCE,)),
+    "straight": ((join.JoinedTerms,), join.DISTANCES),
+    "crossed": ((join.CrossedTerms,), join.DISTANCES),
+}
+
+_LOADS = {"tile": TileLoad, "row": RowVecLoad, "col": ColVecLoad, "scalar": DeviceScalar}
+
+
+class CodaEpiMod(EpiMod):
+    """An epilogue with the identity of its program.
+
+    QuACK's own identity is a fingerprint of the function's source. Ours is the program's key plus
+    a hash of everything that turns programs into code, so that comments (which name the graph ops
+    a step came from) do not cause recompilation.
+    """
+
+    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
+        mapping = ports(program)
+        self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
+        super().__init__(
+            function,
+            outputs=tuple(store.name for store in mapping.aux),
+            ops={o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c},
+            outs={sink.name: reduction(sink) for sink in mapping.sinks},
+            mode="acc_pair" if program.paired else None,
+            extra_ops=self.distances,
+        )
+        self.program = program
+        self.semantic_key = ("coda_inductor", program.key, swap_lanes, joined, codegen_hash())
+        self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
+        self._ident = f"coda_{self.semantic_digest[:16]}"
+        TORCH_OP_EPI_MODS[self.semantic_digest] = self
+
+    def _mint(self, *key):
+        kernel_class = super()._mint(*key)
+        mixed = kernel_class.__dict__.get("_coda_mixed")
+        if mixed is None:
+            mixed = type(
+                f"{kernel_class.__name__}_coda",
+                (*self._mixins, LeanEpilogue, kernel_class),
+                {"__module__": kernel_class.__module__},
+            )
+            kernel_class._coda_mixed = mixed
+        return mixed
+
+
+@functools.cache
+def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> CodaEpiMod:
+    """The EpiMod of ``program``; renders, writes and runs its source on first use.
+
+    ``swap_lanes`` and ``joined`` as ``build`` takes them.
+    """
+    assert not (program.paired and joined), "a paired program reads one A"
+    path = source_path(program, swap_lanes, joined)
+    source = render(program, swap_lanes=swap_lanes)
+    with contextlib.suppress(OSError):  # nothing but a reader misses it
+        if not path.is_file() or path.read_text() != source:
+            write(path, source)
+    module = types.ModuleType(f"{store.PREFIX}{path.stem}")
+    module.__file__ = str(path)
+    # Without a time, the entry is what linecache shows, whatever the file says.
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+    sys.modules[module.__name__] = module
+    code = compile(source, str(path), "exec", dont_inherit=True)
+    exec(code, vars(module))  # noqa: S102 (rendered just now)
+    mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
+    vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
+    return mod
+
+
+def source_path(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> Path:
+    """Where the source of ``program`` is, or will be once it has been loaded."""
+    variant = "s" if swap_lanes else f"_{joined}" if joined else ""
+    return cache_dir() / "epilogues" / f"{program.key}{variant}_v{RENDERER_VERSION}.py"
+
+
+@functools.lru_cache(maxsize=1)
+def codegen_hash() -> str:
+    """Changes with every source file that turns programs into code, and with what of the machine
+    and the environment goes into that code."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256(f"{RENDERER_VERSION} {environment()}".encode())
+    for folder in ("mainloop", "codegen"):
+        for path in sorted((package / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+store.use()
+store.copy_markers(codegen_hash())

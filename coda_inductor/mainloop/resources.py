@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QuACK epilogue resources of our own: masked reductions, scalars that live on the device, and the
+distance between two allocations.
+
+QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
+tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
+``ports.Sink.masked``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64, const_expr
+from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, VecReduce
+
+from coda_inductor.codegen.ports import Sink
+
+#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
+DELTA_DIVISOR = 8
+
+
+class _MaskedSum(VecReduce):
+    def _mask_oob_active(self):
+        return True
+
+    @cute.jit
+    def _mask_oob(self, frag, coords, limit, tile_shape_mn):
+        stride = (1, 0) if const_expr(self._reduce_dim() == 0) else (0, 1)
+        offsets = cute.composition(cute.make_layout(tile_shape_mn, stride=stride), coords.layout)
+        limit_here = limit - coords[0][self._reduce_dim()]
+        for i in cutlass.range(cute.size(frag), unroll_full=True):
+            frag[i] = frag[i] if cute.crd2idx(i, offsets) < limit_here else 0.0
+
+
+class MaskedRowSum(_MaskedSum, ColVecReduce):
+    """Sums over N, partials (M, n_tiles)."""
+
+
+class MaskedColSum(_MaskedSum, RowVecReduce):
+    """Sums over M, partials (m_tiles, N)."""
+
+
+def reduction(sink: Sink) -> EpiOp:
+    """The QuACK resource of one reduction."""
+    if sink.masked:
+        return (MaskedRowSum if sink.axis == "row" else MaskedColSum)(sink.name)
+    if sink.combine == "logsumexp":
+        return OnlineLSEReduce(sink.name)  # masks the lanes beyond N itself
+    kind = ColVecReduce if sink.axis == "row" else RowVecReduce
+    return kind(sink.name, combine=sink.combine, scaled=sink.factors is not None)
+
+
+class DeviceScalar(Scalar):
+    """A 0-dim float32 tensor, read by the kernel. QuACK's own check refuses the meta tensors that
+    kernels are compiled with ahead of time; the caller (``runtime.launch``) has checked already."""
+
+    def host_arg_key(self, value):
+        return self.host_key_for_mode(2)
+
+    def host_call_arg(self, value, key):
+        return value.data_ptr()
+
+
+class Distance(EpiOp):
+    """How far apart two allocations are, in elements, as a launch argument (see ``pair``)."""
+
+    def host_arg_key(self, value):
+        return None if value is None else ("int64",)
+
+    def host_fake_arg(self, key, fctx):
+        return Int64(DELTA_DIVISOR)
+
+    def host_call_arg(self, value, key):
+        return _int64(value)
+
+    def arg_spec_type(self, const=False):
+        return Int64
+
+    def param_fields(self):
+        return [(self.name, object, None)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _int64(value: int) -> Int64:
+    """Making one costs the host a microsecond; the same distances come up at every step."""
+    return Int64(value)

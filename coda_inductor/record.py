@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every pass is given beside its graph, and where it says what it did.
+
+One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``policy``
+from it, and tells it what it refused and how often which rewrite fired; the pipeline puts it back
+with the graph where a pass fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from coda_inductor.log import logger
+from coda_inductor.options import Options
+from coda_inductor.refusal import Refusal
+from coda_inductor.report import GraphReport, SiteReport
+from coda_inductor.select.policy import Policy
+
+#: From a compiled function to one that is called in its place.
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass
+class Record:
+    """See the module docstring.
+
+    Attributes:
+        options: the user's.
+        report: what people read later: GEMMs and refusals.
+        policy: what may and should be fused; set before the passes on aten graphs run.
+        dry: only say what would happen: compile nothing, count nothing, warn of nothing.
+        fired: how often each rewrite fired, by the name that counters have for it.
+        around: what to wrap around the compiled graph, first one innermost.
+        failed: something that the next process may be able to do could not be done (a compiler that
+            was killed, a full disk): the result must not be kept in torch's cache.
+    """
+
+    options: Options
+    report: GraphReport = field(default_factory=lambda: GraphReport("graph"))
+    policy: Policy | None = None
+    dry: bool = False
+    fired: Counter[str] = field(default_factory=Counter)
+    around: list[Around] = field(default_factory=list)
+    failed: bool = False
+
+    def enabled(self, name: str) -> bool:
+        """Is ``name``, a pass, a pattern or a counter, not disabled?"""
+        return name not in self.options.disable
+
+    def fire(self, name: str, times: int = 1) -> None:
+        """Count that a rewrite fired."""
+        if times:
+            self.fired[name] += times
+
+    def refuse(self, what: str, where: str, why: Refusal) -> None:
+        """Note that ``what`` at ``where`` stays as it is."""
+        logger.debug("%s at %s refused: %s", what, where, why.text)
+        self.report.refusals.append(why.at(what, where))
+
+    def site(self, site: SiteReport) -> None:
+        """Note what becomes of one GEMM."""
+        self.report.sites.append(site)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forget what was said inside where it ends in an exception."""
+        sites, refusals = list(self.report.sites), list(self.report.refusals)
+        fired, around = self.fired.copy(), list(self.around)
+        try:
+            yield
+        except BaseException:
+            self.report.sites[:], self.report.refusals[:] = sites, refusals
+            self.fired, self.around = fired, around
+            raise

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can do about each reason, by its code (``refusal.Refusal.code``).
+
+Every code that the package gives stands here, once; a test compares. Where there is nothing that a
+user could or should change, the entry says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``text`` says what to do; ``possible`` is False where there is nothing to do."""
+
+    text: str
+    possible: bool = True
+
+
+_BFLOAT16 = "Run the model in bfloat16: model.to(torch.bfloat16), or torch.autocast around the call"
+_HOPPER = "Run on an NVIDIA GPU (Hopper or newer)"
+_ALWAYS = "options={'gate': 'always'} fuses anyway"
+
+#: What helps.
+_DO = {
+    # we failed, or the machine lacks something
+    "defect": "This is a defect of coda_inductor: please report it with the message. The site runs "
+    "as Inductor would have had it.",
+    "condition": "A side condition of the pattern file does not hold; its docstring says which it "
+    "has.",
+    "disabled": "Take the name out of options['disable'].",
+    "no-kernels-on-device": f"{_HOPPER}: this device runs the programs as plain torch ops.",
+    "reference-asked": "Leave options['reference'] out, to have kernels.",
+    "no-cuda": f"{_HOPPER}.",
+    "old-gpu": "Kernels need Hopper or newer.",
+    "gpu-not-measured": "Measure options={'gate': 'always'}: it fuses all the same.",
+    "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
+    "kernel-cache-off": "Unset QUACK_CACHE_ENABLED.",
+    "kernel-dtype": f"{_BFLOAT16}.",
+    "gemm-dtypes": f"{_BFLOAT16}. Both factors of a product need one floating dtype.",
+    "not-multiple-of-8": "Pad the layer's features (a vocabulary, most often) to a multiple of 8, "
+    "e.g. model.resize_token_embeddings(pad_to_multiple_of=8).",
+    "unaligned": "Let each weight start at a multiple of 16 bytes of its buffer.",
+    "symbolic-shape": "Compile with dynamic=False, or mark only one dimension as dynamic.",
+    "symbolic-features": "Keep weights static: mark only batch and sequence as dynamic "
+    "(torch._dynamo.mark_dynamic), not the feature dimension.",
+    # would it win
+    "gate-never": "Leave options['gate'] at 'auto'.",
+    "too-small": "Use a larger batch or longer sequences, or mode='reduce-overhead' (CUDA graphs "
+    f"lift the host's limit); {_ALWAYS}.",
+    "split-copies-gradient": "Use more rows a step (batch x sequence), or two weights in place of "
+    "the packed one.",
+    # pairs
+    "paired-store-wide": "Cast gate and up to the model's 16-bit dtype before they are read "
+    "elsewhere (a .float() after them makes the kernel store float32).",
+    "paired-weight-layout": "Keep both weights as nn.Linear stores them: (out_features, "
+    "in_features), contiguous.",
+    "gate-dtype": "Give gate and up one dtype, or cast after their product.",
+    "gate-shape": "Gate and up need one shape: no broadcast between them.",
+    # norms
+    "float16-overflow": "Use bfloat16; or options={'fp16_norms': True}, if the residual stream "
+    "stays far below 65504.",
+    "norm-input-elsewhere": "Look at what lies between that GEMM and the norm: an op outside of "
+    "the vocabulary, a reshape of the rows, or a second norm (sandwich norms) stops the epilogue.",
+    "norm-read-elsewhere": "The normalized tensor has another reader than projections (an output, "
+    "a router, a residual around it): let that one read the input of the norm, if the model allows "
+    "it. Where logits are returned beside a loss, the last norm's result is kept for their "
+    "gradient: nothing to do.",
+    "norm-reshaped": "Split into heads after the projection, not between norm and projection.",
+    "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, exclude "
+    "none of them.",
+    "norm-gradient": "Something else than projections takes part in this norm's gradient (a hook, "
+    "a second loss): it works without.",
+    "layer-norm-wide": "Run the model in bfloat16, its residual stream too: in float32 the norm is "
+    "more exact where it is.",
+    "layer-norm-rounds": 'options={"reference": True} computes what kernels do; a GPU with kernels '
+    "needs no option.",
+    "norm-weight-shape": "Give the norm a weight of shape (hidden,).",
+    "norm-result-shape": "The weight broadcasts the result to another shape: give it one value a "
+    "column.",
+    "norm-input-dtype": f"{_BFLOAT16}.",
+    # growing an epilogue
+    "checkpoint-border": "Put the border of the checkpoint elsewhere, e.g. around two layers at a "
+    "time: what lies on both sides of it cannot share a kernel.",
+    "not-in-vocabulary": "Write it with elementwise ops that the vocabulary has "
+    "(coda_inductor/fuse/elementwise.py lists them), or leave it: Inductor runs it.",
+    "operand-broadcast": "Expand the operand to the full batch (.expand_as) or give it one value a "
+    "row: a per-batch operand is neither tile, row nor column.",
+    "operand-dtype": "Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor.",
+    "operand-device": "Move the operand to the GEMM's device.",
+    "operand-kind": "Use a plain Python number or a tensor.",
+    "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
+    "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
+    "float64-mixed": "Compute in float32, or all in float64.",
+    # the loss
+    "logits-read": "Something between the loss and the LM head (a penalty on them, say) reads the "
+    "gradient of all logits: it is then made in one piece.",
+    "logits-dtypes": "Give the LM head one dtype.",
+    "loss-targets": "Give class indices (M,), and logits (M, V) with the classes last.",
+    # raising idioms
+    "not-constant": "Pass it as a plain Python number, not as a tensor.",
+    "mutation": "Write it out of place (x = x * y, not x *= y), and keep no_grad and autocast "
+    "borders outside of the norm or gate.",
+    "intermediate-used": "Do not reuse values from inside the norm or gate (its statistics, the "
+    "float32 copy): compute them again where they are needed.",
+    "result-dtype": "Remove the cast in the middle of the idiom, or cast after it.",
+    # attention
+    "mask-size": "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
+    "sequences to a few fixed lengths.",
+    "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
+    "heads-mutated": "Repeat the heads right before the call, from keys and values that nothing "
+    "writes to.",
+}
+
+#: The project's own limits, or how the model is: nothing that a user should change, and why.
+_NOTHING = {
+    "no-neighbours": "no elementwise work follows this GEMM",
+    "not-matrices": "this is no product of two dense tensors",
+    "empty": "there is nothing to compute",
+    "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
+    "change it",
+    "expected-more-traffic": f"fusing would move more bytes than it saves. {_ALWAYS}",
+    "statistics-only": "the norm stands before a residual, whose kernel reads the product",
+    "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
+    "and in training sums its gradients (options={'gate': 'always'} does it)",
+    "no-store": "nothing of the tile would be written",
+    "constant-tile": "the result is a constant",
+    "shared-memory": "the epilogue loads and stores too much for one tile",
+    "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
+    "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, "
+    "a gather, a graph break)",
+    "norm-no-gemm": "a norm that no projection reads stays with Inductor",
+    "norm-squared": "the normalized tensor is multiplied by itself",
+    "not-read": "the result is not used",
+    "norm-statistics-read": "a custom backward reads the norm's statistics",
+    "layer-norm-no-mean": "without a mean at hand the operand would round worse than eager's. The "
+    "first LayerNorm of a model, and one that follows an activation, stay with Inductor",
+    "graph-output": "the GEMM's result leaves the graph as it is",
+    "graph-input": "the value comes from outside of the graph",
+    "other-side": "forward and backward are two graphs, a tile cannot wait for a gradient",
+    "reduction-axis": "only reductions over a whole row or column of the result (norm statistics, "
+    "bias gradients) happen in an epilogue",
+    "reduction-dtype": "the reduction is of integers",
+    "transposed": "the result is only transposed (a weight's gradient, a layout change), which is "
+    "no arithmetic",
+    "reshaped": "what follows splits the result (into heads, say), so that no elementwise work on "
+    "the whole tile is left",
+    "copy": "the op only copies",
+    "not-elementwise": "what follows is no elementwise work (attention, another product, a gather)",
+    "operand-depends": "the operand is computed from this GEMM's own result over a full row or "
+    "column, which is only known when all tiles are done",
+    "store-needless": "Inductor computes it for free in the kernel that reads it",
+    "epilogue-full": "the epilogue is full; the rest stays with Inductor",
+    "paired-tile-operand": "a tensor of the tile's size meets gate or up; the unpaired form reads "
+    "it",
+    "store-dtype": "a mask or an integer cannot be stored by an epilogue",
+    "logits-small": "the gradient of small logits is no burden",
+    "logits-form": "the logits are not one linear layer's",
+    "turns-gradient": "learned rotations stay as they are",
+    "forward-mode": "forward-mode gradients go through torch's own ops",
+    "not-recorded": "torch.compile records too little here",
+    "mask-data": "if the mask holds data (padding, packed documents). Without padding, pass no "
+    "mask: a causal model needs none",
+    "mask-form": "scaled_dot_product_attention has no flag for such a mask",
+    "mask-lengths": "with other queries than keys, causal means something else to SDPA",
+    "mask-bias": "the mask is a bias, which SDPA adds",
+    "mask-random": "the mask is another one at every call",
+    "mask-unknown": "the mask's values are not known while compiling",
+}
+
+#: Code -> what to do.
+REMEDIES: dict[str, Remedy] = {
+    **{code: Remedy(text) for code, text in _DO.items()},
+    **{code: Remedy(f"Nothing to do: {why}.", possible=False) for code, why in _NOTHING.items()},
+}

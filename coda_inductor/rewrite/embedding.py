@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of an embedding table touches only the rows that were looked up.
+
+Before (T tokens, V rows of d columns; ``other`` is there when the LM head shares the table)::
+
+    wide = zeros(V, d) in float32;  wide[tokens] += dy        (atomic)
+    dtable = other + cast(wide)
+
+After::
+
+    owner = for each token, one place among the T at which it stands
+    sums = zeros(T, d) in float32;  sums[owner] += dy         (atomic)
+    dtable = other;  dtable[tokens] = other[tokens] + cast(sums)[owner]
+
+Why it is valid: ``sums[owner[t]]`` is the sum of dy over all places of token t, in float32 as
+before, and is rounded and added as before; places of one token write one and the same value. The
+rows in between are ``other + 0``. Without ``other`` the table starts as zeros in its own dtype.
+
+Why it pays: of V rows, at most T change. ``wide`` is 1.05 GB for a vocabulary of 128256 and 2048
+columns; it is cleared, read, cast and added in passes over all of it.
+
+Refuses (the gradient then stays Inductor's): the table has less than ``LEAST_ROWS`` rows a token;
+something else reads the gradient before it is added, or ``other`` at all, which would then have to
+be copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import prune, splice
+from coda_inductor.graph.nodes import aten, fake, is_cast
+from coda_inductor.graph.sizes import hint, same
+
+#: Passes over the tokens' rows replace passes over the table: about as many of the one as of the
+#: other, so that a table has to be some times larger.
+LEAST_ROWS = 2
+
+_MASKED = aten._unsafe_masked_index_put_accumulate.default
+_PLAIN = (aten.index_put.default, aten._unsafe_index_put.default)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A gradient (V, d) in ``dtype`` that is ``other`` (V, d), if there is one, plus the rows of
+    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds. ``rows``
+    is V, a node where it is symbolic."""
+
+    result: Node
+    rows: Node | int
+    dtype: torch.dtype
+    tokens: Node
+    dy: Node
+    mask: Node | None
+    other: Node | None
+
+
+def gather_lookup_gradients(graph: Graph) -> int:
+    """Apply the rewrite to a joint graph, in place; returns how often."""
+    times = 0
+    for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
+        if (lookup := _lookup(node)) is not None:
+            _replace(graph, lookup)
+            times += 1
+    return times
+
+
+def _replace(graph: Graph, lookup: Lookup) -> None:
+    args = (lookup.tokens, lookup.dy, lookup.mask, lookup.other, lookup.rows, lookup.dtype)
+    new = splice(graph, lookup.result, _gradient, args, like=lookup.result)
+    lookup.result.replace_all_uses_with(new)
+    prune([lookup.result])
+
+
+def _gradient(
+    tokens: Tensor,
+    dy: Tensor,
+    mask: Tensor | None,
+    other: Tensor | None,
+    rows: int | torch.SymInt,
+    dtype: torch.dtype,
+) -> Tensor:
+    d = dy.shape[-1]
+    if mask is not None:  # what does not count adds zero to a row that exists
+        tokens = torch.where(mask.squeeze(-1), tokens, 0)
+        dy = torch.where(mask, dy, 0.0)
+    tokens, dy = tokens.reshape(-1), dy.reshape(-1, d)
+    places = torch.arange(tokens.shape[0], device=tokens.device)
+    owner = places.new_zeros(rows).index_put((tokens,), places)[tokens]
+    sums = torch.zeros_like(dy).index_put((owner,), dy, accumulate=True)
+    values = sums[owner].to(dtype)
+    if other is None:
+        return values.new_zeros(rows, d).index_put((tokens,), values)
+    return other.index_put((tokens,), other[tokens] + values)
+
+
+def _lookup(node: Node) -> Lookup | None:
+    """The gradient that ``node`` scatters into zeros, if it pays to gather it first."""
+    if node.target is _MASKED:
+        zeros, mask, indices, dy = node.args
+    elif node.target in _PLAIN and len(node.args) == 4 and node.args[3] is True:
+        (zeros, indices, dy), mask = node.args[:3], None
+    else:
+        return None
+    table, values = fake(node), fake(dy)
+    if not _is_zero(zeros) or len(indices) != 1 or table.dim() != 2:
+        return None
+    rows = zeros.args[0][0]
+    (tokens,) = indices
+    shape = fake(tokens).shape
+    if fake(tokens).dtype is not torch.int64 or not same(values.shape, (*shape, table.shape[1])):
+        return None
+    if mask is not None and not same(fake(mask).shape, (*shape, 1)):
+        return None
+    if hint(table.shape[0]) < LEAST_ROWS * hint(fake(tokens).numel()):
+        return None
+    result = _only_reader(node) if is_cast(_only_reader(node)) else node
+    assert result is not None
+    dtype = fake(result).dtype
+    added = _only_reader(result)
+    if added is not None and added.target is aten.add.Tensor and not added.kwargs:
+        others = [a for a in added.args if a is not result]
+        if len(others) == 1 and _can_take(others[0], result, added):
+            return Lookup(added, rows, dtype, tokens, dy, mask, others[0])
+    return Lookup(result, rows, dtype, tokens, dy, mask, None) if result is not node else None
+
+
+def _can_take(other: Any, result: Node, added: Node) -> bool:
+    """May the rows be written into the memory of ``other``?"""
+    if not isinstance(other, Node) or other.op != "call_function" or len(other.users) != 1:
+        return False
+    alike = fake(other).dtype == fake(result).dtype == fake(added).dtype
+    return alike and same(fake(other).shape, fake(result).shape)
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is aten.full.default and node.args[1] == 0
+
+
+def _only_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a language model's logits is used as it is made, a slice of the vocabulary at a
+time.
+
+Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule R7)::
+
+    dlogits = cross_entropy_backward(dloss, logits, target, lse, number)     M x V
+    dlogits += a * exp(logits - b)      where there is a z-loss
+    dz = dlogits, or dlogits * (1 - (logits / c) ** 2) where logits = c * tanh(z / c)
+    dh = dz @ W;  dW = dz.T @ h;  db = dz.sum(0)
+
+After::
+
+    dh, dW, db = linear_cross_entropy_backward(dloss, logits, target, lse, number, W, h, a', ..., c)
+    where a' = a * exp(lse - b), a itself for b = lse
+
+Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
+the products of the slices, and each slice makes rows of dW and elements of db of its own.
+
+Why it pays: a second tensor of the logits' size is the peak of a training step.
+
+Refuses logits of less than ``runtime.loss.SLICE_BYTES`` twice; a gradient that something else
+reads; one that is behind more than ``rewrite.logit_gradients`` knows.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put, prune, settle
+from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, is_transpose, readers
+from coda_inductor.graph.sizes import hint, same
+from coda_inductor.rewrite.loss.logit_gradients import behind_soft_cap, with_row_term
+from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor.semantic.loss import cross_entropy_backward
+
+
+def slice_loss_gradient(graph: Graph) -> tuple[int, list[str]]:
+    """Apply the rewrite to every ``cross_entropy_backward``; returns how often, and a line for each
+    near miss."""
+    done, refused = 0, []
+    for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
+        reason = _slice(graph, node)
+        if reason is None:
+            done += 1
+        else:
+            refused.append(f"cross_entropy_backward at {node.name}: {reason}")
+    return done, refused
+
+
+def _slice(graph: Graph, node: Node) -> str | None:
+    logits = fake(node.args[1])
+    size = hint(logits.numel()) * logits.element_size()
+    if size < 2 * linear_cross_entropy.SLICE_BYTES:
+        return f"its logits take {size / 2**20:.0f} MiB only"
+    gradient, penalty = with_row_term(node, node.args[1])
+    gradient, cap = behind_soft_cap(gradient, node.args[1])
+    names, users = readers(gradient, through=lambda u: u.target in ALIASES or is_cast(u))
+    turned = [u for u in users if is_transpose(u)]
+    products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
+    dgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in names]
+    wgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in turned]
+    sums = [p for p in products if _sums_rows(p, logits.shape[-1])]
+    for product in products:
+        if product not in (*dgrads, *wgrads, *sums):
+            return f"{product.name} ({product.target}) reads it too"
+    if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
+        return "it is not the gradient of one linear layer"
+    widths = [fake(p.args[0]).shape[1] for p in dgrads] + [fake(p.args[0]).shape[0] for p in wgrads]
+    if not all(same(width, logits.shape[-1]) for width in widths):
+        return "its linear layer makes several rows of logits at once"
+    weight = dgrads[0].args[1] if dgrads else None
+    x = wgrads[0].args[1] if wgrads else None
+    dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}
+    if len(dtypes) != 1:
+        return f"logits, weight and operand differ in dtype ({', '.join(sorted(map(str, dtypes)))})"
+    behind = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
+    put = Put(graph, like=node)
+    results: list[tuple[Node, Node]] = []
+    with graph.inserting_before(behind.next):
+        how = (*node.args[5:], cap, bool(sums))
+        dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
+        args = (*node.args[:5], weight, x, dlse, *how)
+        call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
+        for i, old in enumerate((dgrads, wgrads, sums)):
+            if old:
+                results.append((old[0], put(operator.getitem, call, i)))
+        if sums:
+            shape = [1] * (fake(sums[0]).dim() - 1) + [-1]
+            viewed = put(aten.view.default, results[-1][1], shape)
+            results[-1] = (sums[0], put.cast(viewed, fake(sums[0]).dtype))
+    for product, output in results:
+        product.replace_all_uses_with(output)
+    settle([output for _, output in results])
+    prune([product for product, _ in results])
+    return None
+
+
+def _times_softmax(put: Put, lse: Node, a: Node, b: Node) -> Node:
+    """``a * exp(lse - b)`` (M,): what the softmax is multiplied with to be ``a * exp(logits - b)``,
+    for b of (..., 1). It is a wherever b is a log-sum-exp of the logits too."""
+    dtype = fake(lse).dtype
+    a, b = (put.cast(put(aten.reshape.default, n, [-1]), dtype) for n in (a, b))
+    shift = put(aten.exp.default, put(aten.sub.Tensor, lse, b))
+    return put(aten.mul.Tensor, a, shift)
+
+
+def _sums_rows(node: Node, columns: Any) -> bool:
+    """Is ``node`` the sum of each column of a gradient with ``columns`` columns: a bias's?"""
+    if node.target is not aten.sum.dim_IntList or node.kwargs:
+        return False
+    source = fake(node.args[0])
+    rank = source.dim()
+    dims = sorted(d % rank for d in node.args[1] or ())
+    return dims != [] and dims == [*range(rank - 1)] and same(source.shape[-1], columns)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom op ``coda_inductor::linear_cross_entropy_backward``: the gradients of an LM head's
+input, weight and bias, without the gradient of all logits in memory.
+
+A slice of the vocabulary at a time: the gradient of the slice's logits is written, and read by the
+two matrix products that it is for, and by the sum that is the bias's gradient. Rows of dW come from
+one slice each; dx is summed over the slices in float32, so that nothing is rounded more often than
+by one GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coda_inductor.semantic.loss import row_weights
+
+_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, "
+    "Tensor number, Tensor? weight, Tensor? x, Tensor? dlse, int ignore_index, "
+    "float label_smoothing, str reduction, float cap, bool bias) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+#: Bytes of one slice of the logits' gradient: 8192 rows of 16 thousand columns in 16 bits.
+SLICE_BYTES = 2**28
+#: Slices start where rows of dW are aligned, and tensor cores are full.
+_ALIGN = 128
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    weight: Tensor | None,
+    x: Tensor | None,
+    dlse: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    cap: float,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z = ``x @ weight.T + b``: dx (M, K) and dW (V, K), typed like the logits
+    (..., V), and db (V,) in the compute dtype.
+
+    ``weight`` (V, K) is for dx, ``x`` (M, K) for dW and ``bias`` for db; without one, its result is
+    empty. The logits are z, or with a ``cap`` other than 0 they are ``cap * tanh(z / cap)``, whose
+    derivative is ``1 - (logits / cap) ** 2``. ``dlse`` (M,), if any, is a gradient of the rows'
+    log-sum-exp, in the compute dtype: it adds itself times the softmax. The other arguments are
+    those of ``semantic_loss.cross_entropy_backward``.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    m, v = rows.shape
+    scale = row_weights(dloss, target, number, ignore_index, reduction).expand(m).contiguous()
+    dw = rows.new_empty((v, x.shape[1]) if x is not None else 0)
+    db = lse.new_empty(v if bias else 0)
+    total: Tensor | None = None
+    width = max(_ALIGN, SLICE_BYTES // max(1, m * rows.element_size()) // _ALIGN * _ALIGN)
+    for first in range(0, v, width):
+        last = min(v, first + width)
+        piece = _slice(rows, first, last, target, lse, scale, dlse, label_smoothing, cap)
+        if x is not None:
+            torch.mm(piece.t(), x, out=dw[first : first + width])
+        if bias:
+            torch.sum(piece, 0, dtype=db.dtype, out=db[first : first + width])
+        if weight is not None:
+            total = _accumulate(total, piece, weight[first : first + width], lse.dtype)
+    return rows.new_empty(0) if total is None else total.to(rows.dtype), dw, db
+
+
+def _slice(
+    rows: Tensor,
+    first: int,
+    last: int,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    dlse: Tensor | None,
+    smoothing: float,
+    cap: float,
+) -> Tensor:
+    """Columns ``first`` to ``last`` of the gradient of what was capped, (M, last - first)."""
+    if rows.is_cuda and lse.dtype == torch.float32:  # the kernel computes in float32
+        from coda_inductor.mainloop.dlogits import dlogits
+
+        return dlogits(rows, first, last, target, lse, scale, smoothing, cap, dlse)
+    x = rows[:, first:last].to(lse.dtype)
+    p = torch.exp(x - lse[:, None])
+    hit = torch.arange(first, last, device=rows.device) == target[:, None]
+    away = hit.to(lse.dtype) * (1.0 - smoothing) + smoothing / rows.shape[1]
+    gradient = scale[:, None] * (p - away)
+    if dlse is not None:
+        gradient = gradient + dlse[:, None] * p
+    if cap:
+        gradient = gradient * (1 - (x / cap).square())
+    return gradient.to(rows.dtype)
+
+
+def _accumulate(total: Tensor | None, piece: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """``total + piece @ weight`` in the compute dtype; the products themselves run in 16 bits."""
+    if not piece.is_cuda or piece.dtype == wide:
+        product = piece.to(wide) @ weight.to(wide)
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(piece, weight, out_dtype=wide)
+    return torch.addmm(total, piece, weight, out_dtype=wide, out=total)
+
+
+@torch.library.register_fake("coda_inductor::linear_cross_entropy_backward", lib=_LIBRARY)
+def _fake(dloss, logits, target, lse, number, weight, x, *how):  # noqa: ARG001 (op's signature)
+    m, v = target.shape[0], logits.shape[-1]
+    dx = logits.new_empty((m, weight.shape[1]) if weight is not None else 0)
+    dw = logits.new_empty((v, x.shape[1]) if x is not None else 0)
+    return dx, dw, lse.new_empty(v if how[-1] else 0)
+
+
+_LIBRARY.impl(
+    "linear_cross_entropy_backward", linear_cross_entropy_backward, "CompositeExplicitAutograd"
+)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a fused site expected to win? The promise is never to be slower than not fusing.
+
+Expected times come from ``cost``: shipped H100 measurements and the model fitted to them. The
+alternative is what Inductor would run: cuBLAS, then one elementwise kernel that reads the products
+and the tile operands and writes the stores, then one more kernel if there are reductions over M.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.select.model import cublas_us, estimate_us
+
+#: A launch of ours costs the host 30 to 50 us, one of cuBLAS 12. Where a graph's GEMMs take less
+#: than this on average, the GPU waits for the host, and fusing makes it wait longer. Measured on
+#: Llama-3.2-1B: 19 us (512 tokens) lost 17 %, 49 us (2048 tokens) won 13 %.
+HOST_BOUND_US = 48.0
+#: Compute capability, major, of the shipped measurements.
+MEASURED_ARCH = 9
+#: What an elementwise kernel of Inductor's reaches on an H100, bytes a microsecond, and its launch.
+_BYTES_PER_US = 2.7e6
+_LAUNCH_US = 2.0
+
+
+def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
+    """Why a graph's GEMMs, each (M, N, K), are left to cuBLAS whatever surrounds them, or None.
+
+    CUDA graphs lift this limit: the host then launches nothing.
+    """
+    mean = statistics.fmean(cublas_us(m, n, k) for m, n, k in gemms)
+    if mean >= HOST_BOUND_US:
+        return None
+    return (
+        f"too small: the graph's GEMMs take {mean:.0f} us on average, so the host is the limit "
+        "(options['gate'] = 'always' fuses anyway)"
+    )
+
+
+def unmeasured(arch: int) -> str | None:
+    """Why GEMMs are left to cuBLAS on compute capability ``arch``.x whatever they are, or None:
+    where nothing was measured, nothing is expected to win."""
+    if arch == MEASURED_ARCH:
+        return None
+    return (
+        f"nothing was measured on compute capability {arch}.x, so nothing is expected to win "
+        "(options['gate'] = 'always' fuses anyway)"
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One site: ``program`` on (m, k) x (k, n).
+
+    Attributes:
+        terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
+        behind: the stores that an elementwise kernel reads which comes behind all the same (a norm
+            that no GEMM reads, say). Unfused, it reads the products instead and writes the others.
+        joined: instead of ``terms``, the K of each product whose weights are copied together at
+            every call.
+    """
+
+    program: EpilogueProgram
+    m: int
+    n: int
+    k: int
+    terms: int = 1
+    behind: frozenset[str] = frozenset()
+    joined: tuple[int, ...] = ()
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """K of each product that the accumulator is the sum of."""
+        return self.joined or (self.k // self.terms,) * self.terms
+
+
+def expected(work: Work) -> tuple[float, float]:
+    """Expected microseconds of ``work``: (fused, unfused)."""
+    program, m, n, k = work.program, work.m, work.n, work.k
+    fused = estimate_us(program, m, n, k, terms=work.terms)
+    if work.joined:
+        copied = n * sum(work.joined) * WIDTHS[program.in_dtype]
+        fused += 2 * copied / _BYTES_PER_US + _LAUNCH_US
+    terms = len(work.ks)
+    everything = {*program.accs, *(o.name for o in program.operands)}
+    written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
+    moved = sum(WIDTHS[s.dtype] for s in written if s.name not in work.behind)
+    if work.behind:
+        moved += _read(program, set(program.accs), terms)
+        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in work.behind)
+        launches = 0
+    else:
+        moved += _read(program, everything, terms)
+        launches = 1
+    columns = [r.value for r in program.reduces if r.axis == "col"]
+    if columns:  # one pass for all sums over M
+        sources = set().union(*(_sources(program, value) for value in columns))
+        moved += _read(program, sources, terms)
+        launches += 1
+    unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in work.ks)
+    unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
+    return fused, unfused
+
+
+def loses(work: Work) -> str | None:
+    """Why a site is expected to be slower fused, or None."""
+    if work.behind and _only_statistics(work.program):
+        return "its product is stored as it is for an elementwise kernel: statistics save nothing"
+    fused, unfused = expected(work)
+    if fused <= unfused:
+        return None
+    return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
+
+
+def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | None:
+    """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
+    together, or None. ``width``: bytes an element.
+
+    What is saved: the kernel that reads the product in front of the norm and writes its result; in
+    training also the one that reads the norm's gradient, its input and the residual's gradient, and
+    writes their sum. What it costs: the weights are read once more for the vectors gamma^T W and
+    beta^T W; in training their gradients are corrected by terms of rank one, read and written, and
+    the products and their gradients, (m, n), are read once more for two sums over rows and one over
+    columns. Epilogues that take these sums on the way took as much longer (docs/gotchas.md), so
+    that with three or more times as many columns behind a norm as in it, training never pays.
+    """
+    saved, launches = 2 * m * k, 1
+    costs, more = n * k, 1
+    if training:
+        saved, launches = saved + 3 * m * k, 2
+        costs, more = costs + 2 * n * k + 2 * m * n, 3
+    won = saved * width / _BYTES_PER_US + launches * _LAUNCH_US
+    lost = costs * width / _BYTES_PER_US + more * _LAUNCH_US
+    if lost <= won:
+        return None
+    if training:
+        return (
+            f"expected {lost:.0f} us for reading its weights and gradients again, "
+            f"{won:.0f} us saved"
+        )
+    return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
+
+
+def _only_statistics(program: EpilogueProgram) -> bool:
+    """Are the products stored unchanged, and only sums over N made of them? So it is with a norm
+    between a GEMM and a residual (Gemma 2): its kernel reads the product, statistics or not."""
+    unchanged = all(store.value in program.accs for store in program.stores)
+    sums = all(reduce.axis == "row" and reduce.combine == "add" for reduce in program.reduces)
+    return unchanged and sums
+
+
+def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
+    """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
+    the tile operands among ``names``."""
+    products = terms * len(names & set(program.accs)) * WIDTHS[program.in_dtype]
+    tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
+    return products + sum(WIDTHS[o.dtype] for o in tiles)
+
+
+def _sources(program: EpilogueProgram, value: str) -> set[str]:
+    """``value`` and everything that it is computed from."""
+    found = {value}
+    for step in reversed(program.steps):
+        if step.name in found:
+            found |= {a for a in step.args if isinstance(a, str)}
+    return found

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel is expected to cost, from the shipped measurements and a model fitted to them.
+
+A persistent GEMM runs in waves: with T tiles on S processors, the last of ceil(T / S) waves is as
+expensive as a full one. A wave costs ``step * K + tile + per_byte * (bytes moved per element)``,
+the whole ``fixed`` more: four constants a config, fitted to the measurements by
+``benchmarks/sweep.py`` and shipped with them. Where the same (N, K) was measured, the model is
+scaled by measured / modelled there, so that measured shapes give measured times.
+
+cuBLAS has configs of its own that we cannot see: it is expected to be as good as our best config
+is without an epilogue (times a fitted ratio), or better where the GEMM is small (a fitted line in
+the number of multiplications; large ones run at lower clocks than it says).
+
+A GEMM that is the sum of several products (``terms``) has the sum of their K's as its K, in every
+signature here and in the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from coda_inductor.graph.sizes import hint
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.select.config import Config, choose
+from coda_inductor.select.device import arch_of
+from coda_inductor.select.instructions import extra_us
+from coda_inductor.select.kinds import TERMS, family, kinds
+
+_TABLE = Path(__file__).parent / "tables" / "h100.json"
+_PLAIN_BYTES = 2.0  # one 16-bit store an element
+#: Thousand million multiplications up to which a GEMM counts as small.
+SMALL_GMACS = 40.0
+
+
+@functools.lru_cache(maxsize=1)
+def table() -> dict:
+    """The shipped data: "processors", "models" ({family: {config: constants}}), "cublas" and
+    "shapes" (the measurements)."""
+    data = json.loads(_TABLE.read_text())
+    data["kernels"], data["products"] = {}, {}
+    for row in data["shapes"]:
+        kind, n, k = row["kind"], row["n"], row["k"]
+        data["kernels"].setdefault((kind, n, k), []).append(row)
+        data["products"].setdefault((n, k // TERMS[kind]), []).append(row)
+    return data
+
+
+def traffic(program: EpilogueProgram) -> float:
+    """Bytes of tile loads and stores for each accumulator element."""
+    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    return (loads + stores) / (2 if program.paired else 1)
+
+
+def kind_of(program: EpilogueProgram, terms: int = 1) -> str:
+    """The measured kind that is nearest to ``program``: of its family, of one product or several,
+    then by the bytes loaded and stored and the reductions."""
+    related = [name for name, p in kinds().items() if family(p) == family(program)]
+    alike = [name for name in related if (TERMS[name] > 1) == (terms > 1)] or related
+    mine = _traits(program)
+
+    def distance(name: str) -> float:
+        return sum(abs(x - y) for x, y in zip(mine, _traits(kinds()[name]), strict=True))
+
+    return min(alike, key=distance)
+
+
+def _traits(program: EpilogueProgram) -> tuple[int, ...]:
+    """Bytes loaded and stored an element; a reduction over M, the dearer one, counts as a tile."""
+    axes = {reduce.axis for reduce in program.reduces}
+    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    return loads, stores, 2 * ("col" in axes), int("row" in axes)
+
+
+def kernel_us(
+    program: EpilogueProgram, config: Config, m: int, n: int, k: int, terms: int = 1
+) -> float:
+    """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
+    kind = kind_of(program, terms)
+    elements = m * n * table()["processors"] / _processors()
+    extra = extra_us(program, kinds()[kind], config, elements)
+    return _kernel_us(kind, str(config), m, n, k, traffic(program)) + extra
+
+
+def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> float:
+    """Expected microseconds of ``program`` with the config that ``config.choose`` takes."""
+    config = choose(program, m, n, k, device, terms)
+    return kernel_us(program, config, hint(m), n, k, terms)
+
+
+def measured(program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1) -> bool:
+    """Do the shipped measurements hold a program of this kind with this (N, K), config and about
+    this M? Else :func:`kernel_us` is the fitted model's word alone."""
+    rows = table()["kernels"].get((kind_of(program, terms), n, k), ())
+    return _nearest(rows, hint(m), str(config)) is not None
+
+
+def cublas_us(m, n: int, k: int) -> float:
+    """Expected microseconds of one plain 16-bit matrix product (m, k) x (k, n) through cuBLAS."""
+    return _cublas_us(hint(m), n, k)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
+    group = family(kinds()[kind])
+    if config not in table()["models"][group]:
+        return math.inf  # a candidate that was never measured
+    expected = modelled(table(), group, config, m, n, k, moved, _processors())
+    row = _nearest(table()["kernels"].get((kind, n, k), ()), m, config)
+    if row is None:
+        return expected
+    there = traffic(kinds()[kind])
+    return expected * row["us"][config] / modelled(table(), group, config, row["m"], n, k, there)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cublas_us(m: int, n: int, k: int) -> float:
+    expected = modelled_cublas(table(), m, n, k, _processors())
+    row = _nearest(table()["products"].get((n, k), ()), m, "cublas")
+    if row is None:
+        return expected
+    return expected * row["us"]["cublas"] / modelled_cublas(table(), row["m"], n, k)
+
+
+def modelled(data, group, config, m, n, k, moved, processors=None) -> float:
+    """The model alone, without the measurements. ``processors`` None: the measured device's."""
+    step, tile, per_byte, fixed = data["models"][group][config]
+    passes = waves(group, config, m, n, processors or data["processors"])
+    return passes * (step * k + tile + per_byte * moved) + fixed
+
+
+def modelled_cublas(data, m, n, k, processors=None) -> float:
+    """As :func:`modelled`, for cuBLAS."""
+    processors = processors or data["processors"]
+    best = min(
+        modelled(data, "single", config, m, n, k, _PLAIN_BYTES, processors)
+        for config in data["models"]["single"]
+        if not Config.parse(config).lean
+    )
+    gmacs = m * n * k / 1e9
+    if gmacs > SMALL_GMACS:
+        return data["cublas"]["ratio"] * best
+    small = data["cublas"]["fixed"] + data["cublas"]["us_per_gmac"] * gmacs
+    return min(data["cublas"]["ratio"] * best, small * data["processors"] / processors)
+
+
+def waves(group: str, config: str, m: int, n: int, processors: int) -> int:
+    """How many tiles the busiest cluster works through. N is one weight's for pairs."""
+    columns = 2 * n if group == "paired" else n
+    c = Config.parse(config)
+    clusters = -(-m // (c.tile_m * c.cluster_m)) * -(-columns // (c.tile_n * c.cluster_n))
+    return -(-clusters // (processors // (c.cluster_m * c.cluster_n)))
+
+
+@functools.lru_cache(maxsize=1)
+def _processors() -> int:
+    """This Hopper's multiprocessors; elsewhere those of the device that was measured."""
+    if torch.cuda.is_available() and arch_of() == 9:
+        return torch.cuda.get_device_properties().multi_processor_count
+    return table()["processors"]
+
+
+def _nearest(rows: Sequence[dict], m: int, config: str) -> dict | None:
+    """The measurement of ``config`` whose M is nearest, within a factor of two."""
+    near = [r for r in rows if config in r["us"] and r["m"] / 2 <= m <= r["m"] * 2]
+    return min(near, key=lambda r: abs(r["m"] - m), default=None)

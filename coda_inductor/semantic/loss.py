@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss's part of the semantic vocabulary: logsumexp of rows, and cross entropy with classes.
+
+``cross_entropy`` takes the logits as the model's last GEMM made them. Widening them, as losses are
+written, would make a float32 copy of the largest tensor of a training step; here only what is
+computed from a row is float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coda_inductor.semantic.define import LIB, define, statistics_dtype
+
+
+def row_logsumexp_definition(x: Tensor) -> Tensor:
+    """``log(sum(exp(x), -1))`` in float32 (float64 for float64): x (..., V) -> (...)."""
+    return torch.logsumexp(x.to(statistics_dtype(x.dtype)), -1)
+
+
+row_logsumexp = define("row_logsumexp(Tensor x) -> Tensor", row_logsumexp_definition)
+
+
+def cross_entropy_definition(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of ``logits`` (..., V), M rows in all, with class indices ``target`` (M,).
+
+    A row's loss is ``lse - logits[target]``, with smoothing s ``lse - (1 - s) logits[target] - s
+    mean(logits)``, and 0 where the target is ``ignore_index``. Returns the loss in ``out_dtype``:
+    (M,) for reduction "none", else () for "sum" and "mean" (over rows that are not ignored, NaN if
+    there are none); then lse (M,) and the number of rows that count, (), both in the compute dtype.
+    A row with +inf has no softmax: as in torch its loss and gradient, hence also its lse, are NaN.
+    Source: the definition of ``torch.nn.CrossEntropyLoss``.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    lse = row_logsumexp(rows)
+    lse = torch.where(lse == math.inf, math.nan, lse)
+    counts = target != ignore_index
+    index = torch.where(counts, target, 0)
+    picked = rows.gather(1, index[:, None])[:, 0].to(lse.dtype)
+    if label_smoothing:
+        mean = rows.to(lse.dtype).mean(-1)
+        picked = (1 - label_smoothing) * picked + label_smoothing * mean
+    loss = torch.where(counts, lse - picked, 0.0)
+    number = counts.to(lse.dtype).sum()
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / number
+    return loss.to(out_dtype), lse, number
+
+
+def row_weights(
+    dloss: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """What each row's own gradient is multiplied with, (M,): 0 where the row is ignored."""
+    weight = dloss.to(number.dtype)
+    if reduction == "mean":
+        weight = weight / number
+    return torch.where(target != ignore_index, weight, 0.0)
+
+
+def cross_entropy_backward_definition(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """The gradient of the logits, shaped and typed like them: with the softmax p of a row,
+    ``p - (1 - s) onehot(target) - s / V`` times the row's weight."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    v = rows.shape[1]
+    weight = row_weights(dloss, target, number, ignore_index, reduction)
+    p = torch.exp(rows.to(lse.dtype) - lse[:, None])
+    hit = torch.arange(v, device=rows.device) == target[:, None]
+    away = hit.to(lse.dtype) * (1.0 - label_smoothing)
+    if label_smoothing:
+        away = away + label_smoothing / v
+    return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)
+
+
+cross_entropy = define(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, "
+    "str reduction, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    cross_entropy_definition,
+)
+cross_entropy_backward = define(
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor number, "
+    "int ignore_index, float label_smoothing, str reduction) -> Tensor",
+    cross_entropy_backward_definition,
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    logits, target, *how, _ = inputs
+    _, lse, number = output
+    ctx.mark_non_differentiable(lse, number)
+    ctx.save_for_backward(logits, target, lse, number)
+    ctx.how = how
+
+
+def _differentiate(ctx, dloss: Tensor, _dlse: Tensor, _dnumber: Tensor):
+    return cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "coda_inductor::cross_entropy", _differentiate, setup_context=_save, lib=LIB
+)

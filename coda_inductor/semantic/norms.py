@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm and LayerNorm in the semantic vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coda_inductor.semantic.define import LIB, define, statistics_dtype
+
+
+def rms_norm_definition(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the last dimension.
+
+    ``y = x * rstd * weight`` with ``rstd = rsqrt(mean(x**2, -1) + eps)``, all in float32 (float64
+    for float64 inputs), then cast to ``out_dtype``. Returns y, shaped like x, and rstd (..., 1).
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467), eq. 4.
+    """
+    wide = x.to(statistics_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    y = wide * rstd
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    return y.to(out_dtype), rstd
+
+
+def rms_norm_backward_definition(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of RMSNorm: dx, shaped and typed like x, and dweight, like weight.
+
+    With ``n = x * rstd`` and ``p = dy * weight``: ``dx = rstd * (p - n * mean(p * n, -1))`` and
+    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). A gradient
+    that is not needed comes back as an empty tensor.
+    """
+    normalized = x.to(rstd.dtype) * rstd
+    wide = dy.to(rstd.dtype)
+    dx, dweight = x.new_empty(0), x.new_empty(0)
+    if need_dx:
+        p = wide if weight is None else wide * weight.to(rstd.dtype)
+        dx = (rstd * (p - normalized * (p * normalized).mean(-1, keepdim=True))).to(x.dtype)
+    if need_dweight and weight is not None:
+        rows = list(range(x.dim() - 1))
+        product = wide * normalized
+        dweight = (product.sum(rows) if rows else product).to(weight.dtype)
+    return dx, dweight
+
+
+def layer_norm_definition(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm over the last dimension.
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = rsqrt(var + eps)``, var being the
+    biased variance, all in float32 (float64 for float64 inputs), then cast to ``out_dtype``.
+    Returns y, shaped like x, and mean and rstd, each (..., 1). Source: Ba, Kiros and Hinton,
+    "Layer Normalization" (arXiv 1607.06450), eq. 4.
+    """
+    wide = x.to(statistics_dtype(x.dtype))
+    var, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + eps)
+    y = (wide - mean) * rstd
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(out_dtype), mean, rstd
+
+
+def layer_norm_backward_definition(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of LayerNorm: dx, dweight and dbias, each shaped and typed like its input.
+
+    With ``n = (x - mean) * rstd`` and ``p = dy * weight``:
+    ``dx = rstd * (p - mean(p, -1) - n * mean(p * n, -1))``, ``dweight = sum(dy * n)`` and
+    ``dbias = sum(dy)`` over all rows (the derivative of ``layer_norm_definition``). ``needs`` says
+    which of the three are wanted; the others come back as empty tensors.
+    """
+    normalized = (x.to(rstd.dtype) - mean) * rstd
+    wide = dy.to(rstd.dtype)
+    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    rows = list(range(x.dim() - 1))
+    if needs[0]:
+        p = wide if weight is None else wide * weight.to(rstd.dtype)
+        dot = (p * normalized).mean(-1, keepdim=True)
+        dx = (rstd * (p - p.mean(-1, keepdim=True) - normalized * dot)).to(x.dtype)
+    if needs[1] and weight is not None:
+        product = wide * normalized
+        dweight = (product.sum(rows) if rows else product).to(weight.dtype)
+    if needs[2] and bias is not None:
+        dbias = (wide.sum(rows) if rows else wide.clone()).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor)",
+    rms_norm_definition,
+)
+
+
+rms_norm_backward = define(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dx, "
+    "bool need_dweight) -> (Tensor, Tensor)",
+    rms_norm_backward_definition,
+)
+
+
+layer_norm = define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    layer_norm_definition,
+)
+
+
+layer_norm_backward = define(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
+    "Tensor rstd, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    layer_norm_backward_definition,
+)
+
+
+def _save_rms_norm(ctx, inputs, output) -> None:
+    x, weight, _, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _differentiate_rms_norm(ctx, dy: Tensor, _drstd: Tensor):
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dweight = ctx.needs_input_grad[:2]
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None, None, None
+
+
+def _save_layer_norm(ctx, inputs, output) -> None:
+    x, weight, bias, _, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, weight, bias, *output[1:])
+
+
+def _differentiate_layer_norm(ctx, dy: Tensor, _dmean: Tensor, _drstd: Tensor):
+    needs = list(ctx.needs_input_grad[:3])
+    found = layer_norm_backward(dy, *ctx.saved_tensors, needs)
+    return *(g if need else None for g, need in zip(found, needs, strict=True)), None, None
+
+
+torch.library.register_autograd(
+    "coda_inductor::rms_norm", _differentiate_rms_norm, setup_context=_save_rms_norm, lib=LIB
+)
+torch.library.register_autograd(
+    "coda_inductor::layer_norm",
+    _differentiate_layer_norm,
+    setup_context=_save_layer_norm,
+    lib=LIB,
+)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as source text: small goldens (ACCEPT=1 rewrites them) and the rules they rest on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import paired_sums, programs, row_statistics, select
+
+from coda_inductor.codegen.ports import ports
+from coda_inductor.codegen.render import TEMPLATES, render
+from coda_inductor.errors import KernelError
+from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program.ops import OPS
+from coda_inductor.select.kinds import kinds
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "swap_lanes"),
+    [
+        ("rms_partial", kinds()["rms_partial"], False),
+        ("swiglu_swapped", kinds()["swiglu"], True),
+        ("select", select(), False),
+        ("row_statistics", row_statistics(), False),
+    ],
+)
+def test_golden(name, program, swap_lanes):
+    text = render(program, swap_lanes=swap_lanes)
+    path = GOLDENS / f"{name}.py.txt"
+    if os.environ.get("ACCEPT") == "1":
+        path.write_text(text)
+    assert text == path.read_text(), "the source changed: check it, then run with ACCEPT=1"
+
+
+@pytest.mark.parametrize("name", list(programs()))
+def test_source_is_python(name):
+    for swap_lanes in (False, True):
+        compile(render(programs()[name], swap_lanes=swap_lanes), name, "exec")
+
+
+def test_one_template_an_op():
+    assert set(TEMPLATES) == set(OPS)
+
+
+def test_rendering_imports_no_kernel_library():
+    code = (
+        "import sys; from coda_inductor.codegen.render import render;"
+        "from coda_inductor.select.kinds import kinds;"
+        "[render(p) for p in kinds().values()];"
+        "assert not {'quack', 'cutlass'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_origin_cannot_break_out_of_its_comment():
+    program = EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        steps=(Step("x", "neg", ("acc",), 'a\nimport os  """ \\ caf\u00e9'),),
+        stores=(Store("out0", "x", "bfloat16"),),
+    )
+    text = render(program)
+    compile(text, "origin", "exec")
+    assert text.isascii()
+    assert "\nimport os" not in text.split("def epilogue")[1]
+
+
+def test_literals_survive():
+    def source(value):
+        return render(
+            EpilogueProgram(
+                accs=("acc",),
+                in_dtype="bfloat16",
+                steps=(Step("x", "minimum", ("acc", value)),),
+                stores=(Store("out0", "x", "bfloat16"),),
+            )
+        )
+
+    assert 'minimum(acc, float("inf"))' in source(float("inf"))
+    assert "minimum(acc, (-1e-05))" in source(-1e-5)
+    assert "minimum(acc, 2.0)" in source(2)
+
+
+def test_reserved_name_is_refused():
+    program = EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        steps=(Step("coda_math", "neg", ("acc",)),),
+        stores=(Store("out0", "coda_math", "bfloat16"),),
+    )
+    with pytest.raises(KernelError, match="'coda_math'"):
+        render(program)
+
+
+def one_sum(steps, operands=(), axis="row", stores=None):
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        operands=operands,
+        steps=steps,
+        stores=stores or (Store("out0", "acc", "bfloat16"),),
+        reduces=(Reduce("part0", "v", axis),),
+    )
+
+
+BIAS, SCALE = Operand("bias", "row", "bfloat16"), Operand("scale", "col", "float32")
+
+
+@pytest.mark.parametrize(
+    ("axis", "steps", "masked"),
+    [
+        ("row", (Step("v", "mul", ("acc", "acc")),), False),
+        ("row", (Step("v", "mul", ("acc", "scale")),), False),
+        ("row", (Step("v", "mul", ("acc", "bias")),), True),
+        ("col", (Step("v", "mul", ("acc", "bias")),), False),
+        ("col", (Step("v", "mul", ("acc", "scale")),), True),
+        ("row", (Step("v", "add", ("acc", "bias")),), True),
+        ("row", (Step("v", "add", ("acc", 1.0)),), True),
+        ("row", (Step("v", "exp", ("acc",)),), True),
+        ("row", (Step("v", "relu", ("acc",)),), False),
+        ("row", (Step("v", "div", ("acc", 2.0)),), False),
+        ("row", (Step("v", "div", (2.0, "acc")),), True),
+        ("row", (Step("w", "sigmoid", ("acc",)), Step("v", "mul", ("acc", "w"))), False),
+        ("row", (Step("w", "sigmoid", ("bias",)), Step("v", "mul", ("acc", "w"))), True),
+        ("row", (Step("w", "log", ("acc",)), Step("v", "mul", ("acc", "w"))), True),
+    ],
+)
+def test_sums_are_masked_where_lanes_beyond_the_matrix_are_not_zero(axis, steps, masked):
+    (sink,) = ports(one_sum(steps, (BIAS, SCALE), axis)).sinks
+    assert sink.masked == masked
+
+
+def test_sum_of_a_product_takes_its_factors_unless_the_product_is_stored():
+    square = (Step("v", "mul", ("acc", "acc")),)
+    assert ports(one_sum(square)).sinks[0].factors == ("acc", "acc")
+    assert "v = " not in render(one_sum(square))
+    stored = one_sum(square, stores=(Store("out0", "v", "bfloat16"),))
+    assert ports(stored).sinks[0].factors is None
+
+
+def test_reduction_of_a_pair_counts_one_lane():
+    text = render(paired_sums())
+    assert '"rows": (y, 0.0)' in text
+    assert '"top": (y, y)' in text

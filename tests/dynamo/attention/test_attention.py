@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks made of constants become flags of SDPA; repeated heads become grouped ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn, reasons
+from harness import Harness
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.dynamo import attention
+from coda_inductor.dynamo.attention import calls as calls_module
+from coda_inductor.dynamo.attention import constants
+from coda_inductor.dynamo.attention.calls import classify
+
+T = 12
+sdpa = F.scaled_dot_product_attention
+
+
+def heads(n: int = 4, t: int = T) -> torch.Tensor:
+    return randn(2, n, t, 8)
+
+
+def calls(harness: Harness) -> list[dict]:
+    """The keyword arguments of every attention call after the raise pass."""
+    return [n.kwargs for n in harness.raised.nodes if n.target is sdpa]
+
+
+def arange_mask(q):
+    i = torch.arange(q.shape[-2], device=q.device)
+    return (i[:, None] >= i)[None, None]
+
+
+def triu_mask(q):
+    t = q.shape[-2]
+    return torch.triu(torch.full((t, t), float("-inf"), dtype=q.dtype, device=q.device), diagonal=1)
+
+
+def lowest_mask(q):
+    t = q.shape[-2]
+    low = torch.full((t, t), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
+    return low.triu(1)[None, None].expand(2, 1, t, t)
+
+
+def packed_mask(q):
+    """As Hugging Face builds it: one document, found by looking for jumps in the positions."""
+    positions = torch.arange(q.shape[-2], device=q.device).expand(2, -1)
+    jumps = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    i = torch.arange(q.shape[-2], device=q.device)
+    true = i.new_ones((), dtype=torch.bool) & q.new_ones((), dtype=torch.bool)
+    same = jumps[:, None, :, None] == jumps[:, None, None, :]
+    return true & (i[None, None, None, :] <= i[:, None]) & same
+
+
+@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])
+def test_constant_causal_masks_become_a_flag(mask):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=mask(q))
+
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    for harness in (check(attend, *inputs), check_gradients(attend, *inputs)):
+        assert harness.counts["constant_mask"] == 1
+        assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+def test_a_full_mask_is_dropped_also_between_different_lengths():
+    def attend(q, k, v):
+        return sdpa(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), 0.0, False)
+
+    harness = check(attend, heads(), heads(t=7), heads(t=7))
+    assert harness.counts["constant_mask"] == 1
+    assert not calls(harness)[0]["is_causal"]
+
+
+def test_one_evaluation_serves_all_layers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(calls_module, "classify", lambda *a: seen.append(a) or classify(*a))
+
+    def attend(q, k, v):
+        mask = arange_mask(q)
+
+        def block(q):  # torch cannot end a checkpoint in attention itself
+            return sdpa(q, k, v, attn_mask=mask).sin()
+
+        for _ in range(3):
+            q = checkpoint(block, q, use_reentrant=False)
+        return block(q)
+
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    assert check_gradients(attend, *inputs).counts["constant_mask"] == 4
+    assert len(seen) == 1
+
+
+def window(q, size=5):
+    i = torch.arange(q.shape[-2])
+    return (i <= i[:, None]) & (i > i[:, None] - size)
+
+
+def changed_in_place(q):
+    mask = torch.ones(T, T, dtype=torch.bool)
+    mask.view(-1)[3] = False
+    return mask.tril()
+
+
+REFUSED = {
+    "depends on L_extra_": lambda _, extra: extra > 0,
+    "a sliding window of 5 over 12 keys": lambda q, _: window(q),
+    "neither causal nor full": lambda q, _: arange_mask(q).logical_not() | torch.eye(T).bool(),
+    "adds numbers other than 0": lambda q, _: torch.linspace(0, 1, T, dtype=q.dtype)[None, :],
+    "an in-place op changes it": lambda q, _: changed_in_place(q),
+    "hides keys from all queries": lambda *_: torch.arange(T)[None, :] < 4,
+    "draws random numbers": lambda q, _: torch.rand(T, T) + torch.eye(T) > 0.5,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_other_masks_stay(reason):
+    make = REFUSED[reason]
+
+    def attend(q, k, v, extra):
+        return sdpa(q, k, v, attn_mask=make(q, extra))
+
+    harness, args = Harness(), [heads(), heads(), heads(), torch.eye(T) + torch.ones(T, T)]
+    torch.manual_seed(3)
+    ours = harness.run(attend, *args)
+    torch.manual_seed(3)
+    torch.testing.assert_close(ours, attend(*args))
+    assert not harness.counts["constant_mask"]
+    assert reason in reasons(harness)
+
+
+def test_queries_and_keys_of_different_number_stay():
+    def attend(q, k, v):
+        i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+        return sdpa(q, k, v, attn_mask=i[:, None] >= j)
+
+    harness = check(attend, heads(), heads(t=7), heads(t=7))
+    assert "12 queries but 7 keys" in reasons(harness)
+
+
+@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])
+def test_symbolic_causal_masks_become_a_flag(mask):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=mask(q))
+
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    harness = check_gradients(attend, *inputs, dynamic=True)
+    assert harness.counts["constant_mask"] == 1
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """Masks of 12 x 12 are too large to be evaluated, and none is."""
+
+    def evaluated(*_):
+        raise AssertionError("a large mask was evaluated")
+
+    monkeypatch.setattr(constants, "MAX_BYTES", 100)
+    monkeypatch.setattr(calls_module, "classify", evaluated)
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize(
+    "mask", [arange_mask, triu_mask, lowest_mask, packed_mask, lambda q: window(q, T)]
+)
+def test_large_causal_masks_become_a_flag_without_being_evaluated(mask):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=mask(q))
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert harness.counts["constant_mask"] == 1
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+LARGE = {
+    "a sliding window of 11 keys": lambda q: window(q, T - 1),
+    "MiB to evaluate, and eye is no op that its proof knows": lambda q: (
+        arange_mask(q) | torch.eye(T).bool()
+    ),
+}
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize("reason", LARGE)
+def test_other_large_masks_stay(reason):
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=LARGE[reason](q))
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert not harness.counts["constant_mask"]
+    assert reason in reasons(harness)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_a_large_window_that_hides_nothing_is_full():
+    def attend(q, k, v):
+        i = torch.arange(T)
+        return sdpa(q, k, v, attn_mask=i > i[:, None] - T)
+
+    harness = check(attend, *[heads() for _ in range(3)])
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, False)]
+
+
+def test_disabled():
+    def attend(q, k, v):
+        return sdpa(q, k, v, attn_mask=arange_mask(q))
+
+    harness = check(attend, heads(), heads(), heads(), disable=["constant_mask"])
+    assert not harness.counts["constant_mask"]
+    assert calls(harness)[0]["attn_mask"] is not None
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "verdict"),
+    [
+        (torch.ones(1, 1, dtype=torch.bool), 4, 4, "full"),
+        (torch.ones(4, 4, dtype=torch.bool).tril(), 4, 4, "causal"),
+        (torch.ones(2, 1, 4, 4, dtype=torch.bool).tril(), 4, 4, "causal"),
+        (torch.zeros(4, 4), 4, 4, "full"),
+        (torch.ones(4, 4, dtype=torch.int64), 4, 4, "neither boolean nor additive"),
+        (torch.ones(4, 4, dtype=torch.bool).triu(), 4, 4, "neither causal nor full"),
+    ],
+)
+def test_verdicts(mask, queries, keys, verdict):
+    assert verdict in classify(mask, queries, keys)
+
+
+# Spellings of "each key and value head serves n query heads".
+
+
+def hugging_face(k, n):
+    b, h, t, d = k.shape
+    return k[:, :, None, :, :].expand(b, h, n, t, d).reshape(b, h * n, t, d)
+
+
+def interleaved(k, n):
+    return k.repeat_interleave(n, dim=1)
+
+
+def torchtitan(k, n):
+    """Repeated before the heads are moved in front of the sequence."""
+    k = k.transpose(1, 2).contiguous()
+    b, t, h, d = k.shape
+    k = torch.unsqueeze(k, dim=3).expand(b, t, h, n, d).reshape(b, t, h * n, d)
+    return k.transpose(1, 2)
+
+
+def grouped(repeat, *inputs, groups=2, mask=False):
+    """Run the pass with heads grouped on the CPU, where torch computes them in another way."""
+
+    def attend(q, k, v):
+        extra = {"attn_mask": q.sum() > torch.zeros(T, T)} if mask else {"is_causal": True}
+        return sdpa(q, repeat(k, groups), repeat(v, groups), **extra)
+
+    return with_groups(attend, *inputs)
+
+
+def with_groups(attend, *inputs):
+    def everywhere(gm, disabled):
+        return simplify(gm, disabled, device="cpu")
+
+    simplify = attention.simplify_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "simplify_attention", everywhere)
+        return check_gradients(attend, *inputs)
+
+
+def grouped_inputs():
+    return heads(4).requires_grad_(), heads(2).requires_grad_(), heads(2).requires_grad_()
+
+
+@pytest.mark.parametrize("repeat", [hugging_face, interleaved, torchtitan])
+def test_repeated_heads_become_grouped(repeat):
+    harness = grouped(repeat, *grouped_inputs())
+    assert harness.counts["grouped_heads"] == 1
+    (call,) = [n for n in harness.raised.nodes if n.target is sdpa]
+    assert call.kwargs["enable_gqa"] is True
+    assert call.args[1].meta["example_value"].shape[1] == 2
+
+
+@pytest.mark.parametrize(
+    "repeat", [lambda k, n: k.repeat(1, n, 1, 1), lambda k, n: interleaved(k, n).flip(1)]
+)
+def test_heads_in_another_order_stay_repeated(repeat):
+    assert not grouped(repeat, *grouped_inputs()).counts["grouped_heads"]
+
+
+def test_heads_beside_a_mask_stay_repeated():
+    assert not grouped(hugging_face, *grouped_inputs(), mask=True).counts["grouped_heads"]
+
+
+def changed_source(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    k[:, :, 0] = 0
+    return sdpa(q, k4, v4)
+
+
+def changed_copy(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    v4.mul_(2)
+    return sdpa(q, k4, v4)
+
+
+def changed_view(q, k, v):
+    k4, v4 = hugging_face(k, 2), hugging_face(v, 2)
+    v.transpose(1, 2)[:, 1:].zero_()
+    return sdpa(q, k4, v4)
+
+
+def changed_sibling(q, k, v):
+    """The repeated one is a view of what is written to through another view."""
+    k, other = k.view(k.shape), k.view(-1)
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    other[:9] = 3.0
+    return sdpa(q, k4, v4)
+
+
+def changed_in_a_region(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    q = checkpoint(lambda q: k.mul_(2).sum() + q, q, use_reentrant=False)
+    return sdpa(q, k4, v4)
+
+
+def changed_after_the_call(q, k, v):
+    """What attention saves for its gradient is the copy."""
+    y = sdpa(q, interleaved(k, 2), interleaved(v, 2))
+    k.zero_()
+    return y
+
+
+def changed_while_expanded(q, k, v):
+    """Views see the change."""
+    k4, v4 = (t.expand(-1, 2, -1, -1) for t in (k[:, :1], v[:, :1]))
+    k.mul_(2)
+    return sdpa(q[:, :2], k4, v4)
+
+
+def cut_off(q, k, v):
+    """No gradient goes to k and v."""
+    with torch.no_grad():
+        k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    return sdpa(q, k4, v4) + k.sum() + v.sum()
+
+
+CHANGING = [
+    changed_source, changed_copy, changed_view, changed_sibling, changed_after_the_call,
+    changed_while_expanded, cut_off,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["computed", "inputs"])
+@pytest.mark.parametrize("attend", CHANGING, ids=lambda f: f.__name__)
+def test_heads_stay_repeated_where_something_changes_between(attend, leaves):
+    def computed(q, k, v):
+        return attend(q, k * 1, v * 1)
+
+    q, k, v = grouped_inputs()
+    if leaves:  # a leaf that wants a gradient cannot be written to
+        k, v = k.detach(), v.detach()
+    harness = with_groups(attend if leaves else computed, q, k, v)
+    assert not harness.counts["grouped_heads"]
+    assert "grouped_heads at" in reasons(harness)
+
+
+def test_heads_stay_repeated_where_a_checkpointed_region_writes():
+    def attend(q, k, v):
+        return changed_in_a_region(q, k * 1, v * 1)
+
+    harness = with_groups(attend, *grouped_inputs())
+    assert not harness.counts["grouped_heads"]
+
+
+def test_inputs_that_share_memory():
+    def attend(q, k, v, other):
+        k4, v4 = interleaved(k, 2), interleaved(v, 2)
+        other.zero_()
+        return sdpa(q, k4, v4)
+
+    q, k, v = (t.detach() for t in grouped_inputs())
+    assert not with_groups(attend, q, k, v, k[:, :, 1:]).counts["grouped_heads"]
+
+
+def test_heads_written_to_before_they_are_repeated_are_grouped():
+    def attend(q, k, v):
+        k, v = k * 1, v * 1
+        k[:, :, 0] = 0
+        y = sdpa(q, interleaved(k, 2), interleaved(v, 2))
+        return (y * 2).relu_()
+
+    assert with_groups(attend, *grouped_inputs()).counts["grouped_heads"] == 1
+
+
+def test_heads_stay_repeated_where_flash_does_not_run():
+    q, k, v = grouped_inputs()
+
+    def attend(q, k, v):
+        return sdpa(q, hugging_face(k, 2), hugging_face(v, 2), is_causal=True)
+
+    assert not check(attend, q, k, v).counts["grouped_heads"]
+
+
+def test_only_and_or_not_end_in_an_underscore_without_writing():
+    """A regression: ``operator.and_`` once counted as an in-place op."""
+    import operator
+
+    from coda_inductor.matching import mutates
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for op in (operator.and_, operator.or_):
+        assert not mutates(graph.call_function(op, (x, x)))
+    assert mutates(graph.call_function(operator.iand, (x, x)))
+    assert mutates(graph.call_method("relu_", (x,)))
+    assert list(itertools.islice(graph.nodes, 1)) == [x]
+
+
+def test_a_checkpoint_that_ends_in_attention():
+    """A regression: one output of several was computed once, the others were to be recomputed."""
+
+    def attend(q, k, v):
+        for _ in range(3):
+            q = checkpoint(sdpa, q, k, v, arange_mask(q), use_reentrant=False)
+        return q
+
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    assert check_gradients(attend, *inputs).counts["constant_mask"] == 3

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hazards of raising, each of which once gave silently wrong results: all compare with eager.
+
+Dynamo's graph is not functional and has modes, so an idiom may be split by a mutation or by a
+border of no_grad or autocast, and a node without users may still matter.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import TOLERANCE, assert_same, check, raised, randn, reasons
+from harness import Harness
+
+from coda_inductor.semantic.gates import swiglu
+from coda_inductor.semantic.norms import rms_norm
+
+D = 16
+EPS = 1e-5
+BETWEEN = "an in-place op or a grad/autocast mode change lies between its nodes"
+
+
+def split_norm(between):
+    """RMSNorm with ``between(x, h)`` in the middle; h is x itself (a no-op cast)."""
+
+    def function(x, w):
+        x = x + 0  # not an input: mutating one would be a graph break's business
+        h = x.to(x.dtype)
+        variance = h.pow(2).mean(-1, keepdim=True)
+        between(x, h)
+        return w * (h * torch.rsqrt(variance + EPS)), x
+
+    return function
+
+
+def positional_inplace(x, h):
+    F.relu(x, True)
+
+
+def item_assignment(x, h):
+    x[:, 0] = 3.0
+
+
+def out_argument(x, h):
+    torch.mul(x, 2, out=x)
+
+
+MUTATIONS = {
+    "method": lambda x, h: x.mul_(2),
+    "through the alias": lambda x, h: h.mul_(2),
+    "through a view": lambda x, h: x[0].add_(1),
+    "function": lambda x, h: torch.relu_(x),
+    "keyword": lambda x, h: F.relu(x, inplace=True),
+    "positional": positional_inplace,
+    "item": item_assignment,
+    "out=": out_argument,
+    "foreach": lambda x, h: torch._foreach_mul_([x], 2.0),
+    "copy": lambda x, h: x.copy_(x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_between_the_nodes_of_a_norm(name):
+    harness = check(split_norm(MUTATIONS[name]), randn(3, D), randn(D))
+    assert raised(harness, rms_norm) == 0
+    assert BETWEEN in reasons(harness)
+
+
+def double(x):
+    x.mul_(2)
+
+
+def test_mutation_by_a_custom_op_between_the_nodes():
+    with torch.library._scoped_library("coda_test", "FRAGMENT") as library:
+        library.define("double(Tensor(a!) x) -> ()")
+        library.impl("double", double, "CompositeExplicitAutograd")
+        torch.library.register_fake("coda_test::double", lambda x: None, lib=library)
+        for op in (torch.ops.coda_test.double, torch.ops.coda_test.double.default):
+            harness = check(split_norm(lambda x, h, op=op: op(x)), randn(3, D), randn(D))
+            assert raised(harness, rms_norm) == 0
+
+
+def test_mutation_before_and_behind_an_idiom_is_harmless():
+    def function(x, w):
+        x = x + 0
+        x.mul_(2)
+        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+        x.add_(1)
+        return y, x
+
+    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 1
+
+
+def test_mutation_between_silu_and_mul():
+    def function(g, u):
+        g = g + 0
+        s = F.silu(g)
+        s.mul_(3)
+        return s * u
+
+    harness = check(function, randn(3, D), randn(3, D))
+    assert raised(harness, swiglu) == 0
+
+
+def test_inplace_spellings_are_not_the_idiom():
+    def function(x, w):
+        variance = x.pow(2).mean(-1, keepdim=True)
+        variance += EPS  # iadd: variance keeps its identity, others may hold it
+        return w * (x * torch.rsqrt(variance)), variance
+
+    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 0
+
+
+def test_inplace_gate_is_not_silu():
+    def function(g, u):
+        g = g + 0
+        return F.silu(g, inplace=True) * u, g
+
+    assert raised(check(function, randn(3, D), randn(3, D)), swiglu) == 0
+
+
+def test_mutation_whose_result_is_unused_stays():
+    def function(x, w):
+        x = x + 0
+        x.mul_(2)
+        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+        x.zero_()
+        return y, x
+
+    harness = check(function, randn(3, D), randn(D))
+    assert raised(harness, rms_norm) == 1
+    assert [n.target for n in harness.raised.nodes if n.op == "call_method"] == ["mul_", "zero_"]
+
+
+def test_mutated_input_is_mutated():
+    def function(x, w):
+        y = F.rms_norm(x, (D,), w, EPS)
+        x.add_(y)
+        return y
+
+    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 1
+
+
+def test_grad_mode_border_inside_an_idiom():
+    def function(x, w):
+        with torch.set_grad_enabled(True):
+            variance = x.pow(2).mean(-1, keepdim=True)
+        return w * (x * torch.rsqrt(variance + EPS))
+
+    harness = check(function, randn(3, D), randn(D))
+    assert raised(harness, rms_norm) == 0
+    assert BETWEEN in reasons(harness)
+
+
+def test_autocast_border_inside_an_idiom():
+    def function(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            variance = x.pow(2).mean(-1, keepdim=True)
+        return w * (x * torch.rsqrt(variance + EPS))
+
+    harness = check(function, randn(3, D, dtype=torch.float32), randn(D, dtype=torch.float32))
+    assert raised(harness, rms_norm) == 0
+    assert BETWEEN in reasons(harness)
+
+
+def test_whole_idiom_under_autocast_keeps_its_dtype():
+    def function(x, w, weight):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.linear(x, w)
+            h = y.float()
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+            return weight * h.to(y.dtype)
+
+    x, w, weight = (randn(*s, dtype=torch.float32) for s in ((3, D), (D, D), (D,)))
+    harness = Harness()
+    have, want = harness.run(function, x, w, weight), function(x, w, weight)
+    assert have.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
+    assert raised(harness, rms_norm) == 1
+
+
+def norm_swiglu(x, w, u):
+    y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+    return F.silu(y) * u
+
+
+def gradients(function, args):
+    args = [a.clone().requires_grad_() for a in args]
+    function(*args).sin().sum().backward()
+    return [a.grad for a in args]
+
+
+def test_idioms_are_raised_when_gradients_are_needed():
+    args = [randn(3, D), randn(D), randn(3, D)]
+    harness = Harness()
+    compiled = torch.compile(norm_swiglu, backend=harness)
+    assert_same(gradients(compiled, args), gradients(norm_swiglu, args))
+    assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
+
+
+def test_gradients_through_mutations_around_an_idiom():
+    def function(x, w):
+        x = x + 0
+        x.mul_(2)
+        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+        y.add_(1)
+        return y
+
+    args, harness = [randn(3, D), randn(D)], Harness()
+    compiled = torch.compile(function, backend=harness)
+    assert_same(gradients(compiled, args), gradients(function, args))
+    assert raised(harness, rms_norm) == 1
+
+
+def test_variance_under_no_grad_while_training():
+    def function(x, w, u):
+        with torch.no_grad():
+            variance = x.pow(2).mean(-1, keepdim=True)
+        return F.silu(w * (x * torch.rsqrt(variance + EPS))) * u
+
+    args = [randn(3, D), randn(D), randn(3, D)]
+    compiled = torch.compile(function, backend=Harness())
+    assert_same(gradients(compiled, args), gradients(function, args))
+
+
+def test_no_grad_inside_the_function_with_inputs_that_need_gradients():
+    def function(x, w, u):
+        with torch.no_grad():
+            return norm_swiglu(x, w, u)
+
+    args = [randn(3, D).requires_grad_(), randn(D), randn(3, D)]
+    have = torch.compile(function, backend=Harness())(*args)
+    assert not have.requires_grad
+    assert_same(have, function(*args))
+
+
+def test_inputs_without_gradients_raise_with_grad_mode_on():
+    args = [randn(3, D), randn(D), randn(3, D)]
+    harness = Harness()
+    have = torch.compile(norm_swiglu, backend=harness)(*copy.deepcopy(args))
+    assert_same(have, norm_swiglu(*args))
+    assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
+
+
+def centered(h):
+    return (h * h).mean(-1) - h.mean(-1) ** 2
+
+
+def by_hand(h):
+    return 1 - (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)).pow(2).mean(-1)
+
+
+WIDENED = {
+    "reductions": centered,
+    "a difference": lambda h: torch.exp(h * 1e-2) - torch.exp(h * 1e-2 - 1e-9),
+    "a comparison": lambda h: torch.where(h > 1000 + 1e-9, h, -h),
+    "layer_norm": lambda h: F.layer_norm(h, (4 * D,), eps=1e-12),
+    "rms_norm": by_hand,
+    "swiglu": lambda h: F.silu(h - 1000) * (h - 1000),
+    "cross entropy": lambda h: F.cross_entropy(h, torch.arange(4), reduction="none"),
+    "a sum of products": lambda h: (h + h.flip(0)).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_what_is_computed_in_float64_stays_so(name):
+    """A float32 model that widens for a delicate step: neither patterns nor epilogues narrow it."""
+    w, b = randn(4 * D, D, dtype=torch.float32), torch.full((4 * D,), 1000.0)
+
+    def function(x, w, b):
+        return WIDENED[name](F.linear(x, w, b).double())
+
+    check(function, randn(4, D, dtype=torch.float32), w, b, tolerance=1e-12)
+
+
+def test_a_sum_in_float64_is_no_float32_gemm():
+    def function(x, v, w):
+        return (x @ v.t()).double() + (x @ w.t()).double()
+
+    args = [randn(*s, dtype=torch.float32) for s in ((4, D), (D, D), (D, D))]
+    check(function, *args, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norm_has_the_strides_of_torchs(norm):
+    """A patch embedding: its tokens lie a picture apart. torch's norms return rows."""
+
+    def function(x):
+        n = norm(x.flatten(2).transpose(1, 2), (D,))
+        return n, n.view(-1, D), torch.as_strided(n, (2, D), (D, 1))
+
+    harness = check(function, randn(2, D, 3, 3))
+    assert "stride would change" in reasons(harness)
+
+
+@pytest.mark.parametrize("use", ["mul", "add", "maximum", "where"])
+def test_arithmetic_of_bools_gives_bools(use):
+    def function(x, w):
+        h = x @ w
+        low, high = h > -0.5, h < 0.5
+        if use == "where":
+            both = torch.where(h > 0, low, high)
+        else:
+            both = getattr(torch, use)(low, high)
+        return torch.where(both, h, h * 2), both * h
+
+    assert len(check(function, randn(5, D), randn(D, D)).fused) == 1
+
+
+def test_a_bias_that_torch_does_not_read_is_not_read():
+    def function(x, a, w):
+        nothing = torch.full((3, D), float("nan"), dtype=x.dtype)
+        return torch.addmm(nothing, F.rms_norm(x + x @ a, (D,)), w, beta=0)
+
+    assert check(function, randn(3, D), randn(D, D), randn(D, D)).counts["rms_norm"] == 1
+
+
+def float64_weight(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def float64_bias(x, w):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + EPS) * x[0] + w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [float64_weight, float64_bias])
+def test_a_float64_operand_makes_a_float64_result(function, dtype):
+    """Which has not been through float32."""
+    args = randn(4, D, dtype=dtype), randn(D)
+    harness = Harness()
+    have, want = harness.run(function, *args), function(*args)
+    assert have.dtype == want.dtype == torch.float64
+    assert not torch.equal(have, have.float().double())
+    assert_same(have, want, TOLERANCE[dtype])
+    assert "it mixes float64 with another type" in reasons(harness)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an in-place op may write to: through views of every spelling, and in nested graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, check, check_gradients, raised, randn, reasons
+from harness import Harness
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.matching import mutates
+from coda_inductor.semantic.norms import rms_norm
+
+T, D = 12, 16
+sdpa = F.scaled_dot_product_attention
+
+
+def region(function, *args):
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def hide(m):
+    m[:, :3] = False
+    m[:, 0] = True  # or a row would see nothing
+
+
+def from_closure(q, m):
+    def body(q):
+        hide(m)
+        return q * 2
+
+    return region(body, q)
+
+
+def from_argument(q, m):
+    def body(q, m):
+        hide(m)
+        return q * 2
+
+    return region(body, q, m)
+
+
+def from_nested_region(q, m):
+    return region(lambda q, m: from_argument(q, m) + 1, q, m)
+
+
+def through_a_region(q, m):
+    region(lambda m: m.view(-1), m)[T] = False
+    return q
+
+
+def in_place(view):
+    def change(q, m):
+        view(m)[1:, 0] = False
+        return q
+
+    return change
+
+
+CHANGES = {
+    "unsqueeze": in_place(lambda m: torch.unsqueeze(input=m, dim=0)[0]),
+    "narrow": in_place(lambda m: torch.narrow(input=m, dim=0, start=0, length=T)),
+    "split": in_place(lambda m: torch.split(tensor=m, split_size_or_sections=T)[0]),
+    "broadcast": in_place(lambda m: torch.broadcast_tensors(torch.zeros(T, T), m)[1]),
+    "checkpointed closure": from_closure,
+    "checkpointed argument": from_argument,
+    "nested checkpoints": from_nested_region,
+    "view out of a checkpoint": through_a_region,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_mask_stays(name):
+    def attend(q, k, v):
+        m = torch.ones(T, T, dtype=torch.bool).tril()
+        q = CHANGES[name](q, m)
+        return sdpa(q, k, v, attn_mask=m)
+
+    harness = check_gradients(attend, *(randn(2, 2, T, 8).requires_grad_() for _ in range(3)))
+    assert harness.counts["constant_mask"] == 0
+    assert "an in-place op changes it" in reasons(harness)
+
+
+def test_a_mask_changed_where_it_is_read():
+    def attend(q, k, v):
+        m = torch.ones(T, T, dtype=torch.bool).tril()
+
+        def body(q, k, v):
+            m[:, :3] = True
+            return sdpa(q, k, v, attn_mask=m)
+
+        return region(body, q, k, v)
+
+    harness = check_gradients(attend, *(randn(2, 2, T, 8).requires_grad_() for _ in range(3)))
+    assert harness.counts["constant_mask"] == 0
+
+
+def test_regions_that_change_only_what_they_made_change_nothing():
+    def attend(q, k, v):
+        m = torch.ones(T, T, dtype=torch.bool).tril()
+
+        def body(q, k, v):
+            return sdpa((q * 2).relu_(), k, v, attn_mask=m)
+
+        return region(body, region(body, q, k, v), k, v)
+
+    harness = check_gradients(attend, *(randn(2, 2, T, 8).requires_grad_() for _ in range(3)))
+    assert harness.counts["constant_mask"] == 2
+
+
+def test_in_place_ops_on_what_is_computed_from_a_mask_leave_it_alone():
+    def attend(q, k, v):
+        m = torch.ones(T, T, dtype=torch.bool).tril()
+        x = sdpa(q, k, v, attn_mask=m) * 2
+        x += 1
+        return sdpa(x, k, v, attn_mask=m)
+
+    harness = check_gradients(attend, *(randn(2, 2, T, 8).requires_grad_() for _ in range(3)))
+    assert harness.counts["constant_mask"] == 2
+
+
+def test_a_region_that_changes_a_tensor_between_the_nodes_of_a_norm():
+    def function(x, w):
+        x = x * 1
+        variance = x.pow(2).mean(-1, keepdim=True)
+        y = region(lambda x: x.add_(1) * 1, x)
+        return w * (x * torch.rsqrt(variance + 1e-5)), y
+
+    harness = check(function, randn(4, D), randn(D))
+    assert raised(harness, rms_norm) == 0
+
+
+@pytest.mark.parametrize("name", ["__setitem__", "__iadd__", "__imul__", "add_", "copy_"])
+def test_methods_that_write(name):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert mutates(graph.call_method(name, (x, x)))
+    assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
+
+
+def test_a_kernel_that_a_user_calls_may_change_what_it_reads():
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert mutates(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}))
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "its gradient is wanted"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_backward_pass_computes_nothing_from_an_input_that_has_changed(wanted, dynamic):
+    """A regression: 2 * x was made again from x, which by then held it already. Autograd noticed
+    and raised."""
+
+    def changed(x, w):
+        x.mul_(2)
+        return torch.sin(x @ w) * x
+
+    x, w = randn(6, D), randn(D, D)
+    results = []
+    for compiled in (torch.compile(changed, backend=Harness(), dynamic=dynamic), changed):
+        leaf, weight = x.clone().requires_grad_(wanted), w.clone().requires_grad_()
+        inner = leaf * 1
+        y = compiled(inner, weight)
+        torch.autograd.backward(y, torch.ones_like(y))
+        results.append((y, inner, weight.grad, leaf.grad))
+    assert_same(*results)

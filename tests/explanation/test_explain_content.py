@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an explanation says: sites, bytes, saved tensors, near misses and their remedies."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Harness, Stock
+from subjects import LAYERS, SUBJECTS, Gated, Residual, explained
+from torch import nn
+
+from coda_inductor import explain
+from coda_inductor.explanation.capture import capture
+from coda_inductor.explanation.folding import fold, general_path, general_reason, ranges
+from coda_inductor.explanation.kernels import kernels
+from coda_inductor.explanation.naming import epilogue_work, leaf, readable_bytes
+from coda_inductor.explanation.remedies import UNKNOWN, remedy
+from coda_inductor.options import parse
+from coda_inductor.runtime import linear_cross_entropy
+
+PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
+X = torch.ones(32, 64, dtype=torch.bfloat16)
+
+
+def test_llama_is_explained_as_it_is_compiled():
+    found, _ = explained("llama")
+    model, args, kwargs, _ = SUBJECTS["llama"]()
+    harness = Harness(gate="always")
+    harness.run(lambda ids: model(ids, **kwargs).logits, *args)
+    ours = [(s.site.split("layers")[-1], s.how, s.patterns, s.absorbed) for s in found.sites]
+    compiled = harness.report.sites
+    assert ours == [(s.site.split("layers")[-1], s.how, s.patterns, s.absorbed) for s in compiled]
+    assert found.gemms == 7 * LAYERS + 1  # q, k, v, o, gate, up, down; the head
+    assert found.gemms_fused == found.gemms - 3  # q, k and v of the first layer
+    assert f"{found.gemms_fused} of {found.gemms} GEMMs absorbed" in found.summary
+
+
+def test_bytes_of_a_site_are_what_its_kernels_read_and_write():
+    with torch.no_grad():
+        found = explain(Residual().bfloat16(), X, options={"gate": "always"})
+    up, down = found.sites
+    # A 32 x 64, B 64 x 256, product 32 x 256; the activation reads the product and writes another
+    assert up.bytes_before == 2 * (32 * 64 + 64 * 256 + 3 * 32 * 256)
+    assert up.bytes_after == 2 * (32 * 64 + 64 * 256 + 32 * 256)
+    # A 32 x 256, B 256 x 64, product, its second reading, residual and sum 32 x 64 each
+    assert down.bytes_before == 2 * (32 * 256 + 256 * 64 + 4 * 32 * 64)
+    assert down.bytes_after == 2 * (32 * 256 + 256 * 64 + 2 * 32 * 64)
+    for site in found.sites:
+        assert site.bytes_saved == site.bytes_before - site.bytes_after
+    assert (found.before.kernels, found.after.kernels) == (4, 2)
+    assert found.bytes_before == up.bytes_before + down.bytes_before
+    assert found.bytes_after == up.bytes_after + down.bytes_after
+
+
+def test_saved_tensors_are_those_of_the_partitioner():
+    model, x = Gated().bfloat16(), X
+    found = explain(model, x, options={"gate": "always"})
+    stock, ours = Stock(), Harness(gate="always")
+    stock.train(model, x)
+    ours.train(model, x)
+    assert found.training
+    assert found.saved_bytes_before == stock.saved_bytes() == 3 * 32 * 256 * 2
+    assert found.saved_bytes_after == ours.saved_bytes() == 2 * 32 * 256 * 2
+    assert {t.shape for t in found.saved_before} == {(32, 256)}
+    roles = [s.role for s in found.sites]
+    assert [roles.count(r) for r in ("forward", "input gradient", "weight gradient")] == [2, 1, 3]
+
+
+def test_training_explains_every_gemm_of_both_passes():
+    found, _ = explained("llama, training")
+    assert found.gemms == 3 * (7 * 2 + 1)
+    assert found.saved_bytes_after < found.saved_bytes_before
+    assert [after.direction for _, after in found.blocks] == ["forward", "backward"]
+    backward = {p for s in found.sites if s.role != "forward" for p in s.patterns}
+    assert {"rms_norm_backward", "swiglu_backward"} <= backward
+
+
+def test_the_block_is_the_middle_layer():
+    found, _ = explained("llama")
+    ((before, after),) = found.blocks
+    assert before.name == after.name == f"model.layers.{LAYERS // 2}"
+    kinds = [part.kind for part in before.parts]
+    assert kinds.count("gemm") == 7
+    assert kinds.count("attention") == 1
+    assert [p.kind for p in after.parts].count("fused") == 6  # gate and up are one
+    titles = [part.title for part in before.parts]
+    assert {"residual + RMSNorm", "SiLU * up", "rotary"} <= set(titles)
+    (down,) = [part for part in after.parts if part.title == "down_proj"]
+    assert down.work == ("+ residual", "* norm weight", "row statistics")
+    assert after.count < before.count
+    assert after.moved < before.moved
+
+
+def test_float16_norms_are_near_misses_with_the_option_as_remedy():
+    found, _ = explained("llama, float16")
+    misses = [m for m in found.near_misses if m.reason.startswith("float16")]
+    assert len(misses) == 3  # a layer's two norms, and the last norm
+    assert all("fp16_norms" in m.remedy.text and m.remedy.possible for m in misses)
+    assert "options={'fp16_norms': True}" in str(found)
+
+
+def test_without_a_gpu_a_note_says_what_an_h100_would_do():
+    notes = explained("float32")[0].notes
+    assert "only bfloat16 and float16" in notes[0]
+    assert "all of them would run as kernels" in explained("llama")[0].notes[0]
+    with torch.no_grad():
+        gated = explain(Residual().bfloat16(), X)
+    assert "the host is the limit" in gated.notes[0]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_reason_has_a_remedy(name):
+    found, _ = explained(name)
+    reasons = [m.reason for m in (*found.near_misses, *found.unfused)]
+    reasons += [s.partition(": ")[2] for site in found.fused for s in site.stopped]
+    reasons += [s.estimate.refusal for s in found.sites if s.estimate and s.estimate.refusal]
+    assert reasons
+    assert not [r for r in reasons if remedy(r) is UNKNOWN]
+
+
+def _gives_a_reason(node):
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "Failure"
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Name)
+    return isinstance(node, ast.Return)
+
+
+def _reasons(path):
+    """The sentences that the functions of a source file return, with x in place of what varies."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not _gives_a_reason(node):
+            continue
+        values = [*ast.iter_child_nodes(node)]
+        values += [e for v in values if isinstance(v, ast.Tuple) for e in v.elts]
+        values += [b for v in values if isinstance(v, ast.IfExp) for b in (v.body, v.orelse)]
+        for value in values:
+            parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+            if not all(isinstance(p, (ast.Constant, ast.FormattedValue)) for p in parts):
+                continue
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "8" for p in parts)
+            if text.count(" ") >= 2 and not text.startswith((" ", "(")) and "\n" not in text:
+                yield text
+
+
+SOURCES = (
+    "fuse/grow.py", "fuse/operands.py", "select/policy.py", "rewrite/norm/defer.py",
+    "rewrite/norm/layer.py", "rewrite/norm/uses.py", "rewrite/loss/slices.py", "select/legality.py",
+    "select/gate.py",
+    "patterns/conditions.py", "dynamo/attention/calls.py", "dynamo/attention/constants.py",
+    "../patterns/swiglu.py", "../patterns/cross_entropy.py", "../patterns/rotary_complex.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_reason_in_the_sources_has_a_remedy(source):
+    """A new reason needs a row in remedies.py: this finds those that no model here produces."""
+    found = {r for r in _reasons(PACKAGE / source) if not r.endswith("is not fused: 8")}
+    assert found, "the file gives reasons"
+    assert not {text for text in found if remedy(text) is UNKNOWN}
+
+
+def test_an_unknown_reason_says_so():
+    assert remedy("the moon is full") is UNKNOWN
+    inner = remedy("its GEMM mm_3 is not fused: N=9 and K=8 must be positive multiples of 8")
+    assert "multiple of 8" in inner.text
+    assert not remedy("nothing to absorb (output: it is an output of the graph)").possible
+
+
+def test_layers_fold_into_one_row():
+    found, _ = explained("llama")
+    rows = fold(found.sites)
+    by_name = {(row.name, row.times): row for row in rows}
+    assert sum(row.times for row in rows) == len(found.sites)
+    assert by_name["model.layers.*.self_attn.q_proj", LAYERS - 1].layers == "1-2"
+    assert by_name["model.layers.0.self_attn.q_proj", 1].layers == "0"
+    assert by_name["model.layers.*.mlp.gate_proj + up_proj", LAYERS].layers == "0-2"
+    assert (
+        len(rows) == 11
+    )  # q, k, v of the first layer, of the others; o, gate + up, down; two last
+
+
+def test_names_for_people():
+    assert ranges([7, 0, 1, 2]) == "0-2, 7"
+    assert general_path("h.3.mlp.0.fc") == "h.*.mlp.0.fc"
+    assert general_path("lm_head") == "lm_head"
+    assert general_reason("its GEMM mm_12 is not fused") == "its GEMM mm is not fused"
+    names = [
+        leaf(p) for p in ("model.layers.0.mlp.up_proj", "h.0.fc.2", "layer.1.output.dense", "a")
+    ]
+    assert names == ["up_proj", "fc.2", "output.dense", "a"]
+    sizes = [readable_bytes(b) for b in (0, 999, 1000, 8_388_608, 99_600_000, 3e12)]
+    assert sizes == ["0 B", "999 B", "1 KB", "8.39 MB", "100 MB", "3 TB"]
+
+
+def test_the_table_lists_every_gemm():
+    found, _ = explained("llama, training")
+    text = re.sub(r"\s+", "", str(found))
+    assert all(general_path(s.site).replace(" ", "")[:30] in text for s in found.sites if
+               s.site.startswith("model.layers.1"))  # fmt: skip
+    assert found.summary in str(found)
+
+
+def test_epilogue_work_is_named_by_what_it_does():
+    found, _ = explained("GPT-2")
+    work = {tuple(epilogue_work(site)) for site in found.fused}
+    in_front = ("+ bias", "+ residual", "* norm weight", "row statistics")
+    behind = ("* row scale", "+ bias")  # the qkv projection; the MLP's has the activation too
+    assert work == {in_front, behind, (*behind, "GELU (tanh)")}
+
+
+def test_slices_of_the_logits_gradient_count_as_traffic(monkeypatch):
+    """They are written once and read by two products, though none is ever whole."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    head = nn.Linear(16, 64, bias=False).bfloat16()
+
+    def loss(x, labels):
+        return nn.functional.cross_entropy(head(torch.tanh(x)).float(), labels)
+
+    x = torch.randn(32, 16).bfloat16().requires_grad_()
+    found = capture(loss, (x, torch.arange(32)), {}, parse(None, {}))
+    graphs = found.graphs[0].ours.graphs
+    sliced = [k for g in graphs for k in kernels(g) if k.inner]
+    assert [k.inner for k in sliced] == [3 * 32 * 64 * 2]
+    assert sliced[0].bytes > sliced[0].inner

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may not run on a tile stays outside, with the reason in the report, and nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, leave_custom_ops, randn, reasons
+from harness import Harness
+
+from coda_inductor import FallbackError
+from coda_inductor.fuse import driver
+from coda_inductor.log import Failure
+from coda_inductor.select.policy import Policy
+
+B, T, N, K = 2, 3, 10, 8
+LINEAR = ((B, T, K), (N, K))
+
+
+def own_statistics(x, w):
+    z = F.linear(x, w)
+    return z - z.amax(-1, keepdim=True)
+
+
+def part_of_the_rows(x, w):
+    return F.linear(x, w) * x[:1, :, :1]
+
+
+def part_of_the_batch(x, w):
+    return F.linear(x, w) + x[:, :1, :1] * w[:, 0]
+
+
+def dropout_mask(x, w):
+    return F.linear(x, w) * (x[..., :1] > 0)
+
+
+def boolean_condition(x, w):
+    return torch.where(x[..., :1] > 0, F.linear(x, w), 0.0)
+
+
+# Function of a (B, T, K) input and an (N, K) weight -> reason why its GEMM absorbs nothing.
+NOTHING_ABSORBED = {
+    "scan": (lambda x, w: F.linear(x, w).cumsum(0), "cumsum"),
+    "sign": (lambda x, w: F.linear(x, w).sign(), "sign"),
+    "sort": (lambda x, w: F.linear(x, w).sort(-1).values, "sort"),
+    "transpose": (lambda x, w: F.linear(x, w).transpose(0, 1).contiguous(), "turns the tile"),
+    "heads": (lambda x, w: F.linear(x, w).view(B, T, 2, 5).sum(2), "changes the tile's shape"),
+    "slice": (lambda x, w: F.linear(x, w)[..., :4] * 2, "slice"),
+    "broadcast result": (
+        lambda x, w: F.linear(x, w).unsqueeze(0) + x.new_ones(4, 1, 1, 1),
+        "changes the tile's shape",
+    ),
+    "column sum": (lambda x, w: F.linear(x, w).sum(0), "does not reduce one row"),
+    "full sum": (lambda x, w: F.linear(x, w).sum(), "is not elementwise"),
+    "nothing there": (F.linear, "output"),
+    "part of the rows": (part_of_the_rows, "broadcasts over part of the leading dimensions"),
+    "part of the batch": (part_of_the_batch, "broadcasts over part of the leading dimensions"),
+    "mask": (boolean_condition, "torch.bool, not a floating type"),
+    "integer tile": (lambda x, w: F.linear(x, w) * x.new_ones(N).int(), "not a floating type"),
+    "to integer": (lambda x, w: F.linear(x, w).to(torch.int32), "not"),
+    "bool result": (lambda x, w: F.linear(x, w) > 0, "not a floating tile"),
+    "unknown power": (lambda x, w: F.linear(x, w) ** 1.7, "is not in the epilogue vocabulary"),
+    "addmm with alpha": (
+        lambda x, w: torch.addmm(w[:, 0], x[0], w.t(), alpha=2).relu(), "alpha/beta",
+    ),
+    "addmm with beta": (
+        lambda x, w: torch.addmm(w[:, 0], x[0], w.t(), beta=2).relu(), "alpha/beta",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING_ABSORBED)
+def test_gemm_that_absorbs_nothing_is_left_alone(name):
+    function, reason = NOTHING_ABSORBED[name]
+    harness = check(function, *(randn(*shape) for shape in LINEAR))
+    assert harness.counts == {}
+    assert [site.how for site in harness.report.sites] == ["unfused"]
+    assert reason in reasons(harness)
+
+
+def test_mask_is_no_operand():
+    harness = check(dropout_mask, *(randn(*shape) for shape in LINEAR))
+    assert harness.counts == {}
+
+
+@pytest.mark.parametrize(
+    "outside", [lambda z: z.softmax(-1), lambda z: z.cumsum(0).cos(), lambda z: z.flip(-1) * 2]
+)
+def test_what_depends_on_the_gemm_stays_outside_but_the_rest_fuses(outside):
+    def function(x, w):
+        z = F.linear(x, w).relu()
+        return z + outside(z)  # through the outside and back: absorbing the sum makes a cycle
+
+    harness = check(function, *(randn(*shape) for shape in LINEAR))
+    (site,) = harness.fused
+    assert "relu" in site.absorbed
+    assert "add" not in site.absorbed
+
+
+def test_nothing_is_absorbed_that_only_adds_a_store():
+    def function(x, w):
+        z = F.linear(x, w)
+        return torch.atan(z.exp()) - z  # atan is no epilogue op; Inductor fuses exp with it
+
+    harness = check(function, *(randn(*shape) for shape in LINEAR))
+    assert harness.fused == []
+    assert "only a store more" in reasons(harness)
+
+
+def test_own_statistics_are_no_operand_of_the_same_tile():
+    harness = check(own_statistics, *(randn(*shape) for shape in LINEAR))
+    (site,) = harness.fused
+    assert [r.combine for r in site.program.reduces] == ["max"]
+    assert site.program.steps == ()
+
+
+def test_at_most_three_tiles_are_stored():
+    def function(x, w):
+        z = F.linear(x, w)
+        return [value.cumsum(0) for value in (z, z.sin(), z.cos(), z.tanh(), z.exp())]
+
+    harness = check(function, *(randn(*shape) for shape in LINEAR))
+    (site,) = harness.fused
+    assert len(site.program.stores) == 3
+
+
+def test_at_most_three_tiles_are_read():
+    def function(x, w, *tiles):
+        z = F.linear(x, w)
+        for tile in tiles:
+            z = z * tile
+        return z
+
+    harness = check(function, *(randn(*shape) for shape in (*LINEAR, *[(B, T, N)] * 5)))
+    (site,) = harness.fused
+    assert [o.kind for o in site.program.operands] == ["tile"] * 3
+
+
+@pytest.mark.parametrize("compare", [torch.eq, torch.ne])
+def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
+    """A maximum's gradient does so: in a tile x == amax(x) would hold nowhere."""
+
+    def function(x, w, t):
+        z = F.linear(x, w)
+        return torch.where(compare(z, t), z, -z)
+
+    harness = check(function, *(randn(*shape) for shape in (*LINEAR, (B, T, N))))
+    assert "not in the epilogue vocabulary" in reasons(harness)
+    assert all("eq" not in site.absorbed and "ne" not in site.absorbed for site in harness.fused)
+
+
+def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
+    """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
+    monkeypatch.setattr(Policy, "legal", lambda *_: Failure("an odd shape"))
+    harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
+    assert reasons(harness) == "nothing to absorb, and an odd shape"
+    with pytest.raises(Exception, match="an odd shape"):
+        check(lambda x, w: F.linear(x, w).relu(), *(randn(*shape) for shape in LINEAR))
+
+
+def test_vectors_are_limited_too():
+    def function(x, w, *rows):
+        z = F.linear(x, w)
+        for row in rows:
+            z = z * row
+        return z
+
+    harness = check(function, *(randn(*shape) for shape in (*LINEAR, *[(N,)] * 20)))
+    (site,) = harness.fused
+    assert 6 <= len(site.program.operands) < 20
+
+
+def test_bool_that_others_read_leaves_but_the_rest_fuses():
+    def function(x, w):
+        z = F.linear(x, w).tanh()
+        positive = z > 0
+        return torch.where(positive, z, 0.0), positive
+
+    harness = check(function, *(randn(*shape) for shape in LINEAR))
+    (site,) = harness.fused
+    assert "tanh" in site.absorbed
+    assert "where" not in site.absorbed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, w).masked_fill(F.linear(x, w) > 0, float("nan")),
+        lambda x, w: torch.logical_and(F.linear(x, w), x[..., :1]).to(x.dtype),
+        lambda x, w: torch.logical_not(F.linear(x, w)).to(x.dtype),
+        lambda x, w: F.linear(x, w) * (F.linear(x, w) > 0).to(x.dtype),
+        lambda x, w: (F.linear(x, w) > 0).sum(-1),
+        lambda x, w: torch.where(F.linear(x, w) > 0, 1, 0),
+        lambda x, w: (F.linear(x, w) > 0) == (F.linear(x, w) > 1),
+        lambda x, w: F.linear(x, w).clamp(w[:, 0], w[:, 1]),
+        lambda x, w: torch.div(F.linear(x, w), 0.3, rounding_mode="floor"),
+        lambda x, w: F.linear(x, w) % 0.7,
+        lambda x, w: F.linear(x, w).round() + F.linear(x, w).sign(),
+        lambda x, w: F.linear(x, w) * True,
+        lambda x, w: 2 ** F.linear(x, w),
+        lambda x, w: F.linear(x, w) ** w[:, 0].abs(),
+        lambda x, w: F.linear(x, w).sum(-1, dtype=torch.float32),
+        lambda x, w: F.linear(x, w).to(torch.bool),
+        lambda x, w: (F.linear(x, w) * 1j).abs(),
+        lambda x, w: F.linear(x, w).std(-1),
+        lambda x, w: F.linear(x, w).norm(dim=-1),
+        lambda x, w: F.linear(x, w).logsumexp(-1),
+        lambda x, w: F.layer_norm(F.linear(x, w), (N,)),
+        lambda x, w: F.normalize(F.linear(x, w), dim=-1),
+        lambda x, w: torch.cat([F.linear(x, w), F.linear(x, w) + 1], -1),
+        lambda x, w: F.linear(x, w).chunk(2, -1)[0].relu() * 2,
+        lambda x, w: F.linear(x, w).expand(4, B, T, N).relu(),
+        lambda x, w: F.linear(x, w).view(T, B, N).relu() + 1,
+        lambda x, w: F.linear(x, w).view(-1).relu(),
+        lambda x, w: F.linear(x, w).squeeze().unsqueeze(1).exp(),
+        lambda x, w: F.linear(x, w).flatten().view(B, T, N).relu() * F.linear(x, w),
+    ],
+)
+def test_awkward_neighbours_never_fail_and_never_change_the_value(function):
+    # strict: an exception of our own passes would be an error here.
+    check(function, *(randn(*shape) for shape in LINEAR))
+
+
+def test_scalar_on_another_device_is_no_operand():
+    harness = Harness()
+    x, w = torch.empty(4, K, device="meta"), torch.empty(N, K, device="meta")
+    harness.run(lambda x, w, s: F.linear(x, w) * s, x, w, torch.tensor(2.0))
+    assert "is on cpu, the GEMM on meta" in reasons(harness)
+
+
+def test_gate_never_names_the_option():
+    harness = check(lambda x, w: F.linear(x, w).relu(), randn(4, K), randn(N, K), gate="never")
+    assert reasons(harness) == "options['gate'] is 'never'"
+    assert harness.counts == {}
+
+
+def test_integer_gemm_is_a_named_fallback():
+    def function(x, w):
+        return (x @ w).relu() + 1
+
+    x, w = torch.randint(-5, 5, (4, K)), torch.randint(-5, 5, (K, N))
+    harness = check(function, x, w, strict=False)
+    assert "torch.int64 times torch.int64" in reasons(harness)
+    assert harness.counts == {}
+    with pytest.raises(Exception, match="int64 times") as caught:
+        Harness().run(function, x, w)
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), FallbackError)
+
+
+def test_failure_while_planning_costs_that_site_alone(monkeypatch):
+    grow = driver.grow
+
+    def broken(anchors, order):
+        if anchors[0].meta["val"].shape[-1] == N:
+            raise IndexError("a bug of ours")
+        return grow(anchors, order)
+
+    monkeypatch.setattr(driver, "grow", broken)
+    harness = check(
+        lambda x, w: F.linear(F.linear(x, w).relu(), w.t()).relu(),
+        *(randn(*shape) for shape in LINEAR),
+        strict=False,
+    )
+    assert [site.how for site in harness.report.sites] == ["unfused", "reference"]
+    assert "IndexError in our own passes: a bug of ours" in reasons(harness)
+
+
+def test_kernel_that_does_not_compile_costs_that_site_alone(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    monkeypatch.setattr(
+        driver.pool, "wait",
+        lambda requests: {r: "ptxas said no" if "relu" in r.program else None for r in requests},
+    )  # fmt: skip
+
+    def function(x, w):
+        return F.linear(F.linear(x, w).relu(), w.t()).tanh()
+
+    args = [randn(*shape) for shape in LINEAR]
+    harness = check(function, *args, strict=False)
+    assert [site.how for site in harness.report.sites] == ["reference", "kernel"]
+    assert "ptxas said no" in harness.report.sites[0].reason
+    assert harness.ops()["coda_inductor.gemm_epilogue.default"] == 1
+    with pytest.raises(Exception, match="ptxas said no"):
+        Harness().run(function, *args)

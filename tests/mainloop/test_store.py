@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of compiled kernels: nothing planted runs, locks, checksums, folders of an image."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import inspect
+import linecache
+import logging
+import os
+import py_compile
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("quack")
+
+import quack.cache
+import quack.cache.jit
+
+from coda_inductor import cache_contents
+from coda_inductor.cache_dir import TAG
+from coda_inductor.mainloop import environment, mod, store
+from coda_inductor.mainloop.environment import label
+from coda_inductor.select.kinds import kinds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A cache of ours, and in it the folder of one version of QuACK's sources."""
+    (tmp_path / TAG).touch()
+    own = tmp_path / "kernels" / label()
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(own))
+    monkeypatch.setattr(quack.cache.jit, "_compute_source_fingerprint", lambda: "f" * 64)
+    store.flock_works.cache_clear()
+    yield own / ("f" * 64)
+    store.flock_works.cache_clear()
+
+
+class Compiler:
+    """What QuACK caches, without a compiler: a "kernel" is a file of bytes."""
+
+    def __init__(self, monkeypatch):
+        self.compiled = []
+        monkeypatch.setattr(quack.cache.jit.cute.runtime, "load_module", self._load)
+        self.function = quack.cache.jit.jit_cache(self._compile)
+
+    def __call__(self, key: str) -> bytes:
+        self.function.cache_clear()  # as another process would ask
+        return self.function(key).text
+
+    def _load(self, path, **_):
+        return {quack.cache.jit.EXPORT_FUNC_NAME: Compiled(Path(path).read_bytes())}
+
+    def _compile(self, key):
+        self.compiled.append(key)
+        return Compiled(f"code of {key}".encode())
+
+
+class Compiled:
+    def __init__(self, text):
+        self.text = text
+
+    def export_to_c(self, object_file_path, function_name):
+        Path(object_file_path).write_bytes(self.text)
+
+
+@pytest.fixture
+def compiler(kernels, monkeypatch):
+    """QuACK's cache over :class:`Compiler`."""
+    return Compiler(monkeypatch)
+
+
+def test_source_is_run_from_the_text_that_was_rendered(tmp_path, monkeypatch):
+    """Neither a planted source nor byte code beside it is imported, by us or by tracebacks."""
+    program = kinds()["rms_partial"]
+    monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
+    path = mod.source_path(program)
+    path.parent.mkdir()
+    path.write_text("raise SystemExit('planted source')")
+    (tmp_path / "evil.py").write_text("raise SystemExit('planted byte code')")
+    rendered = mod.render(program, swap_lanes=False)
+    for cached in (Path(p) for p in [importlib_cache(path)]):
+        cached.parent.mkdir()
+        py_compile.compile(
+            str(tmp_path / "evil.py"), str(cached),
+            invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+        )  # fmt: skip
+    loaded = mod.load.__wrapped__(program)
+    assert path.read_text() == rendered
+    assert loaded.program == program
+    function = sys.modules[f"coda_inductor_epilogue_{path.stem}"].epilogue
+    path.write_text("changed afterwards")
+    linecache.checkcache(str(path))
+    assert inspect.getsource(function) in rendered
+
+
+def importlib_cache(path: Path) -> str:
+    from importlib.util import cache_from_source
+
+    return cache_from_source(str(path))
+
+
+def test_source_runs_where_it_cannot_be_written(tmp_path, monkeypatch):
+    program = kinds()["rms_partial"]
+    (tmp_path / "epilogues").write_text("a file")
+    monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
+    assert mod.load.__wrapped__(program).program == program
+
+
+def test_a_kernel_is_kept_with_its_checksum(compiler, kernels, monkeypatch):
+    monkeypatch.setattr(store, "private_dir", None)  # flock works: no other folder is needed
+    assert compiler("a") == compiler("a") == b"code of a"
+    assert compiler.compiled == ["a"]
+    (kernel,) = kernels.glob("*.o")
+    assert kernel.with_suffix(".sum").read_text() == hashlib.sha256(b"code of a").hexdigest()
+
+
+def test_a_damaged_kernel_is_compiled_again(compiler, kernels, caplog):
+    compiler("a")
+    (kernel,) = kernels.glob("*.o")
+    kernel.write_bytes(b"code of A")
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        assert compiler("a") == b"code of a"
+    assert compiler.compiled == ["a", "a"]
+    assert f"{kernel} is damaged" in caplog.text
+    assert compiler("a") == b"code of a"
+    assert len(compiler.compiled) == 2
+
+
+def test_using_a_kernel_makes_it_younger(compiler, kernels):
+    compiler("a")
+    (kernel,) = kernels.glob("*.o")
+    os.utime(kernel, (0, 0))
+    compiler("a")
+    assert time.time() - kernel.stat().st_mtime < 60
+
+
+@pytest.fixture
+def no_flock(monkeypatch, kernels, tmp_path):
+    """A file system without flock under ``kernels``, as Lustre without -o flock; it has it in the
+    private folder."""
+    real, tried = fcntl.flock, []
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr(store, "private_dir", lambda: private)
+
+    def flock(handle, operation):
+        path = os.readlink(
+            f"/proc/self/fd/{handle if isinstance(handle, int) else handle.fileno()}"
+        )
+        if path.startswith(str(kernels)):
+            tried.append(path)
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        real(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return tried
+
+
+def test_without_flock_nothing_waits_and_kernels_are_kept(no_flock, compiler, kernels):
+    kernels.mkdir(parents=True)
+    begun = time.monotonic()
+    for key in "abcabc":
+        assert compiler(key) == f"code of {key}".encode()
+    assert time.monotonic() - begun < 5  # QuACK alone: a minute each
+    assert compiler.compiled == ["a", "b", "c"]
+    assert len(list(kernels.glob("*.o"))) == 3
+    assert len(no_flock) == 1, "tried once a folder"
+
+
+def test_without_flock_the_processes_of_a_host_still_lock(no_flock, kernels, monkeypatch):
+    kernels.mkdir(parents=True)
+    with store.KernelLock(kernels / "k.lock", exclusive=True):
+        other = store.KernelLock(kernels / "k.lock", exclusive=True, timeout=0.2)
+        with pytest.raises(RuntimeError, match="Timed out"):
+            other.__enter__()
+
+
+def test_a_lock_of_another_user_is_no_obstacle(kernels, monkeypatch):
+    kernels.mkdir(parents=True)
+    real = os.open
+
+    def opened(path, *how, **more):
+        if str(path) == str(kernels / "k.lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    with store.KernelLock(kernels / "k.lock", exclusive=True) as lock:
+        assert lock._fd >= 0
+
+
+def test_kernels_of_a_folder_that_can_only_be_read_are_used(
+    compiler, kernels, tmp_path, monkeypatch
+):
+    compiler("a")
+    (kernel,) = kernels.glob("*.o")
+    marker = kernels / f"coda_{'0' * 16}" / ("1" * 32)
+    marker.parent.mkdir()
+    marker.write_text("/where/it/was/built/" + kernel.name)
+    image = tmp_path / "image" / "kernels" / label()
+    image.parent.mkdir(parents=True)
+    kernels.parent.rename(image)
+    monkeypatch.setattr(store, "prewarmed", lambda: tmp_path / "image")
+    store.copy_markers("0" * 16)
+    assert Path(marker.read_text()) == image / kernels.name / kernel.name
+    assert Path(marker.read_text()).exists(), "the pool takes it for compiled"
+    assert compiler("a") == b"code of a"
+    assert compiler.compiled == ["a"]
+    assert kernel.read_bytes() == b"code of a"
+    assert compiler("b") == b"code of b"
+    assert len(list(image.rglob("*.o"))) == 1, "what it lacks goes to our own folder"
+
+
+def test_a_full_cache_is_tidied_when_a_kernel_is_stored(compiler, kernels, tmp_path, monkeypatch):
+    compiler("old")
+    (old,) = kernels.glob("*.o")
+    for path in kernels.iterdir():
+        os.utime(path, (1e9, 1e9))
+    (tmp_path / ".tidied").unlink()
+    monkeypatch.setattr(cache_contents, "limit", lambda: 1)
+    compiler("new")
+    assert not old.exists()
+    assert len(list(kernels.glob("*.o"))) == 1
+
+
+USE = """
+import logging, sys
+logging.basicConfig(level="WARNING")
+import quack.cache
+from coda_inductor.mainloop import mod
+print(quack.cache.CACHE_DIR)
+"""
+
+
+def folder_with(**variables: str) -> tuple[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"} | variables
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1], done.stderr
+
+
+def test_quacks_own_folder_is_used_unless_everybody_may_write_to_it(tmp_path):
+    own, quacks = tmp_path / "own", tmp_path / "quacks"
+    quacks.mkdir(mode=0o755)
+    variables = {"CODA_CACHE_DIR": str(own), "QUACK_CACHE_DIR": str(quacks)}
+    found, said = folder_with(**variables)
+    assert found == str(quacks)
+    assert "QUACK_CACHE_DIR" not in said
+    assert list(quacks.iterdir()) == []
+    quacks.chmod(0o777)
+    found, said = folder_with(**variables)
+    assert found == str(own / "kernels" / label())
+    assert f"QUACK_CACHE_DIR={quacks} is not used: everybody may write to {quacks}" in said
+
+
+class Reference(NamedTuple):
+    module: str
+    names: tuple[str, ...]
+
+
+def test_a_kernels_name_does_not_depend_on_which_texts_are_one_object():
+    """A program that a worker has read from JSON, and the same one built here."""
+    one, other = (str(b"rstd", "ascii") for _ in range(2))
+    keys = [
+        ("compile", Reference(f"{store.PREFIX}0", names), (9, 0), "k", None)
+        for names in ((one, one), (one, other))
+    ]
+    assert keys[0] == keys[1]
+    assert store._quacks[0](keys[0]) != store._quacks[0](keys[1])
+    assert store.key_to_hash(keys[0]) == store.key_to_hash(keys[1])
+    assert store.key_to_hash(keys[0]) != store.key_to_hash((*keys[0], 1))
+    theirs = ("compile", Reference("quack.rmsnorm", (one, other)))
+    assert store.key_to_hash(theirs) == store._quacks[0](theirs)
+    assert quack.cache.jit._key_to_hash is store.key_to_hash
+
+
+def test_keys_hold_machine_options_and_cuda_variant(monkeypatch):
+    def fresh():
+        return mod.codegen_hash.__wrapped__()
+
+    before = fresh()
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "10")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    assert fresh() == before
+    with monkeypatch.context() as patch:
+        patch.setenv("CUTE_DSL_LINEINFO", "1")
+        assert fresh() != before
+    with monkeypatch.context() as patch:
+        patch.setattr(environment.platform, "machine", lambda: "aarch64")
+        assert fresh() != before
+        assert label().startswith("aarch64-quack")
+    version = environment._version
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "_version", lambda n: "9" if "cu13" in n else version(n))
+        assert fresh() != before
+        assert label().endswith("-cu13")
+    assert fresh() == before

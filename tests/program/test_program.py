@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program is: legality, identity, text, and its meaning in plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from checking import randn
+
+from coda_inductor import EpilogueProgram, ProgramError
+from coda_inductor.program import OPS, Operand, Reduce, Step, Store, reference, verify
+from coda_inductor.program.simplify import simplify
+
+M, N, K = 5, 6, 7
+
+RESIDUAL_NORM = EpilogueProgram(
+    accs=("acc",),
+    in_dtype="bfloat16",
+    operands=(Operand("c0", "tile", "bfloat16"), Operand("w0", "row", "float32")),
+    steps=(
+        Step("x", "add", ("acc", "c0"), "aten.add.Tensor"),
+        Step("h", "mul", ("x", "w0"), "aten.mul.Tensor"),
+        Step("xr", "round_bfloat16", ("x",)),
+        Step("sq", "mul", ("xr", "xr")),
+        Step("half", "mul", ("h", 0.5)),
+    ),
+    stores=(Store("out0", "x", "bfloat16"), Store("out1", "half", "float32")),
+    reduces=(Reduce("part0", "sq"),),
+)
+
+
+def single(*steps: Step, **fields) -> EpilogueProgram:
+    """A program that stores its last step."""
+    last = steps[-1].name if steps else "acc"
+    fields = {"stores": (Store("out0", last, "float64"),), **fields}
+    return EpilogueProgram(("acc",), fields.pop("in_dtype", "float64"), steps=steps, **fields)
+
+
+def test_legal_program_passes():
+    assert verify(RESIDUAL_NORM) is RESIDUAL_NORM
+
+
+ILLEGAL = {
+    "three accumulators": (replace(single(), accs=("a", "b", "c")), "accumulators must be"),
+    "integer GEMM": (single(in_dtype="int32"), "'int32'"),
+    "nothing returned": (single(stores=()), "at least one store or reduction"),
+    "operand kind": (single(operands=(Operand("t", "matrix", "float64"),)), "'t': kind 'matrix'"),
+    "operand dtype": (single(operands=(Operand("t", "row", "int64"),)), "'t': dtype 'int64'"),
+    "operand name": (single(operands=(Operand("a b", "row", "float64"),)), "'a b' is not a Python"),
+    "keyword": (single(Step("lambda", "neg", ("acc",))), "'lambda' is not a Python identifier"),
+    "reserved name": (single(Step("D", "neg", ("acc",))), "'D' is defined twice or reserved"),
+    "two operands of one name": (
+        single(operands=(Operand("t", "row", "float64"),) * 2),
+        "operand 't' is defined twice",
+    ),
+    "step shadows an operand": (
+        single(Step("t", "neg", ("acc",)), operands=(Operand("t", "row", "float64"),)),
+        "step 't' is defined twice",
+    ),
+    "unknown op": (single(Step("x", "softmax", ("acc",))), "'x': unknown op 'softmax'"),
+    "arity": (single(Step("x", "add", ("acc",))), "'x': add takes 2 arguments, got 1"),
+    "use before definition": (single(Step("x", "neg", ("y",))), "'x' reads 'y' before"),
+    "not a number": (single(Step("x", "add", ("acc", math.nan))), "'x': literal nan"),
+    "a bool literal": (single(Step("x", "add", ("acc", True))), "'x': literal True"),
+    "only literals": (single(Step("x", "add", (1.0, 2.0))), "'x' has only literals"),
+    "where on a number": (
+        single(Step("x", "where", ("acc", "acc", 0.0))),
+        "'x': where argument 0 must be a bool, 'acc' is not",
+    ),
+    "arithmetic on a bool": (
+        single(Step("b", "gt", ("acc", 0.0)), Step("x", "mul", ("acc", "b"))),
+        "'x': mul argument 1 must be a number, 'b' is not",
+    ),
+    "logical op on a number": (
+        single(Step("b", "gt", ("acc", 0.0)), Step("x", "logical_and", ("b", "acc"))),
+        "'x': logical_and argument 1 must be a bool",
+    ),
+    "a bool is stored": (single(Step("b", "gt", ("acc", 0.0))), "'out0': 'b' is not a number"),
+    "an unknown value is stored": (
+        single(stores=(Store("out0", "nothing", "float64"),)),
+        "'out0': 'nothing' is not a number",
+    ),
+    "store dtype": (single(stores=(Store("out0", "acc", "int8"),)), "'out0': dtype 'int8'"),
+    "two outputs of one name": (
+        single(stores=(Store("out0", "acc", "float64"),), reduces=(Reduce("out0", "acc"),)),
+        "output 'out0' is defined twice",
+    ),
+    "reduction axis": (single(reduces=(Reduce("p", "acc", "depth"),)), "'p': axis 'depth'"),
+    "combine": (single(reduces=(Reduce("p", "acc", "row", "mul"),)), "'p': combine 'mul'"),
+    "a pair reads a tile": (
+        replace(
+            single(operands=(Operand("t", "tile", "float64"),)),
+            accs=("acc0", "acc1"),
+            stores=(Store("out0", "acc0", "float64"),),
+        ),
+        "'t': a paired program reads no tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_program_names_the_culprit(name):
+    program, message = ILLEGAL[name]
+    with pytest.raises(ProgramError) as caught:
+        verify(program)
+    assert message in str(caught.value)
+
+
+def test_json_round_trip_keeps_everything():
+    again = EpilogueProgram.from_json(RESIDUAL_NORM.to_json())
+    assert again == RESIDUAL_NORM
+    assert again.key == RESIDUAL_NORM.key
+
+
+@pytest.mark.parametrize("literal", [math.inf, -math.inf, 1e-38, 0.1 + 0.2])
+def test_json_keeps_every_literal(literal):
+    program = single(Step("x", "maximum", ("acc", literal)))
+    assert EpilogueProgram.from_json(program.to_json()).steps[0].args[1] == literal
+
+
+def test_another_serialization_format_says_which_cache_to_clear():
+    body = {**json.loads(RESIDUAL_NORM.to_json()), "format": 0}
+    with pytest.raises(ProgramError, match="TORCHINDUCTOR_CACHE_DIR"):
+        EpilogueProgram.from_json(json.dumps(body))
+
+
+def test_key_ignores_where_a_step_came_from():
+    steps = tuple(replace(step, origin="elsewhere") for step in RESIDUAL_NORM.steps)
+    assert replace(RESIDUAL_NORM, steps=steps).key == RESIDUAL_NORM.key
+
+
+COLUMN = (RESIDUAL_NORM.operands[0], Operand("w0", "col", "float32"))
+NARROW = (RESIDUAL_NORM.operands[0], Operand("w0", "row", "float16"))
+CHANGES = {
+    "literal": lambda p: replace(p, steps=(*p.steps[:3], Step("half", "mul", ("h", 0.25)))),
+    "op": lambda p: replace(p, steps=(Step("x", "sub", ("acc", "c0")), *p.steps[1:])),
+    "GEMM dtype": lambda p: replace(p, in_dtype="float16"),
+    "operand dtype": lambda p: replace(p, operands=NARROW),
+    "operand kind": lambda p: replace(p, operands=COLUMN),
+    "store dtype": lambda p: replace(p, stores=(Store("out0", "x", "float32"), p.stores[1])),
+    "reduction": lambda p: replace(p, reduces=(Reduce("part0", "sq", "row", "max"),)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_key_changes_with_what_is_computed(what):
+    assert CHANGES[what](RESIDUAL_NORM).key != RESIDUAL_NORM.key
+
+
+def test_printed_program_reads_like_the_documentation():
+    assert str(RESIDUAL_NORM).splitlines() == [
+        "program(acc: bfloat16 x bfloat16)",
+        "  load   c0      : tile bfloat16",
+        "  load   w0      : row float32",
+        "  x      = add acc c0                   # aten.add.Tensor",
+        "  h      = mul x w0                     # aten.mul.Tensor",
+        "  xr     = round_bfloat16 x",
+        "  sq     = mul xr xr",
+        "  half   = mul h 0.5",
+        "  store  out0    = x : bfloat16",
+        "  store  out1    = half : float32",
+        "  reduce part0   = add over N of sq",
+    ]
+
+
+# What each op means, written without the table under test. x has both signs; t equals x in row 0.
+MEANING = {
+    "add": lambda x, t: t + x,
+    "sub": lambda x, t: x - t,
+    "mul": lambda x, t: t * x,
+    "div": lambda x, t: x / t,
+    "neg": lambda x, t: 0 - x,
+    "abs": lambda x, t: torch.where(x < 0, -x, x),
+    "reciprocal": lambda x, t: 1 / x,
+    "maximum": lambda x, t: torch.where(x > t, x, t),
+    "minimum": lambda x, t: torch.where(x < t, x, t),
+    "sqrt": lambda x, t: x.abs() ** 0.5,
+    "rsqrt": lambda x, t: x.abs() ** -0.5,
+    "exp": lambda x, t: math.e**x,
+    "exp2": lambda x, t: 2.0**x,
+    "log": lambda x, t: torch.log1p(x.abs() - 1),
+    "log2": lambda x, t: torch.log1p(x.abs() - 1) / math.log(2),
+    "log1p": lambda x, t: torch.log(1 + x.abs()),
+    "expm1": lambda x, t: x.exp() - 1,
+    "tanh": lambda x, t: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp()),
+    "sigmoid": lambda x, t: 1 / (1 + torch.exp(-x)),
+    "erf": lambda x, t: 2 * torch.special.ndtr(x * math.sqrt(2)) - 1,
+    "sin": lambda x, t: torch.cos(x - math.pi / 2),
+    "cos": lambda x, t: torch.sin(x + math.pi / 2),
+    "relu": lambda x, t: x.clamp(min=0),
+    "where": lambda x, t: x * (x > 0) + t * (x <= 0),
+    "lt": lambda x, t: 1.0 * (x - t < 0),
+    "le": lambda x, t: 1.0 * (x - t <= 0),
+    "gt": lambda x, t: 1.0 * (x - t > 0),
+    "ge": lambda x, t: 1.0 * (x - t >= 0),
+    "eq": lambda x, t: 1.0 * (x - t == 0),
+    "ne": lambda x, t: 1.0 * (x - t != 0),
+    "logical_and": lambda x, t: 1.0 * (x > 0) * (t > 0),
+    "logical_or": lambda x, t: 1.0 * ((x > 0) + (t > 0) > 0),
+    "logical_not": lambda x, t: 1.0 * (x <= 0),
+    "round_bfloat16": lambda x, t: nearest(x, 8),
+    "round_float16": lambda x, t: nearest(x, 11),
+}
+
+
+def nearest(x: torch.Tensor, digits: int) -> torch.Tensor:
+    """``x`` with so many binary digits, ties to even."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent)
+
+
+POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p"}
+
+
+def steps_for(op: str) -> list[Step]:
+    """Steps that end in a number and contain ``op`` on the accumulator and the tile operand."""
+    positive = [Step("p", "gt", ("acc", 0.0)), Step("q", "gt", ("t", 0.0))]
+    as_number = Step("y", "where", ("b", 1.0, 0.0))
+    if op in POSITIVE:
+        return [Step("a", "abs", ("acc",)), Step("y", op, ("a",))]
+    if op == "where":
+        return [*positive, Step("y", "where", ("p", "acc", "t"))]
+    if op.startswith("logical_"):
+        return [*positive, Step("b", op, ("p", "q")[: OPS[op].arity]), as_number]
+    args = ("acc", "t")[: OPS[op].arity]
+    return [Step("b", op, args), as_number] if OPS[op].boolean else [Step("y", op, args)]
+
+
+def test_every_op_has_a_meaning_here():
+    assert set(MEANING) == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_computes_what_the_op_means(op):
+    program = verify(single(*steps_for(op), operands=(Operand("t", "tile", "float64"),)))
+    a, b = randn(M, K), randn(K, N)
+    t = randn(M, N)
+    t[0] = (a @ b)[0]
+    (result,) = reference.run(program, [a], [b], [t])
+    torch.testing.assert_close(result, MEANING[op](a @ b, t).double(), rtol=1e-9, atol=1e-9)
+
+
+def test_operands_broadcast_by_kind():
+    kinds = {"t": "tile", "w": "row", "r": "col", "s": "scalar"}
+    operands = tuple(Operand(name, kind, "float64") for name, kind in kinds.items())
+    program = verify(
+        single(
+            Step("v0", "mul", ("acc", "r")),
+            Step("v1", "sub", ("v0", "w")),
+            Step("v2", "div", ("v1", "s")),
+            Step("v3", "add", ("v2", "t")),
+            operands=operands,
+        )
+    )
+    # Square, so that a row taken for a column would go unnoticed by the shapes alone.
+    a, b, t = (randn(M, M) for _ in range(3))
+    w, r, s = randn(M), randn(M), torch.tensor(3.0).double()
+    (result,) = reference.run(program, [a], [b], [t, w, r, s])
+    torch.testing.assert_close(result, ((r.diag() @ a @ b) - w[None, :]) / 3 + t)
+
+
+def test_paired_program_sees_two_products():
+    program = verify(
+        EpilogueProgram(
+            ("acc0", "acc1"),
+            "float64",
+            (Operand("r", "col", "float64"),),
+            (Step("g", "mul", ("acc0", "r")), Step("y", "sub", ("g", "acc1"))),
+            (Store("out0", "y", "float64"),),
+        )
+    )
+    a, b0, b1 = randn(M, K), randn(K, N), randn(K, N)
+    r = randn(M)
+    (result,) = reference.run(program, [a], [b0, b1], [r])
+    torch.testing.assert_close(result, r[:, None] * (a @ b0) - a @ b1)
+    assert program.paired
+    assert not RESIDUAL_NORM.paired
+
+
+@pytest.mark.parametrize("combine", ["add", "max"])
+@pytest.mark.parametrize("axis", ["row", "col"])
+def test_reductions_leave_one_partial_a_tile(axis, combine):
+    program = verify(single(Step("x", "neg", ("acc",)), reduces=(Reduce("p", "x", axis, combine),)))
+    a, b = randn(M, K), randn(K, N)
+    _, partial = reference.run(program, [a], [b], [])
+    dim = 1 if axis == "row" else 0
+    want = -(a @ b)
+    want = want.sum(dim, keepdim=True) if combine == "add" else want.max(dim, keepdim=True).values
+    torch.testing.assert_close(partial, want)
+
+
+def test_bfloat16_program_computes_in_float32_and_rounds_once():
+    a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
+    c, w = torch.randn(M, N).bfloat16(), torch.randn(N)
+    x, h, squares = reference.run(RESIDUAL_NORM, [a], [b], [c, w])
+    want = a.float() @ b.float() + c.float()
+    assert (x.dtype, h.dtype, squares.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert torch.equal(x, want.bfloat16())
+    torch.testing.assert_close(h, want * w * 0.5)
+    torch.testing.assert_close(squares, want.bfloat16().float().pow(2).sum(1, keepdim=True))
+
+
+def test_accumulators_are_not_rounded_unless_asked_for():
+    program = single(in_dtype="bfloat16", stores=(Store("out0", "acc", "float32"),))
+    a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
+    (rounded,) = reference.run(program, [a], [b], [], exact=False)
+    (exact,) = reference.run(program, [a], [b], [])
+    assert torch.equal(rounded, (a @ b).float())
+    torch.testing.assert_close(exact, a.float() @ b.float())
+    assert not torch.equal(rounded, exact)
+
+
+LOGISTIC = {
+    "silu": ((Step("y", "div", ("acc", "d")),), ["sigmoid", "mul"]),
+    "sigmoid": ((Step("y", "div", (1.0, "d")),), ["sigmoid"]),
+    "reciprocal": ((Step("y", "reciprocal", ("d",)),), ["sigmoid"]),
+    "denominator read again": (
+        (Step("z", "div", ("acc", "d")), Step("y", "add", ("z", "d"))),
+        ["neg", "exp", "add", "sigmoid", "mul", "add"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGISTIC)
+def test_simplify_recognises_the_logistic_function(name):
+    tail, ops = LOGISTIC[name]
+    head = [Step("n", "neg", ("acc",)), Step("e", "exp", ("n",)), Step("d", "add", ("e", 1.0))]
+    program = verify(single(*head, *tail))
+    short = verify(simplify(program))
+    assert [step.op for step in short.steps] == ops
+    a, b = randn(M, K), randn(K, N)
+    torch.testing.assert_close(
+        reference.run(short, [a], [b], []), reference.run(program, [a], [b], [])
+    )
+
+
+NOT_LOGISTIC = {
+    "other constant": [("neg", "acc"), ("exp", "v0"), ("add", "v1", 2.0), ("div", "acc", "v2")],
+    "no minus": [("neg", "acc"), ("exp", "acc"), ("add", "v1", 1.0), ("div", "v0", "v2")],
+    "exp2": [("neg", "acc"), ("exp2", "v0"), ("add", "v1", 1.0), ("div", "acc", "v2")],
+    "difference": [("neg", "acc"), ("exp", "v0"), ("sub", 1.0, "v1"), ("div", "acc", "v2")],
+    "denominator above": [("neg", "acc"), ("exp", "v0"), ("add", "v1", 1.0), ("div", "v2", "acc")],
+}
+
+
+@pytest.mark.parametrize("name", NOT_LOGISTIC)
+def test_simplify_leaves_what_only_looks_alike(name):
+    steps = [Step(f"v{i}", op, tuple(args)) for i, (op, *args) in enumerate(NOT_LOGISTIC[name])]
+    program = verify(single(*steps))
+    assert simplify(program) == program
+
+
+def test_simplify_drops_steps_that_nothing_reads():
+    program = single(Step("unused", "exp", ("acc",)), Step("y", "neg", ("acc",)))
+    assert [step.name for step in simplify(program).steps] == ["y"]
+
+
+def test_outputs_are_contiguous_copies_of_the_full_tile():
+    program = single(
+        operands=(Operand("s", "scalar", "float64"),), stores=(Store("out0", "s", "float64"),)
+    )
+    a, b = randn(M, K), randn(K, N)
+    (result,) = reference.run(program, [a], [b], [torch.tensor(2.0).double()])
+    assert result.shape == (M, N)
+    assert result.is_contiguous()
+    assert bool((result == 2).all())
+
+
+def test_output_shapes_count_ragged_tiles():
+    program = single(reduces=(Reduce("p", "acc"), Reduce("q", "acc", "col")))
+    assert reference.output_shapes(program, 130, 200, 128, 64) == [(130, 200), (130, 4), (2, 200)]
+    assert reference.output_shapes(program, 130, 200) == [(130, 200), (130, 1), (1, 200)]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy of logits that are infinite or NaN, on and off the target: as in eager."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn
+
+from coda_inductor.runtime import linear_cross_entropy
+
+V, D = 300, 16
+IGNORED = 5
+#: What is added to one row of logits, at the target and elsewhere.
+EDGES = {
+    "none": (0.0, 0.0),
+    "inf off the target": (0.0, math.inf),
+    "inf on the target": (math.inf, 0.0),
+    "both inf": (math.inf, math.inf),
+    "-inf off the target": (0.0, -math.inf),
+    "-inf on the target": (-math.inf, 0.0),
+    "NaN off the target": (0.0, math.nan),
+    "NaN on the target": (math.nan, 0.0),
+    "inf beside -inf": (-math.inf, math.inf),
+}
+
+
+def rows():
+    """(M, V) to add to logits, and targets (M,): every edge, with a target that counts and with an
+    ignored one; then rows of one value only."""
+    edges, targets = [], []
+    for target in (7, IGNORED):
+        for on, off in EDGES.values():
+            row = torch.zeros(V, dtype=torch.float64)
+            row[target], row[200] = on, off
+            edges.append(row)
+        edges += [torch.full((V,), number).double() for number in (-math.inf, math.inf)]
+        targets += [target] * (len(EDGES) + 2)
+    return torch.stack(edges), torch.tensor(targets)
+
+
+def losses(reduction, smoothing):
+    def function(x, w, edges, targets):
+        logits = F.linear(x, w) + edges
+        return F.cross_entropy(
+            logits,
+            targets,
+            ignore_index=IGNORED,
+            label_smoothing=smoothing,
+            reduction=reduction,
+        )
+
+    return function
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_every_row_and_its_gradient(smoothing):
+    edges, targets = rows()
+    x, w = randn(len(targets), D).requires_grad_(), randn(V, D)
+    function = losses("none", smoothing)
+    harness = check_gradients(function, x, w, edges.requires_grad_(), targets)
+    assert harness.counts["cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_sliced_gradients(smoothing, monkeypatch):
+    edges, targets = rows()
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", len(targets) * 8 * 128)
+    x, w = randn(len(targets), D).requires_grad_(), randn(V, D)
+    harness = check_gradients(losses("none", smoothing), x, w, edges, targets)
+    assert harness.counts["cross_entropy_backward"] == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", EDGES)
+def test_one_such_row_among_others(name, reduction):
+    (on, off), (edges, targets) = EDGES[name], rows()
+    edges, targets = torch.zeros_like(edges)[:4], targets[:4]
+    edges[2, targets[2]], edges[2, 200] = on, off
+    check(losses(reduction, 0.0), randn(4, D), randn(V, D), edges, targets)

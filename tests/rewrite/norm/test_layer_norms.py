@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNorm: every spelling is raised, and deferred forward and backward with eager's values in
+float64 (rule R5), or refused with a reason.
+
+``custom op`` keeps the fused calls, whose partials then have several tiles; ``expanded`` runs them
+as plain aten. Means are large beside deviations, so that a mean in the wrong place shows.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import (
+    Weights,
+    check,
+    check_gradients,
+    leave_custom_ops,
+    raised,
+    randn,
+    reasons,
+)
+from harness import Harness
+from torch import nn
+
+from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.log import Failure
+from coda_inductor.select import gate
+from coda_inductor.select.policy import Policy
+from coda_inductor.semantic.norms import layer_norm, rms_norm
+
+D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
+EPS = 1e-2  # large beside the variance, so that an eps in the wrong place shows
+
+
+def cohere(x, w, b):
+    h = x.to(torch.float32) if x.dtype == torch.bfloat16 else x
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    h = (h - mean) * torch.rsqrt(variance + EPS)
+    return (w.to(h.dtype) * h).to(x.dtype)
+
+
+def method_var(x, w, b):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + EPS) * w + b
+
+
+def torch_var(x, w, b):
+    scale = torch.rsqrt(torch.var(x, (-1,), correction=0, keepdim=True) + EPS)
+    return b + (x - torch.mean(x, -1, True)) * scale
+
+
+def squared_by_hand(x, w, b):
+    c = x - x.mean(2, keepdim=True)
+    return w * (c / ((c * c).mean(-1, keepdim=True) + EPS).sqrt()) + b
+
+
+SPELLINGS = {
+    "functional": lambda x, w, b: F.layer_norm(x, (D,), w, b, EPS),
+    "no bias": lambda x, w, b: F.layer_norm(x, (D,), w, None, EPS),
+    "no weight": lambda x, w, b: F.layer_norm(x, (D,), None, None, EPS),
+    "bias only": lambda x, w, b: F.layer_norm(x, (D,), bias=b, eps=EPS),
+    "default eps": lambda x, w, b: F.layer_norm(x, (D,)),
+    "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
+    **{f.__name__: f for f in (cohere, method_var, torch_var, squared_by_hand)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_raises_once(name, dtype):
+    x, vectors = 2 + randn(2, 3, D), [randn(D, dtype=dtype) for _ in range(2)]
+    harness = check(SPELLINGS[name], x.to(dtype), *vectors)
+    assert (raised(harness, layer_norm), raised(harness, rms_norm)) == (1, 0)
+    (op,) = [n for n in harness.raised.nodes if n.target is layer_norm]
+    assert op.args[3] == (1e-5 if name == "default eps" else EPS)
+
+
+NOT_LAYER_NORM = {
+    "unbiased": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS),
+    "other dim": lambda x, w: (
+        (x - x.mean(-1, True)) * torch.rsqrt(x.var(1, keepdim=True, correction=0) + EPS)
+    ),
+    "two dims": lambda x, w: F.layer_norm(x, (D, D), None, None, EPS),
+    "another mean": lambda x, w: (
+        (x - w.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + EPS)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LAYER_NORM)
+def test_what_is_no_layer_norm_stays(name):
+    harness = check(NOT_LAYER_NORM[name], randn(D, D, D), randn(D))
+    assert raised(harness, layer_norm) == 0
+
+
+def test_bias_of_another_shape_is_no_bias():
+    harness = check(squared_by_hand, randn(2, 3, D), randn(D), randn(2, 3, D))
+    assert "the bias is not one value a column" in reasons(harness)
+    assert raised(harness, layer_norm) == 1
+
+
+def stream(x, w):
+    """A residual stream whose mean a LayerNorm in front has computed."""
+    return x + F.linear(F.layer_norm(x, (D,)).cumsum(0), w)
+
+
+def norm(x, w, gamma, beta):
+    return F.layer_norm(stream(x, w), (D,), gamma, beta, EPS)
+
+
+def one(x, w, gamma, beta, a):
+    return F.linear(norm(x, w, gamma, beta), a)
+
+
+def by_hand(x, w, gamma, beta, a):
+    return F.linear(squared_by_hand(stream(x, w), 1 + gamma, beta), a)
+
+
+def biases_and_no_bias(x, w, gamma, beta, a, bias, b):
+    n = norm(x, w, gamma, beta)
+    return F.linear(n, a, bias) * F.linear(n, b).tanh()
+
+
+def shared_weight(x, w, gamma, beta, a):
+    n = norm(x, w, gamma, beta)
+    return F.linear(n, a).sin() + F.linear(n, a)
+
+
+def residual(x, w, gamma, beta, up, bias, down):
+    x = stream(x, w)
+    n = F.layer_norm(x, (D,), gamma, beta, EPS)
+    x = x + F.linear(F.gelu(F.linear(n, up, bias)), down)
+    return F.linear(F.layer_norm(x, (D,), beta, gamma, EPS), up)
+
+
+def two_norms_of_one_stream(x, w, gamma, beta, a):
+    x = stream(x, w)
+    first, second = (F.layer_norm(x, (D,), g, beta, EPS) for g in (gamma, beta))
+    return F.linear(first, a) * F.linear(second, a)
+
+
+def gated(x, w, gamma, beta, up, gate, down):
+    n = norm(x, w, gamma, beta)
+    return F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
+
+
+def product_read_twice(x, w, gamma, beta, a):
+    z = F.linear(norm(x, w, gamma, beta), a)
+    return z.sin() * z.cumsum(0), z
+
+
+def rows_flattened(x, w, gamma, beta, up, down):
+    """OPT: the second norm of a block reads the stream as a matrix."""
+    x = stream(x, w)
+    flat = x.flatten(0, 1)
+    n = F.layer_norm(flat, (D,), gamma, beta, EPS)
+    return (flat + F.linear(F.relu(F.linear(n, up)), down)).view(x.shape)
+
+
+UP, DOWN = (HIDDEN, D), (D, HIDDEN)
+# name: (function, shapes of its weights behind w, gamma and beta, norms that are deferred)
+CASES = {
+    "one GEMM": (one, (UP,), 1),
+    "by hand, 1 + gamma": (by_hand, (UP,), 1),
+    "no bias": (lambda x, w, g, b, a: F.linear(norm(x, w, g, None), a) * b[0], (UP,), 1),
+    "no weight": (lambda x, w, g, b, a: F.linear(norm(x, w, None, None), a) * (g + b)[0], (UP,), 1),
+    "bias only": (lambda x, w, g, b, a: F.linear(norm(x, w, None, b), a) * g[0], (UP,), 1),
+    "one with a bias, one without": (biases_and_no_bias, (UP, (HIDDEN,), UP), 1),
+    "shared weight": (shared_weight, (UP,), 1),
+    "head wider than 4 d": (one, ((WIDE, D),), 1),
+    "residual MLP, two norms": (residual, (UP, (HIDDEN,), DOWN), 2),
+    "two norms of one stream": (two_norms_of_one_stream, (UP,), 2),
+    "SwiGLU": (gated, (UP, UP, DOWN), 1),
+    "rows flattened": (rows_flattened, (UP, DOWN), 1),
+    "product read twice": (product_read_twice, (UP,), 1),
+}
+
+
+def case(name: str) -> tuple[Weights, torch.Tensor, int]:
+    """The function with weights, an input (2, 5, D) that wants a gradient, the number of norms."""
+    function, shapes, norms = CASES[name]
+    shapes = ((D, D), (D,), (D,), *shapes)
+    weights = [randn(*s) / (s[-1] ** 0.5 if len(s) == 2 else 1) for s in shapes]
+    return Weights(function, *weights), (5 + randn(2, 5, D)).requires_grad_(), norms
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_eagers(name, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    function, x, norms = case(name)
+    assert check(function, x.detach()).counts["layer_norm"] == norms
+    harness = check_gradients(function, x)
+    assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == norms
+    assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
+
+
+@pytest.mark.parametrize("name", ["residual MLP, two norms", "SwiGLU"])
+def test_two_dynamic_sizes(name):
+    function, x, norms = case(name)
+    harness = check_gradients(function, x, dynamic=True)
+    assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == norms
+
+
+@pytest.mark.parametrize("name", ["residual MLP, two norms", "rows flattened"])
+def test_a_dynamic_size_stays_dynamic(name):
+    """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
+    function, *_ = case(name)
+    harness, graphs = Harness(), set()
+    compiled = torch.compile(function, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x = randn(2, length, D)
+            torch.testing.assert_close(compiled(x), function(x))
+            graphs.add(harness.graphs)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("frozen", [("gamma",), ("beta",), ("x", "w", "gamma"), ("a",)], ids=str)
+def test_frozen_leaves(frozen):
+    function, x, _ = case("one GEMM")
+    leaves = dict(zip(("w", "gamma", "beta", "a"), function.weights, strict=True), x=x)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    assert check_gradients(function, x).counts["layer_norm"] == 1
+
+
+def test_nothing_normalized_is_stored(monkeypatch):
+    """In front: the stream, h = (x - pivot) gamma and two sums; behind: scale, shift and offset."""
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("one GEMM")
+    first, second = check(function, x.detach()).fused
+    assert len(first.program.stores) == 1  # nothing else reads the stream
+    assert [r.axis for r in first.program.reduces] == ["row", "row"]
+    assert sorted(o.kind for o in second.program.operands) == ["col", "col", "row", "row"]
+
+
+def fresh(x, w, gamma, beta, a):
+    return F.linear(F.layer_norm(F.linear(x, w), (D,), gamma, beta, EPS), a)
+
+
+def not_a_gemm(x, w, gamma, beta, a):
+    return F.linear(F.layer_norm(x.sin(), (D,), gamma, beta, EPS), a + w[0, 0])
+
+
+def read_by_residual(x, w, gamma, beta, a):
+    n = norm(x, w, gamma, beta)
+    return F.linear(n, a), n + 1
+
+
+REFUSALS = {
+    fresh: "no LayerNorm in front of it has computed the mean",
+    not_a_gemm: "its input is not made by a GEMM",
+    read_by_residual: "reads it and is not a GEMM",
+}
+
+
+@pytest.mark.parametrize("function", REFUSALS, ids=lambda f: f.__name__)
+def test_refused_norm_stays_as_it_was(function):
+    weights = Weights(function, randn(D, D), randn(D), randn(D), randn(HIDDEN, D))
+    harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
+    assert REFUSALS[function] in reasons(harness)
+    assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == 0
+
+
+def test_disabled():
+    function, x, _ = case("one GEMM")
+    harness = check(function, x.detach(), disable=["layer_norm"])
+    assert (raised(harness, layer_norm), harness.counts["layer_norm"]) == (0, 0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gate_charges_reading_the_weights_again(training):
+    n, k = 16384, 4096
+    reason = gate.norm_loses(256, n, k, 2, training=training)
+    assert reason is not None
+    assert "reading its weights" in reason
+    # So many rows that the weights are little beside them; the gradients behind grow with them.
+    assert (gate.norm_loses(16384, n, k, 2, training=training) is not None) == training
+    assert gate.norm_loses(2**18, k, k, 2, training=True) is None  # few columns behind
+
+
+def test_weight_gradients_without_a_kernel_are_no_failure(monkeypatch):
+    """Their K is the number of rows, which need not suit a kernel; strict would raise."""
+    legal = Policy.legal
+
+    def no_weight_gradients(self, gemm):
+        # Only a weight's gradient has the number of rows, 10, as its K.
+        k = gemm_inputs(gemm)[0].meta["val"].shape[1]
+        return Failure("no kernel") if k == 10 else legal(self, gemm)
+
+    monkeypatch.setattr(Policy, "legal", no_weight_gradients)
+    function, x, _ = case("one GEMM")
+    harness = check_gradients(function, x)
+    assert harness.counts["layer_norm_backward"] == 1
+    assert "no kernel" in reasons(harness)
+
+
+class Block(nn.Module):
+    """Pre-norm, a projection for attention, an MLP: the mean of the stream is far from zero."""
+
+    def __init__(self, d: int, f: int):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.o, self.up, self.down = nn.Linear(d, d), nn.Linear(d, f), nn.Linear(f, d)
+        for parameter in (*self.n1.parameters(), *self.n2.parameters()):
+            nn.init.normal_(parameter, 1.0, 0.3)
+
+    def forward(self, x, y):
+        x = x + self.o(self.n1(x) * y)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+@pytest.mark.parametrize("mean", [0, 1, 10, 100])
+def test_error_in_bfloat16_is_no_larger_than_eagers_whatever_the_mean(mean):
+    model = Block(64, 128).bfloat16()
+    xs = [(randn(64, 64) + mean).bfloat16(), randn(64, 64, dtype=torch.bfloat16)]
+
+    tangent = randn(64, 64, dtype=torch.bfloat16)  # the same numbers for every dtype
+
+    def gradients(call, of, xs):
+        xs = [x.detach().requires_grad_() for x in xs]
+        out = call(*xs)
+        out.backward(tangent.to(out.dtype))
+        return [out.detach(), *(leaf.grad for leaf in (*xs, *of.parameters()))]
+
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    want = gradients(exact, exact, [x.double() for x in xs])
+    theirs = gradients(eager, eager, xs)
+    harness = Harness(reference=True)
+    ours = gradients(lambda *a: harness.train(model, *a), model, xs)
+    assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == 1
+    for w, t, o in zip(want, theirs, ours, strict=True):
+        assert 0 < (o.double() - w).norm() <= 1.2 * (t.double() - w).norm()

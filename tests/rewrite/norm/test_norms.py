@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rewrite of RMSNorm between GEMMs: same function, nothing normalized is stored, or a reason.
+
+Everything runs in float64, where a wrong identity shows far above the rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, leave_custom_ops, raised, randn, reasons
+from torch import nn
+
+from coda_inductor.select.policy import Policy
+from coda_inductor.semantic.norms import rms_norm
+
+D, HIDDEN = 16, 24
+EPS = 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
+
+
+class Block(nn.Module):
+    """x + o(n(x)), then SwiGLU behind a second norm: the non-attention part of a Llama layer."""
+
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(D, eps=EPS), nn.RMSNorm(D, eps=EPS)
+        self.v, self.o = nn.Linear(D, D, bias=bias), nn.Linear(D, D, bias=bias)
+        self.gate, self.up = nn.Linear(D, HIDDEN, bias=bias), nn.Linear(D, HIDDEN, bias=bias)
+        self.down = nn.Linear(HIDDEN, D, bias=bias)
+        for norm in (self.norm1, self.norm2):
+            nn.init.normal_(norm.weight)
+
+    def forward(self, x):
+        # A scan stands for attention: nothing of it can run on a tile.
+        x = x + self.o(self.v(self.norm1(x)).cumsum(1))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def model(layers: int, bias: bool = False) -> nn.Sequential:
+    """An input projection, so that the first norm too is behind a GEMM, then the blocks."""
+    return nn.Sequential(nn.Linear(D, D, bias=bias), *(Block(bias) for _ in range(layers))).double()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
+    """A regression: with the residual on the right (GPT-2 writes it so), the search went through
+    the whole stream first, gave up, and from the fifth layer on took an older GEMM for it."""
+
+    class Deep(Block):
+        def forward(self, x):
+            y = self.o(self.v(self.norm1(x)).cumsum(1))
+            x = y + x if turned else x + y
+            z = self.down(F.gelu(self.gate(self.norm2(x))))
+            return z + x if turned else x + z
+
+    layers = 12
+    deep = nn.Sequential(nn.Linear(D, D), *(Deep() for _ in range(layers))).double()
+    harness = check(deep, randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 2 * layers
+
+
+def norm_gemm(x, w, gamma, w2):
+    """The smallest case: GEMM, norm, GEMM."""
+    return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
+
+
+def arguments(dtype=torch.float64):
+    return tuple(randn(*s, dtype=dtype) for s in ((2, 3, D), (D, D), (D,), (HIDDEN, D)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_block_is_the_same_function_and_counts_follow_the_layers(layers, dynamic):
+    harness = check(model(layers), randn(2, 5, D), dynamic=dynamic)
+    # The last layer's down projection has no norm behind it, but the residual in front.
+    assert harness.counts == {"rms_norm": 2 * layers, "swiglu": layers, "residual": 2 * layers}
+    # Input, v, o, gate/up as one pair, down.
+    assert len(harness.report.sites) == 1 + 4 * layers
+    assert len(harness.fused) == 1 + 4 * layers
+    assert harness.ops()["aten.mm.default"] == 1 + 5 * layers
+
+
+def test_block_with_biases():
+    harness = check(model(2, bias=True), randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 4
+    assert harness.counts["swiglu"] == 2
+    assert harness.ops()["aten.addmm.default"] == 0  # the bias is added behind the deferred scale
+
+
+def test_no_normalized_tensor_is_stored(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    layers = 2
+    harness = check(model(layers), randn(2, 5, D))
+    before = [n for n in harness.raised.nodes if n.target is rms_norm]
+    assert len(before) == 2 * layers
+    ops = harness.ops()
+    assert ops["coda_inductor.gemm_epilogue.default"] == 1 + 4 * layers
+    assert ops["coda_inductor.rms_norm.default"] == 0
+    # What is left of a norm is a vector's worth of work: rstd from the partials.
+    assert ops["aten.rsqrt.default"] == 2 * layers
+    renames = ("view", "reshape", "permute", "getitem", "gemm_epilogue")
+    computed = [
+        str(n.target) for n in harness.graph.nodes
+        if n.op == "call_function" and not any(word in str(n.target) for word in renames)
+        and n.meta["val"].shape[-1] in (D, HIDDEN)
+    ]  # fmt: skip
+    assert computed == ["aten.cumsum.default"] * layers
+
+
+def test_partials_of_several_tiles_make_the_statistics(monkeypatch):
+    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    x, w, gamma, w2 = randn(3, 7, D), randn(80, D), randn(80), randn(HIDDEN, 80)
+
+    def function(x, w, gamma, w2):
+        return F.linear(F.rms_norm(F.linear(x, w), (80,), gamma, EPS), w2)
+
+    harness = check(function, x, w, gamma, w2)
+    partials = [n.meta["val"].shape for n in harness.graph.nodes if "getitem" in n.name]
+    assert (21, 3) in partials  # 80 columns are three tiles of 32
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_norm_moves_past_its_gemm(weighted):
+    x, w, gamma, w2 = arguments()
+    harness = check(norm_gemm, x, w, gamma if weighted else None, w2)
+    assert harness.counts == {"rms_norm": 1}
+    producer, consumer = (site.program for site in harness.fused)
+    assert [r.combine for r in producer.reduces] == ["add"]
+    assert [o.kind for o in consumer.operands] == ["col"]
+    assert [s.op for s in consumer.steps] == ["mul"]
+
+
+def test_norm_moves_past_a_gemm_with_bias():
+    def function(x, w, gamma, w2, bias):
+        return F.linear(F.rms_norm(F.linear(x, w), (D,), gamma, EPS), w2, bias)
+
+    harness = check(function, *arguments(), randn(HIDDEN))
+    consumer = harness.fused[1].program
+    assert [s.op for s in consumer.steps] == ["mul", "add"]  # the scale first, then the bias
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 1), (1, -3), (0.5, 0.25)])
+def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
+    def function(x, w, gamma, w2, bias):
+        n = F.rms_norm(x @ w, (D,), gamma, EPS)
+        return torch.addmm(bias, n, w2.t(), alpha=alpha, beta=beta)
+
+    x, w, gamma, w2 = arguments()
+    harness = check(function, x[0], w, gamma, w2, randn(HIDDEN))
+    assert harness.counts == {"rms_norm": 1}
+
+
+def test_norm_with_several_gemms_scales_each():
+    def function(x, w, gamma, w2):
+        n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+        return F.linear(n, w2).sin(), F.linear(n, w2 + 1), F.linear(n, w2 * 2).flatten(0, 1)
+
+    harness = check(function, *arguments())
+    assert harness.counts == {"rms_norm": 1}
+    assert len(harness.fused) == 4
+
+
+def test_residual_stream_stays_unnormalized_for_its_other_readers():
+    def function(x, w, gamma, w2):
+        stream = x + F.linear(x, w)
+        return F.linear(F.rms_norm(stream, (D,), gamma, EPS), w2), stream
+
+    harness = check(function, *arguments())
+    assert harness.counts == {"rms_norm": 1, "residual": 1}
+    assert len(harness.fused[0].program.stores) == 2
+
+
+def test_bfloat16_is_no_less_accurate_than_eager():
+    x, w, gamma, w2 = arguments()
+    exact = norm_gemm(x, w, gamma, w2)
+    half = [t.bfloat16() for t in (x, w, gamma, w2)]
+    rounded = norm_gemm(*(t.double() for t in half))
+    assert (exact - rounded).abs().max() > 0  # the rounding of the inputs is no concern of ours
+    harness = check(norm_gemm, *half)
+    assert harness.counts == {"rms_norm": 1}
+    ours = harness.run(norm_gemm, *half).double()
+    error, eager = (ours - rounded).norm(), (norm_gemm(*half).double() - rounded).norm()
+    assert error < 1.2 * eager
+
+
+def not_a_gemm(x, w, gamma, w2):
+    return F.linear(F.rms_norm(x.sin(), (D,), gamma, EPS), w2)
+
+
+def behind_softmax(x, w, gamma, w2):
+    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), w2)
+
+
+def read_twice(x, w, gamma, w2):
+    n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+    return F.linear(n, w2), n + 1
+
+
+def returned(x, w, gamma, w2):
+    n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+    return F.linear(n, w2), n
+
+
+def never_multiplied(x, w, gamma, w2):
+    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS).cumsum(0) + w2.sum()
+
+
+def dead(x, w, gamma, w2):
+    F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+    return F.linear(x, w2)
+
+
+def both_factors(x, w, gamma, w2):
+    n = F.rms_norm(x[0] @ w.t(), (D,), gamma, EPS)
+    return n @ n.t()
+
+
+def rows_reshaped(x, w, gamma, w2):
+    n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+    return n.reshape(-1, 2 * D) @ w2.reshape(-1, 2 * D).t()
+
+
+REFUSALS = {
+    not_a_gemm: "its input is not made by a GEMM",
+    behind_softmax: "its input is not made",
+    read_twice: "reads it and is not a GEMM",
+    returned: "(output) reads it and is not a GEMM",
+    never_multiplied: "reads it and is not a GEMM",
+    both_factors: "reads it",
+    rows_reshaped: "reshapes its rows",
+}
+
+
+@pytest.mark.parametrize("function", REFUSALS, ids=lambda f: f.__name__)
+def test_refused_norm_stays_as_it_was(function):
+    harness = check(function, randn(2, 4, D), *arguments()[1:])
+    assert raised(harness, rms_norm) == 1
+    assert harness.counts["rms_norm"] == 0
+    assert REFUSALS[function] in reasons(harness)
+    assert harness.ops()["aten.rsqrt.default"] == 1
+
+
+def test_dead_norm_disappears():
+    harness = check(dead, *arguments())
+    assert harness.counts["rms_norm"] == 0
+    assert harness.ops()["aten.rsqrt.default"] == 0
+
+
+def test_rstd_that_is_read_keeps_the_norm():
+    def function(x, w, gamma, w2):
+        y, rstd = rms_norm(F.linear(x, w), gamma, EPS, torch.float64)
+        return F.linear(y, w2), rstd
+
+    harness = check(function, *arguments())
+    assert "its rstd is read" in reasons(harness)
+    assert harness.counts["rms_norm"] == 0
+
+
+def test_gate_never_refuses_with_the_option_named():
+    harness = check(norm_gemm, *arguments(), gate="never")
+    assert harness.counts == {}
+    assert "options['gate'] is 'never'" in reasons(harness)
+
+
+@pytest.mark.parametrize(("site", "text"), [(0, "that makes its input"), (1, "its GEMM")])
+def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, site, text):
+    width = (D, HIDDEN)[site]
+
+    def legal(self, gemm):
+        return "out of luck" if gemm.meta["val"].shape[-1] == width else None
+
+    monkeypatch.setattr(Policy, "legal", legal)
+    harness = check(norm_gemm, *arguments())
+    assert harness.counts["rms_norm"] == 0
+    assert any(text in miss and "out of luck" in miss for miss in harness.report.near_misses)
+
+
+def test_disabled_norm_is_neither_raised_nor_deferred():
+    harness = check(norm_gemm, *arguments(), disable=["rms_norm"])
+    assert raised(harness, rms_norm) == 0
+    assert harness.counts["rms_norm"] == 0
+
+
+def test_float16_needs_the_option():
+    harness = check(norm_gemm, *arguments(torch.float16))
+    assert harness.counts["rms_norm"] == 0
+    assert "options['fp16_norms']" in reasons(harness)
+    harness = check(norm_gemm, *arguments(torch.float16), fp16_norms=True)
+    assert harness.counts["rms_norm"] == 1
+
+
+def test_float16_that_would_overflow_is_safe_by_default():
+    # 300^2 fits no float16; neither does the un-normalized 6e4 * gamma.
+    x = torch.full((1, 4, D), 300.0, dtype=torch.float16)
+    w, gamma = torch.full((D, D), 12.0), torch.full((D,), 8.0)
+    harness = check(norm_gemm, x, w.half(), gamma.half(), randn(HIDDEN, D, dtype=torch.float16))
+    assert harness.counts["rms_norm"] == 0
+
+
+def test_gemms_in_different_dtypes_keep_the_norm():
+    def function(x, w, gamma, w2):
+        n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+        return F.linear(n, w2), F.linear(n.float(), w2.float())
+
+    harness = check(function, *arguments())
+    assert "different dtypes" in reasons(harness)
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("k", "d"), [(8, 0), (0, 8), (0, 0)])
+def test_norms_of_nothing_are_no_failure(norm, k, d):
+    """Strict: what warns would raise."""
+
+    def function(x, w, v):
+        return F.linear(norm(F.linear(x, w), (d,)), v)
+
+    check(function, randn(4, k), randn(d, k), randn(6, d))

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of RMSNorm between GEMMs: eager's gradients in float64, or a reason.
+
+Every case trains everything; ``FROZEN`` leaves out a parameter or the input. ``custom op`` keeps
+the fused calls, whose partials then have several tiles; ``expanded`` runs them as plain aten.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import (
+    Weights,
+    assert_same,
+    check_gradients,
+    differentiate,
+    leave_custom_ops,
+    randn,
+    reasons,
+)
+from harness import Harness
+
+from coda_inductor.select.policy import Policy
+
+D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
+EPS = 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
+
+
+def norm(x, w, gamma):
+    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+
+
+def by_hand(x, w, gamma):
+    h = F.linear(x, w)
+    return (1 + gamma) * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def weightless(x, w, gamma, a):
+    return F.linear(norm(x, w, None), a) * gamma[0]
+
+
+def two_gemms(x, w, gamma, a, b):
+    n = norm(x, w, gamma)
+    return F.linear(n, a).sin() * F.linear(n, b)
+
+
+def three_gemms(x, w, gamma, a, b, c):
+    n = norm(x, w, gamma)
+    return F.linear(n, a).softmax(-1) * F.linear(n, b) + F.linear(n, c)
+
+
+def with_bias(x, w, gamma, a, bias):
+    return F.linear(norm(x, w, gamma), a, bias).sin()
+
+
+def biases_and_no_bias(x, w, gamma, a, bias, b):
+    n = norm(x, w, gamma)
+    return F.linear(n, a, bias) * F.linear(n, b).tanh()
+
+
+def shared_weight(x, w, gamma, a, b):
+    n = norm(x, w, gamma)
+    return F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
+
+
+def product_read_twice(x, w, gamma, a):
+    z = F.linear(norm(x, w, gamma), a)
+    return z.sin() * z.cumsum(0), z
+
+
+def residual(x, w, gamma, a):
+    stream = x + F.linear(x, w)
+    return stream + F.linear(F.rms_norm(stream, (D,), gamma, EPS), a).sin()
+
+
+def two_norms_of_one_stream(x, w, gamma, a, b):
+    stream = x + F.linear(x, w)
+    first, second = (F.rms_norm(stream, (D,), g, EPS) for g in (gamma, gamma * 2))
+    return F.linear(first, a) * F.linear(second, b)
+
+
+def parallel_branches(x, w, gamma, up, down, a):
+    stream = x + F.linear(x, w)
+    n = F.rms_norm(stream, (D,), gamma, EPS)
+    return stream + F.linear(F.linear(n, a).cumsum(1), a) + F.linear(F.gelu(F.linear(n, up)), down)
+
+
+def gated(activation):
+    def function(x, w, gamma, gate, up, down):
+        n = norm(x, w, gamma)
+        return F.linear(activation(F.linear(n, gate)) * F.linear(n, up), down)
+
+    return function
+
+
+def packed(x, w, gamma, gate_up, down):
+    gate, up = F.linear(norm(x, w, gamma), gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def mlp(activation):
+    def function(x, w, gamma, up, bias, down):
+        return F.linear(activation(F.linear(norm(x, w, gamma), up, bias)), down)
+
+    return function
+
+
+def lora(x, w, gamma, frozen, a, b):
+    n = norm(x, w, gamma)
+    return F.linear(n, frozen) + F.linear(F.linear(n, a), b)
+
+
+SQUARE, UP, DOWN = (D, D), (HIDDEN, D), (D, HIDDEN)
+MLP, GATED = (UP, (HIDDEN,), DOWN), (UP, UP, DOWN)
+
+# name: (function, shapes of its weights behind w and gamma, norms in it)
+CASES = {
+    "one GEMM": (lambda x, w, gamma, a: F.linear(norm(x, w, gamma), a), (UP,), 1),
+    "written by hand, 1 + gamma": (lambda x, w, g, a: F.linear(by_hand(x, w, g), a), (UP,), 1),
+    "no weight": (weightless, (UP,), 1),
+    "two GEMMs": (two_gemms, (UP, UP), 1),
+    "three GEMMs": (three_gemms, (UP, UP, UP), 1),
+    "bias": (with_bias, (UP, (HIDDEN,)), 1),
+    "one with a bias, one without": (biases_and_no_bias, (UP, (HIDDEN,), UP), 1),
+    "shared weight": (shared_weight, (UP, UP), 1),
+    "product read twice": (product_read_twice, (UP,), 1),
+    "head wider than 4 d": (lambda x, w, gamma, a: F.linear(norm(x, w, gamma), a), ((WIDE, D),), 1),
+    "residual": (residual, (SQUARE,), 1),
+    "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
+    "parallel branches": (parallel_branches, (UP, DOWN, SQUARE), 1),
+    "SwiGLU": (gated(F.silu), GATED, 1),
+    "GeGLU": (gated(F.gelu), GATED, 1),
+    "GeGLU, tanh": (gated(lambda z: F.gelu(z, approximate="tanh")), GATED, 1),
+    "ReGLU": (gated(F.relu), GATED, 1),
+    "packed gate and up": (packed, ((2 * HIDDEN, D), DOWN), 1),
+    "GELU": (mlp(F.gelu), MLP, 1),
+    "ReLU": (mlp(F.relu), MLP, 1),
+    "ReLU squared": (mlp(lambda z: F.relu(z).square()), MLP, 1),
+    "LoRA": (lora, (UP, (4, D), (HIDDEN, 4)), 1),
+}  # fmt: skip
+
+
+def case(name: str) -> tuple[Weights, torch.Tensor, int]:
+    """The function with weights, an input (2, 5, D) that wants a gradient, the number of norms."""
+    function, shapes, norms = CASES[name]
+    weights = [randn(*shape) / shape[-1] ** 0.5 for shape in (SQUARE, (D,), *shapes)]
+    weights[1] = randn(D)
+    return Weights(function, *weights), randn(2, 5, D).requires_grad_(), norms
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_eagers(name, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    function, x, norms = case(name)
+    harness = check_gradients(function, x)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == norms
+    assert harness.report.near_misses == []
+    # What is left of a norm are vectors: rstd, made of partials.
+    assert harness.ops()["aten.rsqrt.default"] == norms
+    assert not any("rms_norm" in name for name in harness.ops())
+
+
+@pytest.mark.parametrize("name", ["three GEMMs", "residual", "SwiGLU", "GELU", "parallel branches"])
+def test_gradients_with_two_dynamic_sizes(name):
+    function, x, norms = case(name)
+    harness = check_gradients(function, x, dynamic=True)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == norms
+    compiled = torch.compile(function, backend=harness, dynamic=True)
+    for shape in ((3, 4), (7, 2)):  # one more graph, for both
+        x = randn(*shape, D).requires_grad_()
+        results = []
+        for model in (compiled, function):
+            function.zero_grad()
+            x.grad = None
+            results.append(copy.deepcopy(differentiate(model(x), (function, (x,)))))
+        assert_same(*results)
+    assert harness.graphs == 2
+
+
+# What is frozen, by name of the parameter -> (weights of column partials, GEMMs of the graph).
+# Forward: first, gate, up, down. Backward: a weight gradient for each of these that is trained, and
+# the gradients of the activation, of n (one GEMM for two) and of x, as far as anything needs them.
+FROZEN = {
+    (): (1, 4 + 4 + 3),
+    ("gamma",): (0, 4 + 4 + 3),
+    ("gate",): (1, 4 + 3 + 3),
+    ("x",): (1, 4 + 4 + 2),
+    ("x", "w"): (1, 4 + 3 + 2),
+    ("x", "w", "gamma"): (0, 4 + 3 + 1),
+    ("w", "gamma", "gate", "up", "down"): (0, 4 + 0 + 3),
+    ("x", "w", "gamma", "gate", "up"): (0, 4 + 1 + 0),
+    ("x", "gamma", "gate", "up", "down"): (0, 4 + 1 + 2),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
+def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("SwiGLU")
+    leaves = dict(zip(("w", "gamma", "gate", "up", "down"), function.weights, strict=True), x=x)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    harness = check_gradients(function, x)
+    columns, gemms = FROZEN[frozen]
+    assert harness.counts["rms_norm"] == 1
+    assert sum(r.axis == "col" for s in harness.fused for r in s.program.reduces) == columns
+    # Gate and up share a call, and so do their two gradients of n; the latter are one GEMM.
+    assert len(harness.report.sites) == gemms - 1
+
+
+def test_lora_trains_its_adapters_alone(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("LoRA")
+    for weight in function.weights[:3]:
+        weight.requires_grad_(False)
+    harness = check_gradients(function, x)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 1
+    assert len(function.weights[3:]) == 2
+
+
+def dot_is_taken_early(harness) -> bool:
+    """Are partials of rowsum(dz * z) made where dz, HIDDEN wide, is made?"""
+    wide = [s for s in harness.fused if s.shape[1] == HIDDEN]
+    return any(r.axis == "row" for s in wide for r in s.program.reduces)
+
+
+@pytest.mark.parametrize("shape", [(6, D), (2, 3, D)])
+def test_one_gemm_behind_the_norm_of_a_matrix_too(shape):
+    """With two dimensions no view stands between the product and the norm's gradient."""
+    weights = Weights(
+        lambda x, w, gamma, a: F.linear(norm(x, w, gamma), a),
+        *(randn(*s) for s in ((D, D), (D,), (HIDDEN, D))),
+    )
+    harness = check_gradients(weights, randn(*shape).requires_grad_())
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 1
+
+
+def test_the_scale_alone_does_not_count(monkeypatch):
+    """Nothing in front of the norm is trained: dz is scaled for the weight, and that is all."""
+    leave_custom_ops(monkeypatch)
+
+    def function(x, w, gamma, a, b):
+        return F.linear(F.silu(F.linear(norm(x, w, gamma), a)), b)
+
+    shapes = ((D, D), (D,), (HIDDEN, D), (D, HIDDEN))
+    weights = Weights(function, *(randn(*shape) for shape in shapes))
+    for frozen in weights.weights[:2]:
+        frozen.requires_grad_(False)
+    harness = check_gradients(weights, randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 1
+    assert harness.counts["rms_norm_backward"] == 0
+
+
+@pytest.mark.parametrize(("name", "early"), [
+    ("GELU", False), ("SwiGLU", True), ("packed gate and up", True), ("shared weight", False),
+])  # fmt: skip
+def test_where_the_row_dot_is_taken(name, early, monkeypatch):
+    """With the activation's gradient, if z is at hand; a bias hides it."""
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case(name)
+    assert dot_is_taken_early(check_gradients(function, x)) == early
+
+
+def test_dot_of_a_wide_head_is_taken_behind_the_gemm(monkeypatch):
+    """Reading 80 columns of z costs more than another pass over 16 of dx."""
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("head wider than 4 d")
+    harness = check_gradients(function, x)
+    wide = [n for n in harness.saved if n.meta["val"].shape[-1] == WIDE]
+    assert wide == []  # z is not kept for the backward pass
+
+
+def test_weight_gradients_read_the_unnormalized_operand(monkeypatch):
+    """R4: a weight's gradient reads what the forward GEMM read; nothing is normalized."""
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("two GEMMs")
+    harness = check_gradients(function, x)
+    calls = [n for n in harness.graph.nodes if "gemm_epilogue" in str(n.target)]
+    operand = calls[1].args[0][0]
+    wgrads = [n for n in harness.graph.nodes if n.target is torch.ops.aten.mm.default]
+    assert sum(base(factor) is base(operand) for n in wgrads for factor in n.args) == 2
+
+
+def base(node):
+    """The tensor behind views and transpositions."""
+    renames = ("view", "reshape", "permute")
+    while any(word in str(node.target) for word in renames):
+        node = node.args[0]
+    return node
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, whose gradient changes sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Twice(torch.autograd.Function):
+    """Its first input; both inputs get the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+
+def reversed_gradient(x, w, gamma, a):
+    return F.linear(Reverse.apply(norm(x, w, gamma)), a)
+
+
+def gradient_for_another(x, w, gamma, a):
+    return F.linear(Twice.apply(norm(x, w, gamma), x.sin()), a)
+
+
+def also_returned(x, w, gamma, a):
+    n = norm(x, w, gamma)
+    return F.linear(n, a), n
+
+
+def also_elementwise(x, w, gamma, a):
+    n = norm(x, w, gamma)
+    return F.linear(n, a).sum(-1, keepdim=True) * n
+
+
+def not_behind_a_gemm(x, w, gamma, a):
+    return F.linear(F.rms_norm(x.sin(), (D,), gamma, EPS), a) + F.linear(x, w).sum()
+
+
+def behind_dropout_mask(x, w, gamma, a):
+    return F.linear(norm(x, w, gamma) * (x > 0), a)
+
+
+REFUSALS = {
+    reversed_gradient: "its gradient is not a sum of GEMMs",
+    gradient_for_another: "its gradient is read elsewhere",
+    also_returned: "reads it and is not a GEMM",
+    also_elementwise: "reads it and is not a GEMM",
+    not_behind_a_gemm: "its input is not made by a GEMM",
+    behind_dropout_mask: "reads it and is not a GEMM",
+}
+
+
+@pytest.mark.parametrize("function", REFUSALS, ids=lambda f: f.__name__)
+def test_refused_norm_keeps_eagers_gradients(function):
+    weights = Weights(function, randn(D, D), randn(D), randn(HIDDEN, D))
+    harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
+    assert REFUSALS[function] in reasons(harness)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+
+
+@pytest.mark.parametrize("options", [{"gate": "never"}, {"disable": ["rms_norm"]}], ids=str)
+def test_switched_off(options):
+    function, x, _ = case("SwiGLU")
+    harness = check_gradients(function, x, **options)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+
+
+def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch):
+    monkeypatch.setattr(Policy, "legal", lambda self, gemm: "out of luck")
+    function, x, _ = case("SwiGLU")
+    harness = check_gradients(function, x)
+    assert "out of luck" in reasons(harness)
+    assert harness.counts == {}
+
+
+def test_float16_needs_the_option():
+    function, x, _ = case("one GEMM")
+    args = copy.deepcopy(function).half(), x.detach().half().requires_grad_()
+    harness = check_gradients(*args)
+    assert harness.counts["rms_norm"] == 0
+    assert "options['fp16_norms']" in reasons(harness)
+    assert check_gradients(*args, fp16_norms=True).counts["rms_norm_backward"] == 1
+
+
+def test_bfloat16_gradients_are_no_less_accurate_than_eagers():
+    def swiglu(x, w, gamma, gate, up, down):
+        n = F.rms_norm(F.linear(x, w), (128,), gamma, EPS)
+        return F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
+
+    # Large enough that errors are those of many roundings, not of a few.
+    shapes = ((128, 128), (128,), (192, 128), (192, 128), (128, 192))
+    weights = [randn(*s) / (s[-1] ** 0.5 if len(s) == 2 else 1) for s in shapes]
+    half, x = Weights(swiglu, *weights).bfloat16(), randn(256, 128).bfloat16()
+    exact, rounded = copy.deepcopy(half).double(), copy.deepcopy(half)
+    leaves = [t.requires_grad_() for t in (x.double(), x.clone(), x.clone())]
+    gradients = [
+        differentiate(model(leaf), (model, (leaf,)))
+        for model, leaf in ((exact, leaves[0]), (rounded, leaves[1]))
+    ]
+    harness = Harness()
+    gradients.append(differentiate(harness.train(half, leaves[2]), (half, (leaves[2],))))
+    assert harness.counts["rms_norm_backward"] == 1
+    for want, eager, ours in zip(*gradients, strict=True):
+        assert (ours.double() - want).norm() < 1.2 * (eager.double() - want).norm()

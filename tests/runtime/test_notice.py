@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process without kernels, and one with an unknown torch, is told so: once, with the remedy."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor import backend
+from coda_inductor.joint import JointPass
+from coda_inductor.mainloop import availability, requirements
+from coda_inductor.options import parse
+from coda_inductor.report import GraphReport, SiteReport
+from coda_inductor.runtime import notice
+from coda_inductor.select import gate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def warnings(monkeypatch, caplog):
+    """The process has been told nothing yet, and nothing is compiled; gives what it is told."""
+    monkeypatch.setattr(notice, "told", set())
+    monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: gm.forward)
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        yield lambda: [r.getMessage() for r in caplog.records if r.name == "coda_inductor"]
+
+
+def stack(monkeypatch, why):
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: why)
+
+
+def compiled(function, x, **options):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend.coda, options=options)(x)
+
+
+REASONS = (
+    "no CUDA device is available: torch sees none",
+    "compute capability 8.0 is not supported: Hopper or newer is needed",
+    "quack-kernels is not installed: pip install 'coda-inductor[cuda]'",
+)
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_a_process_without_kernels_is_told_once(why, warnings, monkeypatch):
+    stack(monkeypatch, why)
+    for width in (8, 16):
+        compiled(nn.Linear(width, width), torch.ones(2, width), strict=True)
+    (said,) = warnings()
+    assert said.startswith(f"coda_inductor: no GEMM becomes a kernel here: {why}. ")
+    assert "options={'reference': True}" in said
+
+
+def test_a_checkpointed_product_counts(warnings, monkeypatch):
+    stack(monkeypatch, REASONS[0])
+    model = nn.Linear(8, 8)
+    function = torch.compile(
+        lambda x: checkpoint(model, x, use_reentrant=False), backend=backend.coda
+    )
+    function(torch.ones(2, 8, requires_grad=True))
+    assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("options", [{"reference": True}, {"gate": "never"}], ids=str)
+def test_who_asked_for_no_kernels_is_told_nothing(options, warnings, monkeypatch):
+    stack(monkeypatch, REASONS[0])
+    compiled(nn.Linear(8, 8), torch.ones(2, 8), **options)
+    assert warnings() == []
+
+
+def test_a_graph_without_products_is_not_worth_a_warning(warnings, monkeypatch):
+    stack(monkeypatch, REASONS[0])
+    compiled(torch.sin, torch.ones(2, 8))
+    assert warnings() == []
+
+
+def test_a_model_that_was_not_moved_to_the_gpu_is_named(warnings, monkeypatch):
+    stack(monkeypatch, None)
+    compiled(nn.Linear(8, 8), torch.ones(2, 8))
+    (said,) = warnings()
+    assert "the model is on no GPU, while this machine has one: model.cuda()" in said
+
+
+def test_a_gpu_without_measurements_is_named(monkeypatch):
+    """Blackwell: kernels could run, and the default gate has none."""
+    stack(monkeypatch, None)
+    graph = torch.fx.symbolic_trace(lambda x: x @ x)
+    monkeypatch.setattr(notice, "arch_of", lambda device: 10)
+    on_gpu = [torch.nn.Parameter(torch.ones(1))]
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    assert notice.no_kernels(graph, on_gpu, parse(None, None)) == gate.unmeasured(10)
+    assert notice.no_kernels(graph, on_gpu, parse(None, {"gate": "always"})) is None
+    monkeypatch.setattr(notice, "arch_of", lambda device: 9)
+    assert notice.no_kernels(graph, on_gpu, parse(None, None)) is None
+
+
+def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
+    """With strict, each is a failure as before; on a GPU, which is what meta stands for."""
+    stack(monkeypatch, REASONS[2])
+    from coda_inductor.select.policy import Policy
+
+    monkeypatch.setattr(Policy, "_kernels", lambda self, a: True)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: (x @ x).relu(), tracing_mode="fake"
+    )(torch.ones(8, 8))
+    recorder = backend.Recorder("test", None)
+    JointPass(parse(None, None), recorder)(graph.graph)
+    assert [site.reason for site in recorder.report.sites] == [REASONS[2]]
+    assert warnings() == []
+    with pytest.raises(backend.FallbackError, match="quack-kernels is not installed"):
+        JointPass(parse(None, {"strict": True}), backend.Recorder("test", None))(graph.graph)
+
+
+def test_a_newer_torch_is_told_once(warnings, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.16.0.dev20270101+cu130")
+    for _ in range(2):
+        compiled(torch.sin, torch.ones(2))
+    (said,) = warnings()
+    assert said.startswith(
+        "coda_inductor: torch 2.16.0.dev20270101+cu130 is newer than the versions"
+    )
+    assert "2.15" in said
+
+
+def test_tested_torch_versions():
+    for version in ("2.11.0", "2.11.0a0+git1", "2.12.1", "2.13.0+cpu", "2.15.0", "2.15.3+cu130"):
+        assert requirements.untested_torch(version) is None, version
+    assert "older" in requirements.untested_torch("2.9.1")
+    assert "newer" in requirements.untested_torch("2.16.0a0")
+    assert "newer" in requirements.untested_torch("3.0")
+    assert requirements.untested_torch(torch.__version__) is None
+
+
+def test_ranges_are_what_pip_is_asked_for():
+    text = (ROOT / "pyproject.toml").read_text()
+    for needed in (requirements.QUACK, requirements.CUTEDSL):
+        found = re.findall(rf'"{needed.package}(?:\[\w+\])?([<>=][^";]*)', text)
+        assert len(found) == 2  # extras cuda and kernels-test
+        assert {needed.package + spec for spec in found} == {needed.spec}
+    assert f'"torch>={requirements.TESTED_TORCH[0]}"' in text
+
+
+def test_readme_names_the_tested_versions():
+    text = (ROOT / "README.md").read_text()
+    *first, last = requirements.TESTED_TORCH
+    assert f"{', '.join(first)} and {last}" in text
+
+
+def test_the_log_says_what_runs():
+    fused, plain = SiteReport("a", (8, 8, 8), how="kernel"), SiteReport("b", (8, 8, 8))
+    reference = SiteReport("c", (8, 8, 8), how="reference", reason="device cpu has no kernels")
+    assert GraphReport("g", [fused, plain]).summary == "1 of 2 GEMMs fused"
+    assert GraphReport("g", [plain]).summary == "0 of 1 GEMMs fused"
+    only = GraphReport("g", [plain, reference])
+    can = "1 of 2 GEMMs can be fused; they run as plain ops here: device cpu has no kernels"
+    assert only.summary == can
+    assert "MB saved" not in only.table()
+    assert "MB a" in only.table()
+    both = GraphReport("g", [fused, reference])
+    assert both.summary == f"1 of 2 GEMMs fused, {can}"
+    assert "MB saved" in both.table()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
+def test_a_fresh_process_is_told():
+    """End to end, at the default log level, with no setting."""
+    code = (
+        "import torch; m = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU());"
+        "torch.compile(m, backend='coda')(torch.ones(2, 8)); torch.compile(m[0], backend='coda')"
+        "(torch.ones(3, 8))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stderr.count("no GEMM becomes a kernel here: no CUDA device") == 1

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom op on a CPU: schema, shapes, the reference path; and how weights are paired."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from programs import inputs, paired_sums, programs
+
+from coda_inductor.errors import KernelError
+from coda_inductor.log import forget_warnings
+from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, reference
+from coda_inductor.runtime import op
+from coda_inductor.runtime.launch import Kernel
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.runtime.tensors import UnpairableError, pair_order, tma_matrix, vector
+from coda_inductor.select.config import Config
+
+CONFIG = Config(128, 160, 2, 1, True)
+M, N, K = 300, 264, 64
+
+
+def both_reductions(dtype: str) -> EpilogueProgram:
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype=dtype,
+        operands=(Operand("bias", "row", dtype),),
+        steps=(Step("x", "add", ("acc", "bias")),),
+        stores=(Store("out0", "x", dtype),),
+        reduces=(Reduce("rows", "x"), Reduce("cols", "x", "col", "max")),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("make", [both_reductions, paired_sums])
+def test_opcheck(make, dtype):
+    program = make(dtype)
+    arguments = (*inputs(program, M, N, K), program.to_json(), str(CONFIG))
+    torch.library.opcheck(torch.ops.coda_inductor.gemm_epilogue.default, arguments)
+
+
+@pytest.mark.parametrize("m", [0, 1, 300])
+@pytest.mark.parametrize("name", list(programs()))
+def test_partials_stand_in_the_first_tile(name, m):
+    program = programs()[name]
+    (a,), bs, operands = inputs(program, m, N, K)
+    outputs = gemm_epilogue([a], bs, operands, program, CONFIG)
+    width = 2 * N if program.paired else N
+    for spec, output in zip(program.outputs, outputs, strict=True):
+        if isinstance(spec, Store):
+            assert output.shape == (m, N)
+            assert output.dtype == getattr(torch, spec.dtype)
+        else:
+            tiles = (m, -(-width // 160)) if spec.axis == "row" else (-(-m // 128), N)
+            assert output.shape == tiles
+            assert output.dtype == torch.float32
+    if m == 0:
+        return
+    for spec, output, value in zip(
+        program.outputs, outputs, reference.run(program, [a], bs, operands), strict=True
+    ):
+        if isinstance(spec, Reduce):
+            dim = 1 if spec.axis == "row" else 0
+            folded = output.sum(dim) if spec.combine == "add" else output.amax(dim)
+            assert torch.equal(folded, value.squeeze(dim))
+        else:
+            assert torch.equal(output, value)
+
+
+def test_compiles_with_a_dynamic_row_count():
+    program = both_reductions("float32")
+
+    @torch.compile(backend="aot_eager", dynamic=True)
+    def run(a, b, bias):
+        store, rows, cols = gemm_epilogue([a], [b], [bias], program.to_json(), str(CONFIG))
+        return store, rows.sum(1), cols.amax(0)
+
+    for m in (300, 77):
+        (a,), (b,), (bias,) = inputs(program, m, N, K)
+        store, rows, cols = run(a, b, bias)
+        exact = a @ b + bias
+        torch.testing.assert_close(store, exact)
+        torch.testing.assert_close(rows, exact.sum(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cols, exact.amax(0))
+
+
+class Broken(Kernel):
+    def launch(self, *arguments):
+        raise RuntimeError("no such instruction")
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """The CUDA path with a kernel that cannot be launched, run on CPU tensors."""
+    program = both_reductions("bfloat16")
+    monkeypatch.setattr(op, "kernel", lambda *texts: Broken(program, CONFIG))
+    monkeypatch.setattr(op, "_unsupported", lambda *arguments: None)
+    forget_warnings()
+    yield program
+    op.forget_failures()
+    op.set_strict(False)
+    forget_warnings()
+
+
+def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    expected = gemm_epilogue(*arguments[:3], broken, CONFIG)
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        for _ in range(3):
+            for x, y in zip(op._cuda(*arguments), expected, strict=True):
+                assert torch.equal(x, y)
+    assert [r.name for r in caplog.records].count("coda_inductor") == 1
+    assert broken.key in caplog.text
+    assert "no such instruction" in caplog.text
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILURES = {  # error -> launches of three calls, and of three more two minutes later
+    "out of memory": (torch.OutOfMemoryError("no room"), 3, 6),
+    "full disk": (FULL, 1, 2),
+    "full disk, wrapped": (RuntimeError("could not save the kernel"), 1, 2),
+    "missing library": (OSError("libcute.so: cannot open shared object file"), 1, 1),
+    "bug": (RuntimeError("no such instruction"), 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_only_what_cannot_get_better_is_remembered(broken, monkeypatch, name):
+    error, at_once, later = FAILURES[name]
+    launches = []
+
+    def launch(self, *_):
+        launches.append(self)
+        raise error from (FULL if "wrapped" in name else None)
+
+    monkeypatch.setattr(Broken, "launch", launch)
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    for _ in range(3):
+        op._cuda(*arguments)
+    assert len(launches) == at_once
+    now = time.monotonic()
+    monkeypatch.setattr(op.time, "monotonic", lambda: now + 120)
+    for _ in range(3):
+        op._cuda(*arguments)
+    assert len(launches) == later
+
+
+def test_strict_raises_every_time(broken):
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    op.set_strict(True)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="no such instruction"):
+            op._cuda(*arguments)
+
+
+def test_unsupported_names_the_dtype():
+    program = both_reductions("bfloat16")
+    why = op._unsupported(program.to_json(), N, K, torch.float16, False, None)
+    assert why == "the program is for bfloat16 inputs, they are torch.float16"
+
+
+def test_importing_the_runtime_imports_no_kernel_library():
+    code = (
+        "import sys, coda_inductor.runtime; assert not {'quack', 'cutlass'} & set(sys.modules);"
+        "import torch; torch.ops.coda_inductor.gemm_epilogue"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pair_order_and_distance():
+    both = torch.zeros(2 * N, K, dtype=torch.bfloat16)
+    low, high = both[:N].t(), both[N:].t()
+    assert pair_order(low, high) == (False, N * K)
+    assert pair_order(high, low) == (True, N * K)
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (lambda b: b, "stride apart"),
+        (lambda b: torch.zeros(N + 8, K, dtype=b.dtype).t(), "differ in shape"),
+        (lambda b: torch.zeros(N, K, dtype=torch.float16).t(), "dtype"),
+        (lambda b: torch.zeros(K, N, dtype=b.dtype), "strides"),
+        (lambda b: torch.zeros(N * K + 4, dtype=b.dtype)[4:].view(N, K).t(), "stride apart"),
+    ],
+)
+def test_weights_that_cannot_be_paired(second, why):
+    first = torch.zeros(N, K, dtype=torch.bfloat16).t()
+    with pytest.raises(UnpairableError, match=why):
+        pair_order(first, second(first))
+
+
+def test_n_major_weights_cannot_be_paired():
+    weights = [torch.zeros(K, N, dtype=torch.bfloat16) for _ in range(2)]
+    with pytest.raises(UnpairableError, match="K-major"):
+        pair_order(*weights)
+
+
+def test_only_what_tma_cannot_read_is_copied():
+    x = torch.randn(48, 64).to(torch.bfloat16)
+    assert tma_matrix(x) is x
+    assert tma_matrix(x[:, :40]).data_ptr() == x.data_ptr()
+    transposed = x.t()
+    assert tma_matrix(transposed, either_major=True) is transposed
+    one_row = x.as_strided((1, 64), (1, 1))
+    copied = [x[:, 1:], x[:, ::2], x[:1].expand(48, 64), transposed, x[:, :60][:, 4:], one_row]
+    for view in copied:
+        ready = tma_matrix(view)
+        assert ready.data_ptr() != view.data_ptr()
+        assert ready.stride() == (view.shape[1], 1)
+        assert torch.equal(ready, view)
+    row = x[0]
+    assert vector(row) is row
+    for view in (row[1:], x[:, 0], row[:1].expand(64)):
+        assert vector(view).stride() == (1,)
+        assert vector(view).data_ptr() % 16 == 0
+        assert torch.equal(vector(view), view)
+
+
+def test_program_identity_ignores_where_steps_came_from():
+    program = both_reductions("bfloat16")
+    renamed = dataclasses.replace(
+        program, steps=tuple(dataclasses.replace(s, origin="aten.add") for s in program.steps)
+    )
+    assert program.key == renamed.key
+    assert program.to_json() != renamed.to_json()

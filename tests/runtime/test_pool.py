@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ahead-of-time compilation: what is compiled, what is skipped, how failure is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("quack")
+
+from processes import children, until
+
+from coda_inductor.cache_dir import write
+from coda_inductor.runtime import pool, worker
+from coda_inductor.select.config import Config
+from coda_inductor.select.kinds import kinds
+
+CONFIG = Config(128, 128, 2, 1, True)
+
+
+@pytest.fixture(autouse=True)
+def own_pool(tmp_path, monkeypatch):
+    """Kernels of a test go to its own folder, and its workers end with it."""
+    import quack.cache
+
+    from coda_inductor.mainloop import mod  # noqa: F401  (sets the folder on import)
+
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+    pool._marker_folder.cache_clear()
+    yield
+    pool.shutdown()
+    pool._marker_folder.cache_clear()
+
+
+def test_compiles_once_and_reports_what_cannot(tmp_path):
+    good = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    bad = dataclasses.replace(good, config="100x100:2x1:pp")
+    assert pool.submit([good, bad, good]) == 2
+    outcome = pool.wait([good, bad], timeout=120)
+    assert outcome[good] is None
+    assert "CTA tile shape M" in outcome[bad]
+    assert pool.is_ready(good)
+    assert not pool.is_ready(bad)
+    assert len(list(tmp_path.rglob("*.o"))) == 1
+    assert pool.submit([good]) == 0
+    other_majors = dataclasses.replace(good, b_major="n")
+    assert not pool.is_ready(other_majors)
+
+
+def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
+    """Two containers that share a folder: one writes while the other is about to replace."""
+    replace, file = os.replace, tmp_path / "file"
+
+    def late(*names):
+        monkeypatch.setattr(os, "replace", replace)
+        write(file, "theirs")
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    write(file, "ours")
+    assert file.read_text() == "ours"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernel.o"
+    kernel.touch()
+    monkeypatch.setattr(worker, "_compile", lambda *_: kernel)
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    assert worker.compile_kernel(request, kernel / "marker", None) is None
+    assert worker.compile_kernel(request, tmp_path / "marker", None) is None
+    assert (tmp_path / "marker").read_text() == str(kernel)
+
+
+def test_deadline_is_kept():
+    request = pool.KernelRequest(kinds()["rms_partial"].to_json(), str(CONFIG), arch="90")
+    assert pool.wait([request], timeout=0.0) == {request: "compiling its kernel took too long"}
+
+
+def test_without_the_libraries_it_says_why(monkeypatch):
+    monkeypatch.setattr(pool, "library_stack", lambda: "quack-kernels is not installed")
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    assert pool.submit([request]) == 0
+    assert pool.wait([request]) == {request: "quack-kernels is not installed"}
+
+
+def in_a_daemon(request, found):
+    found.put((pool.submit([request]), list(pool.wait([request]).values())))
+
+
+def test_a_daemonic_process_leaves_compiling_to_the_first_launch():
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    process = context.Process(target=in_a_daemon, args=(request, found), daemon=True)
+    process.start()
+    assert found.get(timeout=60) == (0, [None])
+    process.join()
+
+
+def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
+    def no_processes(arch):
+        raise OSError(f"no processes for {arch}")
+
+    monkeypatch.setattr(pool, "Server", no_processes)
+    monkeypatch.setattr(pool, "_machine_arch", lambda: "90")
+    pool.warm_up()
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
+    assert "no processes for 90" in pool.wait([request])[request]
+
+
+def test_a_killed_worker_is_tried_again_once():
+    request = pool.KernelRequest(kinds()["dswiglu"].to_json(), str(CONFIG), b_major="n", arch="90")
+    pool.submit([request])
+    (server,) = pool._servers.values()
+
+    def kill():
+        os.kill(until(lambda: children(server.pid))[0], signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    assert pool.wait([request], timeout=180) == {request: None}
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    """Which a program that is run as ``python -m`` or typed in has on its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    for name in ("json", "sympy", "cutlass", "coda_inductor"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    bad = pool.KernelRequest(kinds()["scale"].to_json(), "100x100:2x1:pp", arch="90")
+    assert "CTA tile shape M" in pool.wait([bad])[bad]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_architecture_is_known_without_quack(monkeypatch):
+    pool._machine_arch.cache_clear()
+    monkeypatch.setenv("QUACK_ARCH", "sm_100a")
+    try:
+        assert pool._machine_arch() == "100"
+    finally:
+        pool._machine_arch.cache_clear()

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs, the cost model behind their choice, and the reasons for having no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from programs import one_op, programs
+
+from coda_inductor.errors import KernelError
+from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
+from coda_inductor.program import EpilogueProgram, Operand, Step, Store
+from coda_inductor.runtime import pool
+from coda_inductor.runtime.versions import identity
+from coda_inductor.select import gate, legality
+from coda_inductor.select.config import (
+    HOPPER,
+    HOPPER_LEAN,
+    Config,
+    choose,
+    legal_configs,
+    mainloop_stages,
+)
+from coda_inductor.select.gate import Work
+from coda_inductor.select.kinds import TERMS, kinds
+from coda_inductor.select.legality import unsupported
+from coda_inductor.select.model import cublas_us, estimate_us, kernel_us, kind_of, table
+
+
+def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
+    names = [f"t{i}" for i in range(count)]
+    steps, last = [], "acc"
+    for name in names:
+        steps.append(Step(f"s_{name}", "add", (last, name)))
+        last = steps[-1].name
+    return EpilogueProgram(
+        accs=("acc",),
+        in_dtype="bfloat16",
+        operands=tuple(Operand(name, "tile", dtype) for name in names),
+        steps=tuple(steps),
+        stores=(Store("out0", last, "bfloat16"),),
+    )
+
+
+def test_text_form_round_trips():
+    for config in HOPPER + HOPPER_LEAN:
+        assert Config.parse(str(config)) == config
+    assert str(Config(128, 192, 2, 1, True)) == "128x192:2x1:pp"
+    assert str(Config(128, 192, 2, 1, True, lean=True)) == "128x192:2x1:pp:lean"
+    with pytest.raises(KernelError, match="'128x192'"):
+        Config.parse("128x192")
+
+
+def test_two_cta_tiles_of_blackwell_are_halved():
+    config = Config(256, 256, 2, 1, False)
+    assert config.cta_tile_m(10) == 128
+    assert config.cta_tile_m(9) == 256
+
+
+def test_paired_configs_suit_half_wide_stores():
+    for config in legal_configs(kinds()["swiglu"]):
+        assert config.tile_n % 32 == 0
+        assert config.tile_m != 192
+
+
+def test_heavy_programs_have_fewer_configs_then_none():
+    counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 8)]
+    assert counts[0] == len(HOPPER)
+    assert counts[0] > counts[1] > counts[2] == 0
+    assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096)
+
+
+def test_lean_configs_are_for_16_bit_tiles():
+    legal = legal_configs(sum_of_tiles(2, "bfloat16"))
+    assert {c.lean for c in legal} == {True, False}
+    for program in (sum_of_tiles(0), sum_of_tiles(2, "float32")):
+        assert not any(c.lean for c in legal_configs(program))
+
+
+def test_lean_epilogues_leave_more_to_the_main_loop():
+    for name in ("dswiglu", "norm_bwd"):
+        config = Config(128, 192, 2, 1, True)
+        lean = dataclasses.replace(config, lean=True)
+        assert mainloop_stages(kinds()[name], lean) == mainloop_stages(kinds()[name], config) + 1
+
+
+def measured():
+    """(program, (M, N, K, device, terms), times) of every measurement."""
+    for row in table()["shapes"]:
+        shape = (row["m"], row["n"], row["k"], None, TERMS[row["kind"]])
+        yield kinds()[row["kind"]], shape, row["us"]
+
+
+def test_choice_is_the_measured_best():
+    for program, shape, us in measured():
+        times = {name: time for name, time in us.items() if name != "cublas"}
+        assert times[str(choose(program, *shape))] == min(times.values())
+        assert estimate_us(program, *shape) == pytest.approx(min(times.values()))
+
+
+def test_cublas_of_measured_shapes_is_what_was_measured():
+    found = {}
+    for _, (m, n, k, _, terms), us in measured():
+        found.setdefault((m, n, k // terms), []).append(pytest.approx(us["cublas"]))
+    for shape, times in found.items():
+        assert cublas_us(*shape) in times
+
+
+def test_every_kind_is_its_own_nearest():
+    for name, program in kinds().items():
+        assert kind_of(program, TERMS[name]) == name
+
+
+def test_other_programs_are_costed_by_the_nearest_kind():
+    norm = kinds()["norm_bwd"]
+    no_sums = dataclasses.replace(norm, reduces=())
+    assert kind_of(no_sums) in ("norm_bwd", "act_bwd")
+    assert kind_of(dataclasses.replace(norm, operands=(), steps=(), reduces=())) == "scale"
+    assert kind_of(sum_of_tiles(1, "bfloat16"), terms=2) == "norm_bwd_joined"
+    assert kind_of(kinds()["swiglu"]) == "swiglu"
+
+
+def test_a_sum_is_costed_over_the_k_of_all_its_terms():
+    norm, config = kinds()["norm_bwd"], Config.parse("128x192:2x1:pp")
+    at = (4096, 3072)  # never measured: the model alone
+    one, two = (kernel_us(norm, config, *at, 8192, terms) for terms in (1, 2))
+    assert one == two > 1.5 * kernel_us(norm, config, *at, 4096)
+
+
+def test_the_gate_counts_the_terms():
+    """The same kernel wins against two products and a kernel that reads both."""
+    program, shape = kinds()["norm_bwd"], (512, 2048, 4096)
+    assert "us fused" in gate.loses(Work(program, *shape))
+    assert gate.loses(Work(program, *shape, terms=2)) is None
+
+
+def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
+    monkeypatch.setattr(gate, "estimate_us", lambda *args, **kwargs: 1e9)
+    both = kinds()["norm_bwd"]
+    m, n = 8192, 4096
+    texts = [
+        gate.loses(Work(dataclasses.replace(both, reduces=reduces), m, n, 4096))
+        for reduces in ((), both.reduces)
+    ]
+    plain, summed = (int(re.search(r"(\d+) us unfused", text)[1]) for text in texts)
+    # It reads the product and x once more: 4 bytes an element, at 2.7 TB/s.
+    assert summed - plain == pytest.approx(4 * m * n / 2.7e6 + 2, abs=1)
+
+
+def test_what_was_never_measured_is_never_chosen():
+    config = Config(128, 64, 1, 1, True)
+    assert kernel_us(kinds()["scale"], config, 4096, 3072, 3072) == float("inf")
+
+
+def test_model_grows_with_the_work():
+    program = kinds()["rms_partial"]
+    config = Config.parse("128x192:2x1:pp")
+    times = [kernel_us(program, config, m, 3072, 3072) for m in (256, 4096, 16384)]
+    assert times == sorted(times)
+    assert times[2] > 3 * times[1]
+    assert kernel_us(program, config, 4096, 3072, 6144) > times[1]
+    assert cublas_us(16384, 3072, 3072) > 3 * cublas_us(4096, 3072, 3072)
+    more = sum_of_tiles(3, "bfloat16")
+    assert kernel_us(more, config, 4096, 3072, 3072) > kernel_us(
+        sum_of_tiles(1, "bfloat16"), config, 4096, 3072, 3072
+    )
+
+
+def test_symbolic_rows_are_chosen_by_their_hint():
+    program = kinds()["scale"]
+    seen = []
+
+    def backend(graph, example_inputs):
+        sizes = [x for x in example_inputs if isinstance(x, torch.SymInt)]
+        seen.append((choose(program, sizes[0], 4096, 4096), sizes[0]))
+        return graph.forward
+
+    torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(2048, 4))
+    assert seen[0][0] == choose(program, 2048, 4096, 4096)
+
+
+def test_every_representative_program_is_supported():
+    for program in [*programs().values(), one_op("tanh")]:
+        assert unsupported(program, 4096, 4096) is None
+
+
+SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("program", "n", "k", "major", "why"),
+    [
+        (dataclasses.replace(SCALE, in_dtype="float32"), 64, 64, "k", "float32 GEMM"),
+        (SCALE, 60, 64, "k", "N=60"),
+        (SCALE, 64, 63, "k", "K=63"),
+        (SCALE, 64, 0, "k", "K=0"),
+        (dataclasses.replace(SCALE, stores=()), 64, 64, "k", "without a tile store"),
+        (dataclasses.replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, "k", "float64"),
+        (dataclasses.replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, "k", "16-bit"),
+        (PAIR, 64, 64, "n", "K-major"),
+        (
+            dataclasses.replace(
+                SCALE,
+                operands=(Operand("s", "scalar", "float32"),),
+                steps=(Step("x", "neg", ("s",)),),
+            ),
+            64, 64, "k", "one value",
+        ),
+    ],
+)  # fmt: skip
+def test_reasons(program, n, k, major, why):
+    assert why in unsupported(program, n, k, b_major=major)
+
+
+def test_a_matrix_that_tma_cannot_read_where_it_lies():
+    """Parameters in one flat buffer, columns of a wider matrix."""
+    flat = torch.empty(64 * 72, dtype=torch.bfloat16)
+    weight = flat[: 64 * 64].view(64, 64)
+    assert legality.unaligned("w", weight) is None
+    assert legality.unaligned("w", weight.t()) is None
+    assert legality.unaligned("w", flat[8 : 8 + 64].view(1, 64)) is None
+    assert legality.unaligned("w", weight[:, :1].expand(64, 8)) is None
+    shifted = flat[1 : 1 + 64 * 64].view(64, 64)
+    assert "w has a storage offset of 1" in legality.unaligned("w", shifted)
+    wide = torch.empty(8, 68, dtype=torch.bfloat16)[:, :64]
+    assert "w has a stride of 68" in legality.unaligned("w", wide)
+
+
+@pytest.fixture
+def fresh_stack():
+    availability.library_stack.cache_clear()
+    availability.kernel_stack.cache_clear()
+    yield
+    availability.library_stack.cache_clear()
+    availability.kernel_stack.cache_clear()
+
+
+def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    installed = {QUACK.package: "0.6.5", CUTEDSL.package: "4.8.1"}
+
+    def version(name):
+        if name not in installed:
+            raise legality.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    def stack(**changes):
+        installed.update(changes)
+        availability.library_stack.cache_clear()
+        availability.kernel_stack.cache_clear()
+        return availability.kernel_stack()
+
+    monkeypatch.setattr(legality.importlib.metadata, "version", version)
+    assert stack() is None
+    for name, good, bad in (
+        (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0", "0.7.0.dev1", "1.0")),
+        (CUTEDSL.package, "4.8.0", ("4.7.9", "4.8.0.dev0", "4.9.0", "4.10")),
+    ):
+        for wrong in bad:
+            why = stack(**{name: wrong})
+            assert why.startswith(f"{name} {wrong} is installed, >=")
+            assert "pip install" in why
+        assert stack(**{name: good}) is None
+    for name in (CUTEDSL.package, QUACK.package):
+        del installed[name]
+        assert stack() == f"{name} is not installed: pip install 'coda-inductor[cuda]'"
+
+
+def test_stack_names_a_disk_cache_that_is_off(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "1")
+    assert availability.kernel_stack() is None
+    with_cache = identity.__wrapped__()
+    for function in (availability.library_stack, availability.kernel_stack):
+        function.cache_clear()
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
+    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", availability.kernel_stack())
+    request = pool.KernelRequest(kinds()["scale"].to_json(), "128x128:2x1:pp", arch="90")
+    assert pool.wait([request]) == {request: availability.kernel_stack()}
+    assert identity.__wrapped__() != with_cache
+
+
+def test_stack_names_an_old_gpu(fresh_stack, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    assert "8.0 is not supported" in availability.kernel_stack()

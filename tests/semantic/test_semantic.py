@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The semantic ops: right values, right gradients for every mask, and what torch asks of an op."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, randn
+
+from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.gates import swiglu, swiglu_backward
+from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
+from coda_inductor.semantic.norms import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from coda_inductor.semantic.rotary import rotate_pairs
+
+D, EPS = 6, 1e-2
+MASKS = list(itertools.product([True, False], repeat=2))
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+@pytest.mark.parametrize("shape", [(D,), (3, D), (2, 3, D)], ids=str)
+def test_gradients_of_rms_norm(shape, mask):
+    x, weight = (
+        t.requires_grad_(need) for t, need in zip((randn(*shape), randn(D)), mask, strict=True)
+    )
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], (x, weight))
+
+
+def test_gradient_of_rms_norm_without_a_weight():
+    x = randn(2, 3, D).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, EPS, x.dtype)[0], (x,))
+
+
+@pytest.mark.parametrize("mask", [m for m in itertools.product([True, False], repeat=3) if any(m)])
+def test_gradients_of_layer_norm(mask):
+    shapes = ((2, 3, D), (D,), (D,))
+    leaves = [randn(*s).requires_grad_(need) for s, need in zip(shapes, mask, strict=True)]
+    assert torch.autograd.gradcheck(lambda *a: layer_norm(*a, EPS, torch.float64)[0], leaves)
+
+
+@pytest.mark.parametrize("vectors", [(), ("weight",), ("bias",)], ids=str)
+def test_layer_norm_is_torchs(vectors):
+    x = randn(2, 3, D).requires_grad_()
+    weight, bias = (randn(D) if name in vectors else None for name in ("weight", "bias"))
+    y, mean, rstd = layer_norm(x, weight, bias, EPS, x.dtype)
+    want = F.layer_norm(x, (D,), weight, bias, EPS)
+    assert_same(y, want)
+    assert_same(mean, x.mean(-1, keepdim=True))
+    assert_same(rstd, torch.rsqrt(x.var(-1, keepdim=True, correction=0) + EPS))
+    assert not mean.requires_grad
+    dy = randn(2, 3, D)
+    assert_same(*(torch.autograd.grad(out, x, dy) for out in (y, want)))
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+def test_gradients_of_swiglu(mask):
+    gate, up = (randn(2, 3, D).requires_grad_(need) for need in mask)
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+
+
+def test_rms_norm_is_torchs():
+    x, weight = randn(2, 3, D), randn(D)
+    y, rstd = rms_norm(x, weight, EPS, x.dtype)
+    assert_same(y, F.rms_norm(x, (D,), weight, EPS))
+    assert_same(rstd, torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
+
+
+def test_dtypes_of_mixed_inputs():
+    """Half inputs, a wide weight: statistics and weight's gradient are wide, the rest is not."""
+    x = randn(3, D, dtype=torch.bfloat16).requires_grad_()
+    weight = randn(D, dtype=torch.float32).requires_grad_()
+    y, rstd = rms_norm(x, weight, EPS, torch.bfloat16)
+    assert (y.dtype, rstd.dtype) == (torch.bfloat16, torch.float32)
+    y.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_gradient_of_rstd_is_not_offered():
+    x = randn(3, D).requires_grad_()
+    _, rstd = rms_norm(x, None, EPS, x.dtype)
+    assert not rstd.requires_grad
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_backward_ops_skip_what_is_not_needed(mask):
+    x, weight, dy = randn(3, D), randn(D), randn(3, D)
+    _, rstd = rms_norm(x, weight, EPS, x.dtype)
+    full = rms_norm_backward(dy, x, weight, rstd, True, True)
+    some = rms_norm_backward(dy, x, weight, rstd, *mask)
+    for need, have, want in zip(mask, some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
+    _, mean, rstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
+    full = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [True] * 3)
+    some = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [*mask, mask[0]])
+    for need, have, want in zip((*mask, mask[0]), some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
+    gate, up = randn(3, D), randn(3, D)
+    full = swiglu_backward(dy, gate, up, True, True)
+    some = swiglu_backward(dy, gate, up, *mask)
+    for need, have, want in zip(mask, some, full, strict=True):
+        assert_same(have, want if need else want.new_empty(0))
+
+
+def examples(dtype):
+    x, weight, up = (randn(*s, dtype=dtype) for s in ((2, 3, D), (D,), (2, 3, D)))
+    _, rstd = rms_norm(x, weight, EPS, dtype)
+    _, mean, lstd = layer_norm(x, weight, weight, EPS, dtype)
+    plain = [t.detach() for t in (up, x, weight, weight, mean, lstd)]
+    return {
+        layer_norm: (x.requires_grad_(), weight.requires_grad_(), weight, EPS, dtype),
+        layer_norm_backward: (*plain, [True, False, True]),
+        rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
+        swiglu: (x, up.requires_grad_()),
+        rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),
+        swiglu_backward: (up.detach(), x.detach(), up.detach(), True, False),
+        **loss_examples(dtype),
+        rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
+    }
+
+
+def loss_examples(dtype):
+    logits, target, how = randn(6, D, dtype=dtype), torch.arange(6) % D, (1, 0.1, "mean")
+    dloss, lse, number = cross_entropy(logits, target, *how, dtype)
+    return {
+        row_logsumexp: (logits,),
+        cross_entropy: (logits.clone().requires_grad_(), target, *how, dtype),
+        cross_entropy_backward: (dloss, logits, target, lse, number, *how),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", [*DEFINITIONS], ids=lambda op: op.__name__)
+def test_op_is_what_torch_asks_of_one(op, dtype):
+    checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    torch.library.opcheck(op, examples(dtype)[op], test_utils=checks)
