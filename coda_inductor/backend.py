@@ -25,7 +25,7 @@ from coda_inductor.joint import JointPass
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options, parse
-from coda_inductor.runtime import notice, op
+from coda_inductor.runtime import launch, notice
 
 
 def coda(
@@ -53,7 +53,7 @@ def coda(
     """
     settings = parse(mode, options)
     recorder = Recorder(name or "graph", settings.debug_dir if settings.debug else None)
-    op.set_strict(settings.strict)
+    launch.forget_failures()
     notice.before_compile(gm, inputs, settings)
     around = raise_pass(gm, settings, recorder)
     user_pass = settings.inductor.get(

@@ -62,7 +62,8 @@ def fuse_gemms(graph: Graph, policy: Policy) -> tuple[list[SiteReport], Counter[
             done |= set(region.anchors)
             fired |= _patterns(region)
             assert site.program is not None, "a fused site has a program"
-            call = emit(graph, region, site.program, verdict.config)
+            strict = policy.options.strict
+            call = emit(graph, region, site.program, verdict.config, site=site.site, strict=strict)
             calls[call] = len(sites)
             scope.refresh(graph)
         else:
@@ -271,5 +272,5 @@ def _lower(graph: Graph, calls: dict[Node, int], sites: list[SiteReport], policy
 
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
-    as_, bs, _, program, config = call.args
+    as_, bs, _, program, config = call.args[:5]
     return requests([fake(a) for a in as_], [fake(b) for b in bs], program, config)

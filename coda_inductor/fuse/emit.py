@@ -7,7 +7,7 @@ Before::
 
 After::
 
-    gemm_epilogue([a], [b], [residual, gamma], program, config) -> getitem 0, 1, 2
+    gemm_epilogue([a], [b], [residual, gamma], program, config, site, strict) -> getitem 0, 1, 2
     view (residual stream), view (operand of the next GEMM), sum of the partials / N
 """
 
@@ -25,13 +25,23 @@ from coda_inductor.graph.edit import insert, settle, splice
 from coda_inductor.graph.nodes import ALIASES, aten, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.loss import row_logsumexp
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
-def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) -> Node:
+def emit(
+    graph: Graph,
+    region: Region,
+    program: EpilogueProgram,
+    config: str,
+    *,
+    site: str = "",
+    strict: bool = False,
+) -> Node:
     """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
+    ``config``, ``site`` and ``strict`` as that op takes them.
 
     The graph is in order afterwards and the region's nodes are gone.
     """
@@ -43,8 +53,8 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     with graph.inserting_before(behind):
         as_, bs = factors(graph, region)
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
-        args = (as_, bs, operands, program.to_json(), config)
-        call = insert(graph, torch.ops.coda_inductor.gemm_epilogue.default, args, like=anchor)
+        args = (as_, bs, operands, program.to_json(), config, site, strict)
+        call = insert(graph, OP, args, like=anchor)
         outputs = [
             insert(graph, operator.getitem, (call, i), like=anchor)
             for i in range(len(program.outputs))
@@ -84,7 +94,7 @@ def check_views(region: Region) -> None:
 def expand(graph: Graph, call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
-    as_, bs, operands, text, _ = call.args
+    as_, bs, operands, text = call.args[:4]
     program = EpilogueProgram.from_json(text)
 
     def reference_gemm(as_, bs, operands):
