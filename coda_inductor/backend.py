@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch._inductor.config as inductor_config
-from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from coda_inductor import op_by_op, patterns
+from coda_inductor.compat import compile_fx, inductor_config, without_saved_tensors_hooks
 from coda_inductor.debug import Recorder
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
@@ -68,7 +66,7 @@ def coda(
     return around(cast(Callable[..., Any], compiled))
 
 
-@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
+@without_saved_tensors_hooks()  # a user's would be given our fake tensors
 def raise_pass(
     gm: GraphModule, settings: Options, recorder: Recorder, *, dry: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

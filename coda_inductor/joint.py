@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
+from coda_inductor.compat import CustomGraphPass, remove_noop_ops
 from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse.driver import fuse_gemms

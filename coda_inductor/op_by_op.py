@@ -14,12 +14,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch._inductor.config as inductor_config
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.exc import InductorError
 from torch.fx import Graph, GraphModule
 
+from coda_inductor.compat import InductorError, compile_fx_inner, inductor_config, make_boxed_func
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import logger, warn_once
 

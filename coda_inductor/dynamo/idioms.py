@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
@@ -63,7 +64,7 @@ def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal
     epoch = epochs(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(list(graph.nodes)):
-        if root._erased or root.op not in ("call_function", "call_method"):
+        if erased(root) or root.op not in ("call_function", "call_method"):
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)

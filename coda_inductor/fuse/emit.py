@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, settle, splice
@@ -28,7 +29,7 @@ from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.runtime.op import OP
 from coda_inductor.semantic.loss import row_logsumexp
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
 def emit(

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
 
-from coda_inductor.graph.nodes import aten, fake, prims
+from coda_inductor.compat import (
+    select_decomp_table,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from coda_inductor.graph.nodes import aten, erased, fake, prims
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 _KEPT_META = (
@@ -98,7 +104,7 @@ def prune(nodes: Sequence[Node]) -> None:
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node._erased or node.users or node.op != "call_function" or node.is_impure():
+        if erased(node) or node.users or node.op != "call_function" or node.is_impure():
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)
@@ -133,7 +139,7 @@ class Put:
 
 
 def _fake_mode(args: Sequence[Any]) -> Any:
-    for arg in torch.utils._pytree.tree_leaves(args):
+    for arg in tree_leaves(args):
         mode = getattr(fake(arg), "fake_mode", None)
         if mode is not None:
             return mode
@@ -154,9 +160,7 @@ def splice(
     Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
     Inductor's: the result is what it would have compiled had the user written the function's body.
     """
-    from torch._inductor.decomposition import select_decomp_table
-
-    flat, spec = torch.utils._pytree.tree_flatten(list(args))
+    flat, spec = tree_flatten(list(args))
     slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
     nodes = [flat[i] for i in slots]
 
@@ -164,7 +168,7 @@ def splice(
         values = list(flat)
         for slot, tensor in zip(slots, tensors, strict=True):
             values[slot] = tensor
-        return function(*torch.utils._pytree.tree_unflatten(values, spec))
+        return function(*tree_unflatten(values, spec))
 
     traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
     env: dict[Node, Node] = {}

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import storage, tree_leaves, tree_map
 from coda_inductor.graph.edit import _fake_mode
 from coda_inductor.graph.nodes import _views, fake
 
@@ -33,9 +33,9 @@ def refresh_views(graph: Graph) -> None:
 
 
 def _storages(value: Any) -> set[int]:
-    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
     strided = [t for t in tensors if t.layout == torch.strided]
-    return {t.untyped_storage()._cdata for t in strided}
+    return {storage(t) for t in strided}
 
 
 def snapshot(graph: Graph) -> Graph:
