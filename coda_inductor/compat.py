@@ -106,7 +106,9 @@ _EXPLAIN = "explain, check and the command line's tables do not work"
 #: Of torch: the name that it has here -> what it is.
 TORCH: dict[str, Private] = {
     # without these: plain Inductor
-    "compile_fx": _essential("torch._inductor.compile_fx.compile_fx", "compiles the rewritten graph"),
+    "compile_fx": _essential(
+        "torch._inductor.compile_fx.compile_fx", "compiles the rewritten graph"
+    ),
     "CustomGraphPass": _essential(
         "torch._inductor.custom_graph_pass.CustomGraphPass", "what our pass on aten graphs is"
     ),
@@ -236,7 +238,7 @@ TORCH: dict[str, Private] = {
     ),
     "debug_get_cache_entry_list": Private(
         "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "forgets what it compiled",
-        "a later compile of the same code checks one guard more", lambda code: [],
+        "a later compile of the same code checks one guard more", lambda _code: [],
     ),
     "DeletedGuardManagerWrapper": Private(
         "torch._dynamo.guards.DeletedGuardManagerWrapper", "the same",
@@ -378,7 +380,7 @@ def _there(path: str) -> bool:
 def _unusable(private: Private) -> type:
     """Whatever it is, a function, a context or a base class: to call it raises CodaError."""
 
-    def raises(self: Any, *_: Any, **__: Any) -> None:
+    def raises(_self: Any, *_: Any, **__: Any) -> None:
         raise CodaError(f"this torch has no {private.path}: {private.without}")
 
     return type(private.path.rpartition(".")[2], (), {"__init__": raises})
