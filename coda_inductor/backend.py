@@ -12,9 +12,9 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from coda_inductor import op_by_op
-from coda_inductor.compat import compile_fx, inductor_config
+from coda_inductor.compat import compile_fx, inductor_config, lacking, lookup_backend
 from coda_inductor.joint import JointPass
-from coda_inductor.log import logger
+from coda_inductor.log import logger, warn_once
 from coda_inductor.options import parse
 from coda_inductor.pipeline import on_dynamo
 from coda_inductor.record import Record
@@ -44,6 +44,8 @@ def coda(
         PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
+    if missing := lacking():
+        return _stock(gm, inputs, missing)
     settings = parse(mode, options)
     record = Record(settings, name or "graph")
     launch.forget_failures()
@@ -57,3 +59,9 @@ def coda(
     if not ours.ran:
         logger.info("%s: from torch's compile cache, neither counted nor reported", record.name)
     return around(cast(Callable[..., Any], compiled))
+
+
+def _stock(gm: GraphModule, inputs: Sequence[Any], missing: list[str]) -> Callable[..., Any]:
+    """Plain Inductor with its own defaults, after one warning."""
+    warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
+    return lookup_backend("inductor")(gm, inputs)

@@ -124,11 +124,16 @@ TORCH: dict[str, Private] = {
     "HigherOrderOperator": _essential("torch._ops.HigherOrderOperator", "finds nested graphs"),
     "list_options": _essential("torch._inductor.list_options", "Inductor's options"),
     "list_mode_options": _essential("torch._inductor.list_mode_options", "Inductor's modes"),
-    # compiling
-    "compile_fx_inner": Private(
+    "compile_fx_inner": _essential(
         "torch._inductor.compile_fx.compile_fx_inner",
         "compiles one graph, so that its failure can be caught",
-        "what Inductor cannot compile is an error, as without coda",
+    ),
+    # compiling
+    "lookup_backend": Private(
+        "torch._dynamo.lookup_backend",
+        "finds Inductor where coda cannot work",
+        "where coda cannot work, graphs run as they are, uncompiled",
+        lambda _name: lambda gm, _inputs: gm.forward,
     ),
     "InductorError": Private(
         "torch._inductor.exc.InductorError",
@@ -310,6 +315,10 @@ KERNELS: tuple[Private, ...] = tuple(
 
 
 def __getattr__(name: str) -> Any:
+    return _get(name)
+
+
+def _get(name: str) -> Any:
     """The private name of torch's that is called ``name`` here, or what takes its place."""
     if name not in TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -349,10 +358,16 @@ def version(tensor: Tensor) -> int:
     return getattr(tensor, "_version", 0)
 
 
-def mutable(op: Any) -> bool:
-    """May an overload change its arguments (``OpOverload._schema``)? Without it, any may."""
-    schema = getattr(op, "_schema", None)
-    return schema is None or schema.is_mutable
+def schema(op: Any) -> Any:
+    """What an overload says of its arguments and results (``OpOverload._schema``), or None."""
+    return getattr(op, "_schema", None)
+
+
+def saved_tensors() -> list[Tensor]:
+    """What the autograd node that is running now has kept; nothing where that is not known."""
+    node = _get("current_autograd_node")()
+    kept = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+    return [tensor for tensor in kept if tensor is not None]
 
 
 def _find(path: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -19,8 +18,6 @@ from torch.fx import Graph, GraphModule
 from coda_inductor.compat import InductorError, compile_fx_inner, inductor_config, make_boxed_func
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import logger, warn_once
-
-_NO_CACHES = partial(inductor_config.patch, force_disable_caches=True)
 
 
 def compiler(
@@ -37,7 +34,8 @@ def compiler(
         untouched.output(untouched.graph_copy(gm.graph, {}))
         try:
             # What failed once, in torch's cache, would have failed for ever.
-            with _NO_CACHES() if failed() else nullcontext():
+            no_caches = inductor_config.patch(force_disable_caches=True)
+            with no_caches if failed() else nullcontext():
                 return compile_fx_inner(gm, inputs, **how)
         except InductorError as error:
             part = "backward pass" if how.get("is_backward") else "forward pass"

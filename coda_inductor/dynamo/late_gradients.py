@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.compat import current_autograd_node, storage, version
+from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.sizes import hint
 from coda_inductor.matching import changes, normalize, value
 from coda_inductor.record import Record
@@ -203,7 +203,5 @@ def _watch(results: list[Any], place: int) -> None:
 
 def _saves(tensor: Tensor) -> bool:
     """Does the node whose gradient is about to be computed read the memory of ``tensor``?"""
-    node: Any = current_autograd_node()
-    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
     memory = storage(tensor)
-    return any(storage(t) == memory for t in saved if t is not None)
+    return any(storage(t) == memory for t in saved_tensors())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import log_softmax, softmax, to_copy
+from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.driver import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
@@ -252,10 +252,10 @@ def _is_view(node: Node) -> bool:
         return True
     if is_cast(node):
         return size(node) >= size(node.args[0])
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
+    said = schema(node.target)
+    if said is None or not said.returns:
         return False
-    alias = schema.returns[0].alias_info
+    alias = said.returns[0].alias_info
     return alias is not None and not alias.is_write
 
 

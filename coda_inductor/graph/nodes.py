@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.compat import to_copy, unsafe_view, unset_fake_temporarily
+from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
@@ -109,8 +109,8 @@ def _views(node: Node) -> bool:
     """May the result of ``node`` share memory with what it reads?"""
     if node.target in ALIASES or node.target is operator.getitem:
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    said = schema(node.target)
+    return said is not None and any(r.alias_info is not None for r in said.returns)
 
 
 def module_path(node: Node) -> str:

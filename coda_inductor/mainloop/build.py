@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import torch
-from quack.gemm_runtime.host import GemmEpiPlan
+from quack.cute_dsl_utils import get_device_capacity
+from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.mod import load
 from coda_inductor.mainloop.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
+
+__all__ = ["build", "dummy_arguments", "run_gemm_epi_plan"]
 
 
 def build(
@@ -86,6 +89,4 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
 
 
 def _arch(device) -> int:
-    from quack.cute_dsl_utils import get_device_capacity
-
     return get_device_capacity(torch.device(device))[0]

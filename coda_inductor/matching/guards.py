@@ -19,7 +19,7 @@ from coda_inductor.compat import (
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
-    mutable,
+    schema,
     storage,
     tree_leaves,
 )
@@ -57,14 +57,20 @@ def mutates(node: Node) -> bool:
     if _inplace_flag(node):
         return True
     if isinstance(node.target, OpOverload):
-        return mutable(node.target)
+        return _mutable(node.target)
     if isinstance(node.target, OpOverloadPacket):
         packet = node.target
-        return any(mutable(getattr(packet, name)) for name in packet.overloads())
+        return any(_mutable(getattr(packet, name)) for name in packet.overloads())
     name = getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target:
         return False  # and_, or_, not_: only named so because the plain word is Python's
     return name.endswith("_") and not name.endswith("__")
+
+
+def _mutable(op: object) -> bool:
+    """May an overload change its arguments? One that says nothing may."""
+    said = schema(op)
+    return said is None or said.is_mutable
 
 
 def _inplace_flag(node: Node) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to a launched kernel. The only module of the runtime that needs QuACK."""
+"""From tensors to a launched kernel."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def requests(
 
 @functools.lru_cache(maxsize=1)
 def _quack_launcher():
-    from quack.gemm_runtime.host import run_gemm_epi_plan
+    from coda_inductor.mainloop.build import run_gemm_epi_plan
 
     return run_gemm_epi_plan
 

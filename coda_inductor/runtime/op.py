@@ -40,6 +40,7 @@ _LIBRARY.define(
     'str site="", bool strict=False) -> Tensor[]',
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
+#: The op, as graphs hold it.
 OP = torch.ops.coda_inductor.gemm_epilogue.default
 
 
@@ -134,7 +135,5 @@ def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=No
     return _reference(as_, bs, operands, program, config)
 
 
-#: The op, as graphs hold it.
-OP = torch.ops.coda_inductor.gemm_epilogue.default
 _LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")
