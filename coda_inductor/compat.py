@@ -56,21 +56,12 @@ class Private:
     essential: bool = False
 
 
-def _essential(path: str, purpose: str) -> Private:
-    return Private(path, purpose, essential=True)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
 def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-class _NoDecorator(contextlib.ContextDecorator):
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
@@ -106,64 +97,52 @@ _EXPLAIN = "explain, check and the command line's tables do not work"
 #: Of torch: the name that it has here -> what it is.
 TORCH: dict[str, Private] = {
     # without these: plain Inductor
-    "compile_fx": _essential(
-        "torch._inductor.compile_fx.compile_fx", "compiles the rewritten graph"
-    ),
-    "CustomGraphPass": _essential(
-        "torch._inductor.custom_graph_pass.CustomGraphPass", "what our pass on aten graphs is"
-    ),
-    "inductor_config": _essential("torch._inductor.config", "where our pass is handed over"),
-    "joint_custom_pre_pass": _essential(
-        "torch._inductor.config.joint_custom_pre_pass", "Inductor's hook before graphs are split"
-    ),
-    "unset_fake_temporarily": _essential(
-        "torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with constants"
-    ),
-    "OpOverload": _essential("torch._ops.OpOverload", "tells an op of torch's from a function"),
-    "OpOverloadPacket": _essential("torch._ops.OpOverloadPacket", "the same, of all overloads"),
-    "HigherOrderOperator": _essential("torch._ops.HigherOrderOperator", "finds nested graphs"),
-    "list_options": _essential("torch._inductor.list_options", "Inductor's options"),
-    "list_mode_options": _essential("torch._inductor.list_mode_options", "Inductor's modes"),
-    "compile_fx_inner": _essential(
-        "torch._inductor.compile_fx.compile_fx_inner",
-        "compiles one graph, so that its failure can be caught",
-    ),
+    **{
+        path.rpartition(".")[2]: Private(path, purpose, essential=True)
+        for path, purpose in {
+            "torch._inductor.compile_fx.compile_fx": "compiles the rewritten graph",
+            "torch._inductor.compile_fx.compile_fx_inner": "compiles one part of it",
+            "torch._inductor.custom_graph_pass.CustomGraphPass": "is what our pass is",
+            "torch._inductor.config.joint_custom_pre_pass": "is where Inductor runs it",
+            "torch._inductor.list_options": "knows Inductor's options",
+            "torch._inductor.list_mode_options": "knows Inductor's modes",
+            "torch._subclasses.fake_tensor.unset_fake_temporarily": "computes with constants",
+            "torch._ops.OpOverload": "tells an op of torch's from a function",
+            "torch._ops.OpOverloadPacket": "does so for all overloads",
+            "torch._ops.HigherOrderOperator": "finds nested graphs",
+        }.items()
+    },
+    "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
     # compiling
     "lookup_backend": Private(
-        "torch._dynamo.lookup_backend",
-        "finds Inductor where coda cannot work",
+        "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
         "where coda cannot work, graphs run as they are, uncompiled",
         lambda _name: lambda gm, _inputs: gm.forward,
     ),
     "InductorError": Private(
-        "torch._inductor.exc.InductorError",
-        "is raised where Inductor cannot compile a graph",
-        "what Inductor cannot compile is an error, as without coda",
-        _NeverRaised,
+        "torch._inductor.exc.InductorError", "is raised where Inductor cannot compile a graph",
+        "what Inductor cannot compile is an error, as without coda", _NeverRaised,
     ),
     "make_boxed_func": Private(
         "torch._functorch.aot_autograd.make_boxed_func",
         "hands a graph's inputs over in a list, which the graph empties",
-        "a graph that runs op by op frees its inputs later",
-        _boxed,
+        "a graph that runs op by op frees its inputs later", _boxed,
     ),
     "without_saved_tensors_hooks": Private(
         "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
         "keeps a user's saved-tensors hooks from fake tensors",
         "compiling under torch.autograd.graph.saved_tensors_hooks may fail",
-        _NoDecorator,
+        lambda: lambda function: function,
     ),
     "remove_noop_ops": Private(
         "torch._inductor.fx_passes.post_grad.remove_noop_ops",
         "removes full slices and clones that hide idioms",
-        "an idiom with such an op in it is not found",
-        _nothing,
+        "an idiom with such an op in it is not found", _nothing,
     ),
     "select_decomp_table": Private(
         "torch._inductor.decomposition.select_decomp_table",
         "decomposes what we put into a graph as Inductor would have",
-        "what is not fused may take a kernel more",
-        dict,
+        "what is not fused may take a kernel more", dict,
     ),
     "stable_topological_sort": Private(
         "torch._inductor.pattern_matcher.stable_topological_sort",
@@ -177,22 +156,20 @@ TORCH: dict[str, Private] = {
     ),
     "tree_leaves": Private("torch.utils._pytree.tree_leaves", "lists them", _CONTAINERS, _leaves),
     "tree_flatten": Private(
-        "torch.utils._pytree.tree_flatten", "takes them apart", _CONTAINERS, _flatten
+        "torch.utils._pytree.tree_flatten", "takes them apart", _CONTAINERS, _flatten,
     ),
     "tree_unflatten": Private(
         "torch.utils._pytree.tree_unflatten", "puts them together", _CONTAINERS,
         lambda leaves, spec: map_aggregate(spec, list(leaves).__getitem__),
     ),
     "TorchDispatchMode": Private(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "finds random numbers in constant masks",
+        "torch.utils._python_dispatch.TorchDispatchMode", "finds random numbers in constant masks",
         "attention masks are not simplified",
     ),
     "current_autograd_node": Private(
         "torch._C._current_autograd_node",
         "tells whether a gradient reads logits that were returned",
-        "changing returned logits in place before backward is not noticed",
-        lambda: _NO_NODE,
+        "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
     ),
     # what a user's pattern means
     "disable_current_modes": Private(
@@ -200,13 +177,13 @@ TORCH: dict[str, Private] = {
         "derives a gradient as if at top level", _MEANING, _no_context,
     ),
     "dispatch_keyset_full": Private(
-        "torch._C._dispatch_keyset_full", "the same", _MEANING, lambda: 0
+        "torch._C._dispatch_keyset_full", "the same", _MEANING, lambda: 0,
     ),
     "dispatch_tls_local_include_set": Private(
-        "torch._C._dispatch_tls_local_include_set", "the same", _MEANING, _nothing
+        "torch._C._dispatch_tls_local_include_set", "the same", _MEANING, _nothing,
     ),
     "ForceDispatchKeyGuard": Private(
-        "torch._C._ForceDispatchKeyGuard", "the same", _MEANING, _no_context
+        "torch._C._ForceDispatchKeyGuard", "the same", _MEANING, _no_context,
     ),
     # what happened, for people
     "counters": Private(
@@ -223,7 +200,7 @@ TORCH: dict[str, Private] = {
     ),
     # explain and check: graphs without code generation
     "aot_autograd": Private(
-        "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN
+        "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN,
     ),
     "min_cut_rematerialization_partition": Private(
         "torch._functorch.partitioners.min_cut_rematerialization_partition",

@@ -18,6 +18,8 @@ from coda_inductor import compat
 from coda_inductor.errors import CodaError
 from coda_inductor.mainloop import availability
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "coda_inductor"
 #: Private names of torch that graphs, tensors and ops have, which compat reads.
@@ -142,7 +144,20 @@ def remove(names, root):
     del sys.modules["coda_inductor"]
     spec.loader.exec_module(sys.modules.setdefault("coda_inductor", package))
 
-def attempt(names, root, compiles):
+def traced(gm, inputs):
+    """Our passes, and no code generation."""
+    from coda_inductor.options import parse
+    from coda_inductor.pipeline import on_aten, on_dynamo
+    from coda_inductor.record import Record
+    from coda_inductor.tracing import trace
+
+    record = Record(parse(None, None), "graph")
+    around = on_dynamo(gm, record)
+    call = trace(gm, inputs, lambda graph: on_aten(graph, record)).call
+    assert record.report.sites
+    return around(call)
+
+def attempt(names, root, how):
     said = io.StringIO()
     logger = logging.getLogger("coda_inductor")
     logger.addHandler(logging.StreamHandler(said))
@@ -152,10 +167,10 @@ def attempt(names, root, compiles):
     for name in names:
         getattr(compat, name)
     result = {"lacking": compat.lacking()}
-    if compiles:
+    if how != "import":
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
         x = torch.ones(2, 8, requires_grad=True)
-        y = torch.compile(model, backend=backend.coda)(x)
+        y = torch.compile(model, backend=backend.coda if how == "compile" else traced)(x)
         (got,) = torch.autograd.grad(y.square().sum(), x)
         (want,) = torch.autograd.grad(model(x).square().sum(), x)
         torch.testing.assert_close(y, model(x))
@@ -164,12 +179,12 @@ def attempt(names, root, compiles):
 
 if __name__ == "__main__":
     root, groups = sys.argv[1], json.loads(sys.argv[2])
-    for names, compiles in groups:
+    for names, how in groups:
         sys.stdout.flush()
         read, write = os.pipe()
         if os.fork() == 0:
             try:
-                answer = attempt(names, root, compiles)
+                answer = attempt(names, root, how)
             except BaseException:
                 answer = {"error": traceback.format_exc()[-2000:]}
             os.write(write, json.dumps(answer).encode())
@@ -179,19 +194,21 @@ if __name__ == "__main__":
             print(pipe.read(), flush=True)
 '''
 
-#: Compiled with, and compared with eager: the ways to do without are many, these are unlike.
-COMPILED = (
-    ["compile_fx"], ["lookup_backend", "CustomGraphPass"], ["remove_noop_ops"],
+#: Run by Inductor, and compared with eager: nothing is left to it, and a little is.
+COMPILED = (["CustomGraphPass"], ["make_boxed_func", "select_decomp_table", "remove_noop_ops"])
+#: Run op by op after our passes, and compared with eager.
+TRACED = (
     ["tree_map", "tree_leaves", "tree_flatten", "tree_unflatten"],
-    ["make_boxed_func", "InductorError", "without_saved_tensors_hooks", "select_decomp_table"],
-    ["stable_topological_sort"], ["TorchDispatchMode"],
+    ["InductorError", "without_saved_tensors_hooks", "select_decomp_table"],
+    ["stable_topological_sort"], ["TorchDispatchMode"], ["trace_structured", "counters"],
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def removed(tmp_path_factory) -> dict[tuple[str, ...], dict]:
     """What happens without each name."""
-    groups = [([name], False) for name in compat.TORCH] + [(names, True) for names in COMPILED]
+    groups = [([name], "import") for name in compat.TORCH]
+    groups += [(names, "trace") for names in TRACED] + [(names, "compile") for names in COMPILED]
     folder = tmp_path_factory.mktemp("removed")
     (folder / "remove.py").write_text(REMOVE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -201,20 +218,17 @@ def removed(tmp_path_factory) -> dict[tuple[str, ...], dict]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     answers = map(json.loads, done.stdout.splitlines())
-    return {
-        (*names, "compiled")[: len(names) + compiles]: answer
-        for (names, compiles), answer in zip(groups, answers, strict=True)
-    }
+    return {(*names, how): answer for (names, how), answer in zip(groups, answers, strict=True)}
 
 
 @pytest.mark.parametrize("name", compat.TORCH)
 def test_without_a_name_of_torchs_the_backend_is_imported(name, removed):
-    answer = removed[name,]
+    answer = removed[name, "import"]
     assert "error" not in answer, answer["error"]
     entry = compat.TORCH[name]
     assert f"this torch has no {entry.path}_gone" in answer["said"]
@@ -222,9 +236,9 @@ def test_without_a_name_of_torchs_the_backend_is_imported(name, removed):
     assert answer["lacking"] == ([f"{entry.path}_gone"] if entry.essential else [])
 
 
-@pytest.mark.parametrize("names", COMPILED, ids=" ".join)
+@pytest.mark.parametrize("names", [*TRACED, *COMPILED], ids=" ".join)
 def test_without_it_models_compile_and_are_right(names, removed):
-    answer = removed[(*names, "compiled")]
+    answer = removed[(*names, "compile" if names in COMPILED else "trace")]
     assert "error" not in answer, answer["error"]
     essential = any(compat.TORCH[name].essential for name in names)
     assert ("coda falls back to Inductor: it does nothing" in answer["said"]) == essential

@@ -37,17 +37,9 @@ def marker_folder() -> Path:
     return version_folder() / f"coda_{codegen_hash()}"
 
 
-def compile_to_disk(
-    program: EpilogueProgram,
-    config: Any,
-    folder: str | None,
-    *,
-    a_major: str,
-    b_major: str,
-    swap_lanes: bool,
-    joined: str,
-) -> Path:
-    """Compile a kernel into ``folder``, arguments as ``build`` takes them; returns its file.
+def compile_to_disk(program: EpilogueProgram, config: Any, folder: str | None, **how: Any) -> Path:
+    """Compile a kernel into ``folder``; returns its file. ``how``: the majors of A and B and how
+    they are read, as ``build`` takes them.
 
     Raises whatever QuACK or CuTeDSL raises.
     """
@@ -57,7 +49,7 @@ def compile_to_disk(
     # Only a launch needs this number, and only a GPU knows it.
     host.get_max_active_clusters = lambda *_, **__: 0
     # A kernel that this worker has in memory would be neither hashed nor saved again.
-    load(program, swap_lanes, joined)._plan_cache.clear()
+    load(program, how["swap_lanes"], how["joined"])._plan_cache.clear()
     host._compile_gemm_epi.cache_clear()
     names: list[str] = []
     key_to_hash = cache._key_to_hash
@@ -68,14 +60,7 @@ def compile_to_disk(
 
     cache._key_to_hash = record
     try:
-        build(
-            program,
-            config,
-            a_major=a_major,
-            b_major=b_major,
-            swap_lanes=swap_lanes,
-            joined=joined,
-        )
+        build(program, config, **how)
     finally:
         cache._key_to_hash = key_to_hash
     return version_folder() / f"{names[-1]}.o"

@@ -18,11 +18,11 @@ __all__ = ["build", "dummy_arguments", "run_gemm_epi_plan"]
 def build(
     program: EpilogueProgram,
     config,
-    *,
     a_major: str = "k",
     b_major: str = "k",
     swap_lanes: bool = False,
     joined: str = "",
+    *,
     device: torch.device | str = "meta",
 ) -> GemmEpiPlan:
     """Compile for any M, N, K: only dtypes, majors and the config are compiled in.

@@ -104,15 +104,14 @@ class Kernel:
         ways = ("straight", "crossed") if joined else ("",)
         for swap, way in itertools.product(lanes, ways):
             with _on_device(device):
-                self._plans[a_major, b_major, swap, way, device] = build(
-                    self.program,
-                    self.config,
-                    a_major=a_major,
-                    b_major=b_major,
-                    swap_lanes=swap,
-                    joined=way,
-                    device=device,
-                )
+                reading = {
+                    "a_major": a_major,
+                    "b_major": b_major,
+                    "swap_lanes": swap,
+                    "joined": way,
+                }
+                plan = build(self.program, self.config, device=device, **reading)
+                self._plans[a_major, b_major, swap, way, device] = plan
 
     def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:
         """(A, B, swap_lanes, joined): the operands as the kernel wants them, and the variant of it
