@@ -50,7 +50,7 @@ class Entry:
 
     Attributes:
         kind: "kernel", "marker" (where a kernel is), "source", "proof" or "temporary" (what a
-            process that was killed left behind).
+            killed process left).
         version: of what it belongs to, as far as its name tells.
         files: of a kernel the object, its checksum and its lock.
         size: bytes.

@@ -151,7 +151,7 @@ def share(path: Path) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file, atomically: several processes, of several containers, may write it at the same
-    time. Its mode follows the umask, and nothing is left behind where writing fails.
+    time. Its mode follows the umask, and no part of it is left where writing fails.
 
     Raises:
         OSError: it cannot be written.

@@ -171,20 +171,18 @@ TORCH: dict[str, Private] = {
         "tells whether a gradient reads logits that were returned",
         "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
     ),
-    # what a user's pattern means
+    # the gradient of what a user's pattern means, as if at top level
     "disable_current_modes": Private(
-        "torch.utils._python_dispatch._disable_current_modes",
-        "derives a gradient as if at top level", _MEANING, _no_context,
+        "torch.utils._python_dispatch._disable_current_modes", "does so", _MEANING, _no_context,
     ),
-    "dispatch_keyset_full": Private(
-        "torch._C._dispatch_keyset_full", "the same", _MEANING, lambda: 0,
-    ),
-    "dispatch_tls_local_include_set": Private(
-        "torch._C._dispatch_tls_local_include_set", "the same", _MEANING, _nothing,
-    ),
-    "ForceDispatchKeyGuard": Private(
-        "torch._C._ForceDispatchKeyGuard", "the same", _MEANING, _no_context,
-    ),
+    **{
+        name.lstrip("_"): Private(f"torch._C.{name}", "does so", _MEANING, instead)
+        for name, instead in {
+            "_dispatch_keyset_full": lambda: 0,
+            "_dispatch_tls_local_include_set": lambda: 0,
+            "_ForceDispatchKeyGuard": _no_context,
+        }.items()
+    },
     # what happened, for people
     "counters": Private(
         "torch._dynamo.utils.counters", "counts what fired",
@@ -292,10 +290,6 @@ KERNELS: tuple[Private, ...] = tuple(
 
 
 def __getattr__(name: str) -> Any:
-    return _get(name)
-
-
-def _get(name: str) -> Any:
     """The private name of torch's that is called ``name`` here, or what takes its place."""
     if name not in TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -313,9 +307,16 @@ def _get(name: str) -> Any:
     return value
 
 
+@functools.cache
 def lacking() -> list[str]:
     """The essential names that this torch does not have: with any, the backend does nothing."""
-    return [p.path for p in TORCH.values() if p.essential and not _there(p.path)]
+    missing = []
+    for private in TORCH.values():
+        try:
+            _find(private.path) if private.essential else None
+        except (ImportError, AttributeError):
+            missing.append(private.path)
+    return missing
 
 
 @functools.cache
@@ -342,7 +343,7 @@ def schema(op: Any) -> Any:
 
 def saved_tensors() -> list[Tensor]:
     """What the autograd node that is running now has kept; nothing where that is not known."""
-    node = _get("current_autograd_node")()
+    node = __getattr__("current_autograd_node")()
     kept = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
     return [tensor for tensor in kept if tensor is not None]
 
@@ -358,15 +359,6 @@ def _find(path: str) -> Any:
                 raise
             found = importlib.import_module(".".join([first, *others[: i + 1]]))
     return found
-
-
-@functools.cache
-def _there(path: str) -> bool:
-    try:
-        _find(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
 
 
 def _unusable(private: Private) -> type:

@@ -24,7 +24,7 @@ class Traced:
 
     Attributes:
         call: runs it, op by op.
-        whole: the inference graph or the joint one, behind ``passes``.
+        whole: the inference graph or the joint one, after ``passes``.
         graphs: the inference graph, or the forward and the backward one.
         saved: what the forward pass leaves for the backward.
         training: whether there is a backward pass.

@@ -24,7 +24,7 @@ D = 8
 
 
 class Block(nn.Module):
-    """A residual GEMM, a norm, GEMMs behind it, and a buffer that is changed in place."""
+    """A residual GEMM, a norm, GEMMs that read it, and a buffer that is changed in place."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ def build(
 
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
     ``swap_lanes``, of paired programs: the second weight lies lower in memory. ``joined``: A and B
-    are the two terms of a sum, read in place as ``kernels.join`` says, whose addresses have the
+    are the two terms of a sum, read in place as ``mainloop.join`` says, whose addresses have the
     same order ("straight") or not ("crossed"); "" for one product.
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 

@@ -104,13 +104,7 @@ class Kernel:
         ways = ("straight", "crossed") if joined else ("",)
         for swap, way in itertools.product(lanes, ways):
             with _on_device(device):
-                reading = {
-                    "a_major": a_major,
-                    "b_major": b_major,
-                    "swap_lanes": swap,
-                    "joined": way,
-                }
-                plan = build(self.program, self.config, device=device, **reading)
+                plan = build(self.program, self.config, a_major, b_major, swap, way, device=device)
                 self._plans[a_major, b_major, swap, way, device] = plan
 
     def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:

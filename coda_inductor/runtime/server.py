@@ -98,7 +98,9 @@ class _Server:
         busy = time.monotonic()
         try:
             while os.getppid() == self.parent and time.monotonic() - busy < IDLE:
-                for ready in wait([self.requests, *self.workers], _LOOK):
+                everybody: list[Any] = [self.requests, *self.workers]
+                ready: Any
+                for ready in wait(everybody, _LOOK):
                     if ready is self.requests:
                         while ready.poll():  # all of them: what is cancelled must not be begun
                             self._accept(ready.recv())
