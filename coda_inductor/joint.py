@@ -26,12 +26,14 @@ from coda_inductor.debug import Recorder
 from coda_inductor.errors import CodaError, FallbackError
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.fuse.elementwise import REDUCTIONS
-from coda_inductor.graph.edit import splice
+from coda_inductor.graph.edit import refresh_views, splice
 from coda_inductor.graph.sides import training
-from coda_inductor.graph.snapshots import refresh_views, restore, snapshot
+from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import Failure, count, logger, warn_once
 from coda_inductor.options import Options
-from coda_inductor.report import record
+from coda_inductor.report import record as keep_report
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
@@ -44,6 +46,36 @@ from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.define import DEFINITIONS, NAMES
+
+
+class _Converted:
+    """A policy whose reasons are refusals."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.rounds = policy, policy.rounds
+
+    def legal(self, gemm: Node) -> Refusal | None:
+        return _refusal(self.policy.legal(gemm))
+
+    def norm_loses(self, gemms: list[Node], training: bool) -> Refusal | None:
+        return _refusal(self.policy.norm_loses(gemms, training))
+
+    def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
+        return _refusal(self.policy.split_loses(gemm, training))
+
+
+def _refusal(reason: str | None) -> Refusal | None:
+    return None if reason is None else refuse("defect", reason, failure=isinstance(reason, Failure))
+
+
+class _Said(Record):
+    """A record with its refusals apart."""
+
+    def refuse(self, what: str, where: str, why: Refusal) -> None:
+        logger.debug("rewrite: %s at %s refused: %s", what, where, why.text)
+        self.refused = [*self.refused, why.at(what, where)]
+
+    refused: list[Refusal] = []
 
 
 class JointPass(CustomGraphPass):
@@ -98,17 +130,17 @@ class JointPass(CustomGraphPass):
             pool.warm_up()
         _observed(graph, "coda_rewrite", lambda g: self._rewrite(g, policy))
         decompose(graph, keep=REDUCTIONS)
+        record = _Said(self.options, policy=_Converted(policy))
         if policy.fuses:
-            _observed(graph, "coda_tables", keep_tables)
+            _observed(graph, "coda_tables", lambda g: keep_tables(g, record))
         if training(graph) and policy.fuses and policy.idle is None:
-            keep = self.options.keep_activations
-            _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, keep=keep))
+            _observed(graph, "coda_recompute", lambda g: recompute_in_backward(g, record))
         self.recorder.graph("3_rewritten", _owner(graph))
         _observed(graph, "coda_fuse", lambda g: self._fuse(g, policy))
         decompose(graph)
         if training(graph):
-            reshapes_to_views(graph)
-            _observed(graph, "coda_borders", save_borders)
+            reshapes_to_views(graph, record)
+            _observed(graph, "coda_borders", lambda g: save_borders(g, record))
         refresh_views(graph)
         graph.lint()
         self.recorder.graph("4_fused", _owner(graph))
@@ -116,32 +148,25 @@ class JointPass(CustomGraphPass):
         if not self.dry:
             for name, times in self._fired.items():
                 count(name, times)
-            record(report)
+            keep_report(report)
             logger.info("%s: %s", report.name, report.summary)
 
     def _rewrite(self, graph: Graph, policy: Policy) -> None:
-        near_misses = self.recorder.report.near_misses
+        record = _Said(self.options, policy=_Converted(policy))
         if policy.fuses:
-            sliced, kept = slice_loss_gradient(graph)
-            near_misses += kept
-            gathered = gather_lookup_gradients(graph) if training(graph) else 0
-            fired = {"cross_entropy_backward": sliced, "embedding_backward": gathered}
-            self._fired.update({name: times for name, times in fired.items() if times})
-        refused = split_packed(graph, policy.legal, policy.split_loses)
-        refused |= defer_norms(
-            graph,
-            policy.legal,
-            fp16=self.options.fp16_norms,
-            loses=policy.norm_loses,
-            rounds=policy.rounds,
-            disabled=self.options.disable,
-        )
-        for where, why in refused.items():
-            near_misses.append(f"{where}: {why}")
-            if isinstance(why, Failure) and not self.dry:
+            slice_loss_gradient(graph, record)
+            if training(graph):
+                gather_lookup_gradients(graph, record)
+        split_packed(graph, record)
+        defer_norms(graph, record)
+        self._fired.update(record.fired)
+        for why in record.refused:
+            self.recorder.report.near_misses.append(str(why))
+            if why.failure and not self.dry:
+                where = f"{why.what} at {why.where}"
                 if self.options.strict:
-                    raise FallbackError(f"{where}: {why}")
-                warn_once(where, why)
+                    raise FallbackError(str(why))
+                warn_once(where, why.text)
 
     def _fuse(self, graph: Graph, policy: Policy) -> None:
         sites, fired = fuse_gemms(graph, policy)

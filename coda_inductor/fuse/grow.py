@@ -72,6 +72,15 @@ def grow(anchors: tuple[Node, ...], scope: Scope, total: Node | None = None) -> 
         banned[node] = reason
 
 
+def reaches(gemm: Node, x: Node, scope: Scope) -> bool:
+    """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+    try:
+        region = grow((gemm,), scope)
+    except NoRegionError:
+        return False
+    return x in region.values and same(fake(x).shape[-1], region.shape[1])
+
+
 def _violation(region: Region) -> tuple[Node, str] | None:
     """A node that must leave the region: it would have to be stored, and cannot or need not be."""
     stored = region.stored()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put nodes into aten graphs and take them out, in order and with meta."""
+"""Put nodes into aten graphs and take them out: in order, with meta, their recorded values true."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from coda_inductor.graph.nodes import aten, fake, prims
+from coda_inductor.graph.nodes import aten, fake, may_view, prims
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 _KEPT_META = (
@@ -30,14 +31,84 @@ def insert(
     """
     node = graph.call_function(target, args, kwargs or {})
     node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    mode = _fake_mode(args) or _fake_mode((like,))
-    fake_args = tree_map(fake, args)
-    if mode is None or target is operator.getitem:
-        node.meta["val"] = target(*fake_args, **(kwargs or {}))
-    else:
-        with mode:
-            node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    mode = fake_mode(args) or fake_mode((like,))
+    with contextlib.nullcontext() if mode is None else mode:
+        node.meta["val"] = target(*tree_map(fake, args), **(kwargs or {}))
     return node
+
+
+class Put:
+    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
+    what counts as fired when an epilogue absorbs one of them."""
+
+    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
+        self.graph, self.like, self.pattern = graph, like, pattern
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        node = insert(self.graph, target, args, like=self.like)
+        if self.pattern is not None:
+            node.meta["coda_pattern"] = self.pattern
+        return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if it is so already."""
+        if fake(node).dtype == dtype:
+            return node
+        return self(prims.convert_element_type.default, node, dtype)
+
+    def sizes(self, node: Node) -> list[Any]:
+        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
+        shape = fake(node).shape
+        return [
+            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
+            for i, size in enumerate(shape)
+        ]
+
+
+def splice(
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    like: Node,
+    meta: dict[str, Any] | None = None,
+) -> Any:
+    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
+
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
+    Inductor's: the result is what it would have compiled had the user written the function's body.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    flat, spec = tree_flatten(list(args))
+    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+    nodes = [flat[i] for i in slots]
+
+    def call(*tensors: Any) -> Any:
+        values = list(flat)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            values[slot] = tensor
+        return function(*tree_unflatten(values, spec))
+
+    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
+    env: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    result: Any = None
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.op == "get_attr":
+                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
+            else:
+                copied = graph.node_copy(node, env.__getitem__)
+                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+                copied.meta = {**node.meta, **kept, **(meta or {})}
+                env[node] = copied
+    return result
 
 
 class CycleError(RuntimeError):
@@ -104,83 +175,34 @@ def prune(nodes: Sequence[Node]) -> None:
         node.graph.erase_node(node)
 
 
-class Put:
-    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
-    what counts as fired when an epilogue absorbs one of them."""
+def refresh_views(graph: Graph) -> None:
+    """Let the recorded value of every view share memory with that of what it is a view of now.
 
-    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
-        self.graph, self.like, self.pattern = graph, like, pattern
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        node = insert(self.graph, target, args, like=self.like)
-        if self.pattern is not None:
-            node.meta["coda_pattern"] = self.pattern
-        return node
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``; itself if it is so already."""
-        if fake(node).dtype == dtype:
-            return node
-        return self(prims.convert_element_type.default, node, dtype)
-
-    def sizes(self, node: Node) -> list[Any]:
-        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
-        shape = fake(node).shape
-        return [
-            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
-            for i, size in enumerate(shape)
-        ]
+    Where a node was replaced, the views of it keep the old one's. Torch reads from these values
+    what it may write over: a saved tensor that an output is a view of must not look like its own.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not may_view(node) or not node.args:
+            continue
+        source, result = _storages(fake(node.args[0])), _storages(fake(node))
+        if not result or result <= source:
+            continue
+        mode = fake_mode(node.args)
+        with contextlib.nullcontext() if mode is None else mode:
+            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
+            node.meta["val"] = node.target(*arguments[0], **arguments[1])
 
 
-def _fake_mode(args: Sequence[Any]) -> Any:
-    for arg in torch.utils._pytree.tree_leaves(args):
+def fake_mode(args: Sequence[Any]) -> Any:
+    """The mode that recorded the value of any node in ``args``, or None."""
+    for arg in tree_leaves(args):
         mode = getattr(fake(arg), "fake_mode", None)
         if mode is not None:
             return mode
     return None
 
 
-def splice(
-    graph: Graph,
-    before: Node,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    like: Node,
-    meta: dict[str, Any] | None = None,
-) -> Any:
-    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
-
-    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
-    Inductor's: the result is what it would have compiled had the user written the function's body.
-    """
-    from torch._inductor.decomposition import select_decomp_table
-
-    flat, spec = torch.utils._pytree.tree_flatten(list(args))
-    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
-    nodes = [flat[i] for i in slots]
-
-    def call(*tensors: Any) -> Any:
-        values = list(flat)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            values[slot] = tensor
-        return function(*torch.utils._pytree.tree_unflatten(values, spec))
-
-    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
-    env: dict[Node, Node] = {}
-    inputs = iter(nodes)
-    result: Any = None
-    with graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(inputs)
-            elif node.op == "output":
-                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
-            elif node.op == "get_attr":
-                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
-            else:
-                copied = graph.node_copy(node, env.__getitem__)
-                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-                copied.meta = {**node.meta, **kept, **(meta or {})}
-                env[node] = copied
-    return result
+def _storages(value: Any) -> set[int]:
+    tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    strided = [t for t in tensors if t.layout == torch.strided]
+    return {t.untyped_storage()._cdata for t in strided}

@@ -24,9 +24,10 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.nodes import aten, fake, row_major
+from coda_inductor.record import Record
 
 
-def reshapes_to_views(graph: Graph) -> None:
+def reshapes_to_views(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in graph.nodes:
         if node.target is aten.reshape.default and _needs_no_copy(node):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes behind a GEMM that reads a norm which was put off: its row scale, and for LayerNorm a
-rank-one term and a constant row.
+"""A GEMM that reads a deferred norm: what follows its product.
 
 Before::
 
@@ -23,21 +22,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
 from coda_inductor.graph.nodes import aten, fake
-
-#: On nodes that the forward pass stores and the backward pass must not compute again.
-KEEP = "coda_keep"
 
 
 @dataclass(frozen=True)
 class Shift:
     """What LayerNorm has beside the row scale: ``center`` (M, 1) times ``colsum`` (N,) is taken
-    away before it, and ``offset`` (N,), None where the norm has no bias, added behind. All in
+    away before it, and ``offset`` (N,), None where the norm has no bias, is added after it. All in
     float32 (float64 for float64 GEMMs)."""
 
     center: Node
@@ -46,57 +41,35 @@ class Shift:
 
 
 def scale(
-    graph: Graph,
-    gemm: Node,
-    h: Node,
-    rstd: Node,
-    *,
-    pattern: tuple[str, str],
-    shift: Shift | None = None,
+    graph: Graph, gemm: Node, h: Node, rstd: Node, shift: Shift | None, pattern: tuple[str, str]
 ) -> Node:
     """``gemm(n, W)`` becomes ``gemm(h, W) * rstd``, or what the ``shift`` says; a bias is added
-    behind that. ``rstd`` is (M, 1). Returns what takes the place of ``gemm``."""
-    dtype, wide = fake(gemm).dtype, fake(rstd).dtype
+    after that. ``rstd`` is (M, 1). Returns what takes the place of ``gemm``."""
     put = Put(graph, like=gemm, pattern=pattern)
+    bias = bias_of(gemm)
     with graph.inserting_before(gemm):
-        z = put(aten.mm.default, h, gemm_inputs(gemm)[1])
-        z = put.cast(z, wide)
+        z = put.cast(put(aten.mm.default, h, gemm_inputs(gemm)[1]), fake(rstd).dtype)
         if shift is not None:
             z = put(aten.sub.Tensor, z, put(aten.mul.Tensor, shift.center, shift.colsum))
         z = put(aten.mul.Tensor, z, rstd)
-        bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-        if shift is not None:
-            offset = shift.offset
-            if offset is not None and bias is not None and plain_bias(gemm):
+        if shift is not None and (offset := shift.offset) is not None:
+            if bias is not None and plain_bias(gemm):
                 offset, bias = put(aten.add.Tensor, offset, bias), None  # N values, not M x N
-            if offset is not None:
-                z = put(aten.add.Tensor, z, offset)
+            z = put(aten.add.Tensor, z, offset)
         if bias is not None:
             z = _biased(put, gemm, z)
-        z = put.cast(z, dtype)
+        z = put.cast(z, fake(gemm).dtype)
     gemm.replace_all_uses_with(z)
-    inputs = gemm.all_input_nodes
-    graph.erase_node(gemm)
-    prune(inputs)
+    prune([gemm])
     return z
 
 
 def _biased(put: Put, gemm: Node, z: Node) -> Node:
     if (alpha := gemm.kwargs.get("alpha", 1)) != 1:
         z = put(aten.mul.Tensor, z, alpha)
-    bias: Any = gemm.args[0]
+    bias: Any = bias_of(gemm)
     if (beta := gemm.kwargs.get("beta", 1)) == 0:
         return z  # torch reads no bias then, be it NaN
     if beta != 1:
         bias = put(aten.mul.Tensor, bias, beta)
     return put(aten.add.Tensor, z, bias)
-
-
-def plain_bias(gemm: Node) -> bool:
-    """Does the ``addmm`` add one value a column, unscaled?"""
-    return not gemm.kwargs and fake(gemm.args[0]).dim() == 1
-
-
-def wide_of(x: Node) -> torch.dtype:
-    """The dtype of a norm's statistics: float32, or float64 for float64."""
-    return torch.promote_types(fake(x).dtype, torch.float32)
