@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put nodes into aten graphs and take them out: in order, with meta, their recorded values true."""
+"""Put nodes into aten graphs and take them out, in order and with meta."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from coda_inductor.graph.nodes import aten, fake, may_view, prims
+from coda_inductor.graph.nodes import aten, fake, prims
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 _KEPT_META = (
@@ -35,6 +34,15 @@ def insert(
     with contextlib.nullcontext() if mode is None else mode:
         node.meta["val"] = target(*tree_map(fake, args), **(kwargs or {}))
     return node
+
+
+def fake_mode(args: Sequence[Any]) -> Any:
+    """The mode that recorded the value of any node in ``args``, or None."""
+    for arg in tree_leaves(args):
+        mode = getattr(fake(arg), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
 
 
 class Put:
@@ -173,36 +181,3 @@ def prune(nodes: Sequence[Node]) -> None:
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)
-
-
-def refresh_views(graph: Graph) -> None:
-    """Let the recorded value of every view share memory with that of what it is a view of now.
-
-    Where a node was replaced, the views of it keep the old one's. Torch reads from these values
-    what it may write over: a saved tensor that an output is a view of must not look like its own.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or not may_view(node) or not node.args:
-            continue
-        source, result = _storages(fake(node.args[0])), _storages(fake(node))
-        if not result or result <= source:
-            continue
-        mode = fake_mode(node.args)
-        with contextlib.nullcontext() if mode is None else mode:
-            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
-            node.meta["val"] = node.target(*arguments[0], **arguments[1])
-
-
-def fake_mode(args: Sequence[Any]) -> Any:
-    """The mode that recorded the value of any node in ``args``, or None."""
-    for arg in tree_leaves(args):
-        mode = getattr(fake(arg), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
-
-
-def _storages(value: Any) -> set[int]:
-    tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    strided = [t for t in tensors if t.layout == torch.strided]
-    return {t.untyped_storage()._cdata for t in strided}

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
+from coda_inductor.refusal import Refusal
 
 GEMMS = (aten.mm.default, aten.addmm.default)
 
@@ -18,7 +19,7 @@ GEMMS = (aten.mm.default, aten.addmm.default)
 OPTIONAL = "coda_optional"
 
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
-Legal = Callable[[Node], str | None]
+Legal = Callable[[Node], Refusal | None]
 
 #: Nodes that are looked at in search of a GEMM: a chain of elementwise ops may be very long.
 _FAR = 256
@@ -85,3 +86,8 @@ def producer(x: Node) -> Node | None:
         if node.op == "call_function" and elementwise(node):
             todo.update(node.all_input_nodes)
     return None
+
+
+def b_major(b: torch.Tensor) -> str:
+    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
+    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"

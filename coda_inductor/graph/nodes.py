@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node of an aten graph is: its recorded value, a view, a cast, elementwise; who reads it."""
+"""Nodes of aten graphs: recorded values, views, casts, who reads them."""
 
 from __future__ import annotations
 

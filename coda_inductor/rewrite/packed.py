@@ -197,16 +197,13 @@ def _gradients(found: _Packed, scope: Scope) -> list[Node]:
     """The ``cat`` nodes that are the product's gradient: read by nothing but the GEMMs that make
     the gradients of the weight and of the input, and the bias's sum."""
     weight, wanted = found.weight, fake(found.gemm).shape
-    cats = {}
+    cats: dict[Node, None] = {}
     for name in readers(weight, is_transpose)[0]:
         for user in name.users:
             dgrad = user.target is aten.mm.default and user.args[1] is name
             if dgrad and user not in scope.forward and same(fake(user.args[0]).shape, wanted):
-                cat = base(user.args[0])
-                if _joins_halves(cat, wanted[-1]):
-                    if all(_reads_gradient(u, weight) for u in readers(cat)[1]):
-                        cats[cat] = None
-    return list(cats)
+                cats[base(user.args[0])] = None
+    return [cat for cat in cats if _joins_halves(cat, wanted[-1]) and _is_only_read(cat, weight)]
 
 
 def _joins_halves(node: Node, width: int) -> bool:
@@ -216,6 +213,10 @@ def _joins_halves(node: Node, width: int) -> bool:
     parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
     halves = [fake(part).shape[-1] * 2 for part in parts]
     return dim in (-1, fake(node).dim() - 1) and halves == [width] * 2
+
+
+def _is_only_read(cat: Node, weight: Node) -> bool:
+    return all(_reads_gradient(user, weight) for user in readers(cat)[1])
 
 
 def _reads_gradient(user: Node, weight: Node) -> bool:

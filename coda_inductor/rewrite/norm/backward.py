@@ -214,8 +214,8 @@ def _row_sums(
         return first, put(aten.sum.dim_IntList, put(aten.mul.Tensor, p, centered), [-1], True)
     wide, sizes = fake(p).dtype, put.sizes(norm.rstd)
     firsts, seconds = [], []
-    for product, dz in products:
-        dz, z = put.cast(dz, wide), put.cast(product.z, wide)
+    for product, gradient in products:
+        dz, z = put.cast(gradient, wide), put.cast(product.z, wide)
         if product.shift is not None:
             # One vector, for each takes registers of the epilogue that reads it.
             added = [v for v in (product.shift.offset, product.bias) if v is not None]
