@@ -63,6 +63,8 @@ class Lookup:
 
 def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
+    if not record.enabled("embedding_backward"):
+        return
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
             old = found.result

@@ -43,12 +43,14 @@ from coda_inductor.semantic.loss import cross_entropy_backward
 
 def slice_loss_gradient(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every ``cross_entropy_backward``."""
+    name = "cross_entropy_backward"
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
-        why = _slice(graph, node)
-        if why is None:
-            record.fire("cross_entropy_backward")
+        if not record.enabled(name):
+            record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
+        elif (why := _slice(graph, node)) is not None:
+            record.refuse(name, node.name, why)
         else:
-            record.refuse("cross_entropy_backward", node.name, why)
+            record.fire(name)
 
 
 def _slice(graph: Graph, node: Node) -> Refusal | None:

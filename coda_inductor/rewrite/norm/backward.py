@@ -187,10 +187,11 @@ def _gradients(
         first, second = _row_sums(Put(graph, like=backward), p, centered, norm, products)
         square = put(aten.mul.Tensor, norm.rstd, norm.rstd)
         slope = put(aten.mul.Tensor, put(aten.mul.Tensor, square, second), -1.0 / d)
-        dx = put(aten.add.Tensor, p, put(aten.mul.Tensor, centered, slope))
+        level = first
         if first is not None:
             level = put(aten.mul.Tensor, put(aten.mul.Tensor, norm.rstd, first), -1.0 / d)
-            dx = put(aten.add.Tensor, dx, level)
+        dx = put(aten.add.Tensor, p, put(aten.mul.Tensor, centered, slope))
+        dx = dx if level is None else put(aten.add.Tensor, dx, level)
         results[0] = put.cast(dx, fake(x).dtype)
     if needs[1]:
         dgamma = put(aten.sum.dim_IntList, put(aten.mul.Tensor, s, centered), rows)

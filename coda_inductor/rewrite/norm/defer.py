@@ -83,7 +83,9 @@ def _judge(
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
     """Why the conditions of both norms do not hold, or None."""
-    legal = record.policy.legal
+    legal, gradient = record.policy.legal, f"{NORMS[norm.target]}_backward"
+    if found.backward is not None and not record.enabled(gradient):
+        return refuse("disabled", f"options['disable'] names {gradient}")
     if not found.gemms:
         return refuse("norm-no-gemm", "no GEMM reads it")
     if found.dtype == torch.float16 and not record.options.fp16_norms:
