@@ -58,6 +58,30 @@ class Put:
             node.meta["coda_pattern"] = self.pattern
         return node
 
+    def add(self, left: Node, right: Any) -> Node:
+        return self(aten.add.Tensor, left, right)
+
+    def sub(self, left: Node, right: Any) -> Node:
+        return self(aten.sub.Tensor, left, right)
+
+    def mul(self, left: Node, right: Any) -> Node:
+        return self(aten.mul.Tensor, left, right)
+
+    def row_sum(self, node: Node) -> Node:
+        """The sum over the last dimension, which stays, with size 1."""
+        return self(aten.sum.dim_IntList, node, [-1], True)
+
+    def column_sum(self, node: Node) -> Node:
+        """The sum over all dimensions but the last."""
+        return self(aten.sum.dim_IntList, node, list(range(fake(node).dim() - 1)))
+
+    def reshape(self, node: Node, sizes: list[Any]) -> Node:
+        return self(aten.reshape.default, node, sizes)
+
+    def transpose(self, node: Node) -> Node:
+        """Of a matrix."""
+        return self(aten.permute.default, node, [1, 0])
+
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """``node`` in ``dtype``; itself if it is so already."""
         if fake(node).dtype == dtype:

@@ -36,8 +36,9 @@ def bias_of(gemm: Node) -> Node | None:
 
 
 def plain_bias(gemm: Node) -> bool:
-    """Does the ``addmm`` add one value a column, unscaled?"""
-    return not gemm.kwargs and fake(gemm.args[0]).dim() == 1
+    """Is ``gemm`` an ``addmm`` that adds one value a column, unscaled?"""
+    bias = bias_of(gemm)
+    return bias is not None and not gemm.kwargs and fake(bias).dim() == 1
 
 
 def is_sum(node: Node) -> bool:

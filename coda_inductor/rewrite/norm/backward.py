@@ -38,68 +38,51 @@ known only after the GEMM, so that a kernel of Inductor's finishes dx.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import OPTIONAL, producer
-from coda_inductor.graph.nodes import aten, base, fake
-from coda_inductor.rewrite.norm.consumers import Shift
+from coda_inductor.graph.nodes import aten, base, fake, readers, renames
+from coda_inductor.graph.sides import Scope
+from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
+from coda_inductor.rewrite.recompute import KEEP
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """What took the place of a norm: the operand ``h`` (M, d) of its GEMMs; ``rstd`` (..., 1), and
-    as ``flat`` (M, 1). For LayerNorm also the ``mean`` (..., 1) of x, and as ``center`` (M, 1) that
-    of what ``h`` was made of; None for RMSNorm."""
-
-    gamma: Node | None
-    beta: Node | None
-    h: Node
-    rstd: Node
-    flat: Node
-    mean: Node | None
-    center: Node | None
-
-
-@dataclass(frozen=True)
-class Product:
-    """A GEMM that follows: its result ``z`` (M, N), LayerNorm's ``shift``, its own bias (N,)."""
-
-    z: Node
-    shift: Shift | None
-    bias: Node | None
-
-
-#: Products with the gradient (M, N) of each.
-Known = list[tuple[Product, Node]]
-
-
-def differentiate(graph: Graph, found: Uses, norm: Deferred, products: Known | None) -> None:
+def differentiate(
+    graph: Graph, found: Uses, norm: Deferred, products: list[Product] | None, scope: Scope
+) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
-    the GEMMs that follow; None where they cannot be told apart, or where z is not at hand."""
+    the GEMMs that follow, None where they cannot be told apart."""
+    if norm.mean is None and not all(_at_hand(p.z, scope) for p in products or ()):
+        products = None
+    # Without the dot of RMSNorm, a kernel after the dgrad finishes dx. It reads x, and makes h too.
+    norm.h.args[0].meta[KEEP] = norm.mean is not None or products is not None
     scaled = _Scaled(graph, norm)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
-        _weight_gradient(graph, wgrad, n_is_left, norm, scaled)
+        _weight_gradient(Put(graph, like=wgrad), wgrad, n_is_left, norm, scaled)
     early = all(producer(dgrad.args[0]) is not None for dgrad in found.dgrads)
     for dgrad in found.dgrads if early else ():
         dz, weight = dgrad.args
         dgrad.args = (scaled(dz, dgrad), weight)
-    if found.backward is not None:
-        with graph.inserting_before(found.backward):
-            results = _gradients(graph, found.backward, norm, early, products if early else None)
-        for user in list(found.backward.users):
+    if (backward := found.backward) is not None:
+        with graph.inserting_before(backward):
+            results = _gradients(graph, backward, norm, early, products if early else None)
+        for user in list(backward.users):
             assert user.target is operator.getitem, "the op returns a tuple"
             user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        old += found.backward.all_input_nodes
-        graph.erase_node(found.backward)
+        old += backward.users
     settle(list(scaled.made.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
+
+
+def _at_hand(z: Node, scope: Scope) -> bool:
+    """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not: what
+    attention reads are their rotations."""
+    _, users = readers(z, lambda u: renames(u) or u.target is aten.permute.default)
+    return any(user not in scope.forward for user in users)
 
 
 class _Scaled:
@@ -115,58 +98,55 @@ class _Scaled:
         if (key := base(dz)) not in self.made:
             put = Put(self.graph, like=reader)
             with self.graph.inserting_before(reader):
-                zs = put(aten.mul.Tensor, put.cast(dz, self.wide), self.norm.flat)
+                zs = put.mul(put.cast(dz, self.wide), self.norm.flat)
                 self.made[key] = put.cast(zs, fake(dz).dtype)
         return self.made[key]
 
     def columns(self, dz: Node, put: Put) -> tuple[Node, Node | None]:
         """colsum(m * zs) and colsum(dz), each (N,); the second only for a norm with a bias."""
         if (key := base(dz)) not in self.sums:
-            centered = put(aten.mul.Tensor, put.cast(self.made[key], self.wide), self.norm.center)
-            first, second = put(aten.sum.dim_IntList, centered, [0]), None
+            centered = put.mul(put.cast(self.made[key], self.wide), self.norm.center)
+            first, second = put.column_sum(centered), None
             if self.norm.beta is not None:
-                second = put(aten.sum.dim_IntList, put.cast(dz, self.wide), [0])
+                second = put.column_sum(put.cast(dz, self.wide))
             self.sums[key] = first, second
         return self.sums[key]
 
 
 def _weight_gradient(
-    graph: Graph, wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled
+    put: Put, wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled
 ) -> None:
     """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs, and for LayerNorm two
     terms of rank one."""
-    put, first, second = Put(graph, like=wgrad), None, None
     dz = wgrad.args[1] if n_is_left else wgrad.args[0].args[0]
-    zs = scaled(dz, wgrad)
-    with graph.inserting_before(wgrad):
+    zs, sums = scaled(dz, wgrad), None
+    with put.graph.inserting_before(wgrad):
         if norm.center is not None:
-            first, second = scaled.columns(dz, put)
+            sums = scaled.columns(dz, put)
         left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
-        wgrad.args = (put(aten.permute.default, left, [1, 0]), right)
-    if first is None:
+        wgrad.args = (put.transpose(left), right)
+    if sums is None:
         return
     wgrad.meta[OPTIONAL] = True
-    readers, across = list(wgrad.users), [1, -1] if n_is_left else [-1, 1]
+    users, across = list(wgrad.users), [1, -1] if n_is_left else [-1, 1]
 
     def rank_one(vector: Node | None, columns: Node) -> Node:
-        term = put(aten.reshape.default, columns, across)
+        term = put.reshape(columns, across)
         if vector is None:
             return term
-        vector = put(aten.reshape.default, put.cast(vector, scaled.wide), across[::-1])
-        return put(aten.mul.Tensor, term, vector)
+        return put.mul(term, put.reshape(put.cast(vector, scaled.wide), across[::-1]))
 
-    with graph.inserting_before(wgrad.next):
-        total = put.cast(wgrad, scaled.wide)
-        total = put(aten.sub.Tensor, total, rank_one(norm.gamma, first))
-        if second is not None:
-            total = put(aten.add.Tensor, total, rank_one(norm.beta, second))
+    with put.graph.inserting_before(wgrad.next):
+        total = put.sub(put.cast(wgrad, scaled.wide), rank_one(norm.gamma, sums[0]))
+        if sums[1] is not None:
+            total = put.add(total, rank_one(norm.beta, sums[1]))
         total = put.cast(total, fake(wgrad).dtype)
-    for reader in readers:
-        reader.replace_input_with(wgrad, total)
+    for user in users:
+        user.replace_input_with(wgrad, total)
 
 
 def _gradients(
-    graph: Graph, backward: Node, norm: Deferred, early: bool, products: Known | None
+    graph: Graph, backward: Node, norm: Deferred, early: bool, products: list[Product] | None
 ) -> dict[int, Node]:
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
@@ -175,68 +155,60 @@ def _gradients(
     put = Put(graph, like=backward, pattern=(name, backward.name))
     s, x, gamma = backward.args[:3]
     needs = backward.args[4:] if norm.mean is None else backward.args[6]
-    wide, d, rows = fake(norm.rstd).dtype, fake(x).shape[-1], list(range(fake(x).dim() - 1))
+    wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
     s, centered = put.cast(s, wide), put.cast(x, wide)
     if not early:
-        s = put(aten.mul.Tensor, s, norm.rstd)
+        s = put.mul(s, norm.rstd)
     if norm.mean is not None:
-        centered = put(aten.sub.Tensor, centered, norm.mean)
+        centered = put.sub(centered, norm.mean)
     results: dict[int, Node] = {}
     if needs[0]:
-        p = s if gamma is None else put(aten.mul.Tensor, s, put.cast(gamma, wide))
+        p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
         first, second = _row_sums(Put(graph, like=backward), p, centered, norm, products)
-        square = put(aten.mul.Tensor, norm.rstd, norm.rstd)
-        slope = put(aten.mul.Tensor, put(aten.mul.Tensor, square, second), -1.0 / d)
-        level = first
-        if first is not None:
-            level = put(aten.mul.Tensor, put(aten.mul.Tensor, norm.rstd, first), -1.0 / d)
-        dx = put(aten.add.Tensor, p, put(aten.mul.Tensor, centered, slope))
-        dx = dx if level is None else put(aten.add.Tensor, dx, level)
+        slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), second), -1.0 / d)
+        level = None if first is None else put.mul(put.mul(norm.rstd, first), -1.0 / d)
+        dx = put.add(p, put.mul(centered, slope))
+        dx = dx if level is None else put.add(dx, level)
         results[0] = put.cast(dx, fake(x).dtype)
     if needs[1]:
-        dgamma = put(aten.sum.dim_IntList, put(aten.mul.Tensor, s, centered), rows)
-        results[1] = put.cast(dgamma, fake(gamma).dtype)
+        results[1] = put.cast(put.column_sum(put.mul(s, centered)), fake(gamma).dtype)
     if norm.mean is not None and needs[2]:
-        dn = put(aten.mul.Tensor, s, put(aten.reciprocal.default, norm.rstd))
-        results[2] = put.cast(put(aten.sum.dim_IntList, dn, rows), fake(norm.beta).dtype)
+        dn = put.mul(s, put(aten.reciprocal.default, norm.rstd))
+        results[2] = put.cast(put.column_sum(dn), fake(norm.beta).dtype)
     return results
 
 
 def _row_sums(
-    put: Put, p: Node, centered: Node, norm: Deferred, products: Known | None
+    put: Put, p: Node, centered: Node, norm: Deferred, products: list[Product] | None
 ) -> tuple[Node | None, Node]:
     """rowsum(dn * gamma), None for RMSNorm, and rowsum(dn * gamma * nh), shaped like rstd: from the
     products where they are known, else from p = rstd dn * gamma."""
     if products is None:
-        first = None
-        if norm.mean is not None:
-            ratio = put(aten.reciprocal.default, norm.rstd)
-            first = put(aten.mul.Tensor, put(aten.sum.dim_IntList, p, [-1], True), ratio)
-        return first, put(aten.sum.dim_IntList, put(aten.mul.Tensor, p, centered), [-1], True)
+        if norm.mean is None:
+            return None, put.row_sum(put.mul(p, centered))
+        ratio = put(aten.reciprocal.default, norm.rstd)
+        return put.mul(put.row_sum(p), ratio), put.row_sum(put.mul(p, centered))
     wide, sizes = fake(p).dtype, put.sizes(norm.rstd)
     firsts, seconds = [], []
-    for product, gradient in products:
-        dz, z = put.cast(gradient, wide), put.cast(product.z, wide)
+    for product in products:
+        dz, z = put.cast(product.dz, wide), put.cast(product.z, wide)
         if product.shift is not None:
-            # One vector, for each takes registers of the epilogue that reads it.
-            added = [v for v in (product.shift.offset, product.bias) if v is not None]
-            if added:
-                vector = added[0] if len(added) == 1 else put(aten.add.Tensor, *added)
-                z = put(aten.sub.Tensor, z, vector)
-            firsts.append(put(aten.mul.Tensor, dz, product.shift.colsum))
-        seconds.append(put(aten.mul.Tensor, dz, z))
-    first = put(aten.reshape.default, _add_rows(put, firsts), sizes) if firsts else None
-    return first, put(aten.reshape.default, _add_rows(put, seconds), sizes)
+            if product.shift.added is not None:
+                z = put.sub(z, product.shift.added)
+            firsts.append(put.mul(dz, product.shift.colsum))
+        seconds.append(put.mul(dz, z))
+    first = put.reshape(_add_rows(put, firsts), sizes) if firsts else None
+    return first, put.reshape(_add_rows(put, seconds), sizes)
 
 
 def _add_rows(put: Put, matrices: list[Node]) -> Node:
     """The sum over all columns of all ``matrices``, (M, 1). Those of one width are added first: one
     reduction each."""
-    widths: dict[Any, Node] = {}
+    widths: dict[int, Node] = {}
     for matrix in matrices:
         n = fake(matrix).shape[-1]
-        widths[n] = put(aten.add.Tensor, widths[n], matrix) if n in widths else matrix
-    total, *others = [put(aten.sum.dim_IntList, m, [-1], True) for m in widths.values()]
+        widths[n] = put.add(widths[n], matrix) if n in widths else matrix
+    total, *others = map(put.row_sum, widths.values())
     for other in others:
-        total = put(aten.add.Tensor, total, other)
+        total = put.add(total, other)
     return total

@@ -25,12 +25,14 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import reaches
+from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs, producer
 from coda_inductor.graph.nodes import fake, place
 from coda_inductor.graph.sides import Scope
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
+from coda_inductor.rewrite.norm.backward import differentiate
 from coda_inductor.rewrite.norm.forward import NORMS, defer
 from coda_inductor.rewrite.norm.pivot import Means
 from coda_inductor.rewrite.norm.uses import Uses, uses
@@ -46,39 +48,38 @@ def defer_norms(graph: Graph, record: Record) -> None:
         if not record.enabled(name):
             continue
         try:
-            found, pivot = _judge(norm, scope, means, record)
+            found = _judge(norm, scope, means, record)
         except Exception as error:  # analysis only: nothing has been changed yet
             logger.debug("analysing %s failed", norm.name, exc_info=True)
-            found, pivot = failed(error), None
+            found = failed(error)
         if isinstance(found, Refusal):
             record.refuse(name, place(norm), found)
             if norm.target is layer_norm:
                 means.stays(norm)
             continue
-        x, mean = norm.args[0], defer(graph, norm, found, scope, pivot)
-        if mean is not None:
-            means.note(x, mean)
+        deferred, products = defer(graph, norm, found)
+        differentiate(graph, found, deferred, products, scope)
+        if deferred.mean is not None:
+            means.note(norm.args[0], deferred.mean)
+        prune(list(norm.users))
         scope.refresh(graph)
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
 
 
-def _judge(
-    norm: Node, scope: Scope, means: Means, record: Record
-) -> tuple[Uses | Refusal, Node | None]:
-    """The readers of ``norm`` and a LayerNorm's pivot, or why it stays."""
+def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
+    """The readers of ``norm``, or why it stays."""
     found = uses(norm, scope)
     if isinstance(found, Refusal):
-        return found, None
-    if (why := _refusal(norm, found, scope, record)) is not None:
-        return why, None
-    if norm.target is not layer_norm:
-        return found, None
-    policy = record.policy
-    rounded = policy.rounds(fake(gemm_inputs(found.gemms[0])[0]))
+        return found
+    why = _refusal(norm, found, scope, record)
+    if why is not None or norm.target is not layer_norm:
+        return why or found
+    rounded = record.policy.rounds(fake(gemm_inputs(found.gemms[0])[0]))
     pivot = means.choose(norm, found.dtype, rounded)
     if isinstance(pivot, Refusal):
-        return pivot, None
-    return policy.norm_loses(found.gemms, found.backward is not None) or found, pivot
+        return pivot
+    found.pivot = pivot
+    return record.policy.norm_loses(found.gemms, found.backward is not None) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:

@@ -32,19 +32,21 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
+        pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
 
     gemms: list[Node] = field(default_factory=list)
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
+    pivot: Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What the GEMMs read."""
         return fake(gemm_inputs(self.gemms[0])[0]).dtype
 
-    def products(self, *, biased: bool = False) -> dict[Node, Node] | None:
+    def gradients(self, *, biased: bool) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
         None where they cannot be told apart (a weight is used twice) or z is hidden by a bias;
         ``biased``: a plain bias hides nothing, for the caller subtracts it."""
