@@ -7,9 +7,8 @@ Before (x is M x d; one z = n @ W + b, dz its gradient, for every GEMM)::
 
 After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
 
-    zs = dz * rstd                                                (where dz is made)
-    second = sum of rowsum(dz * (z - beta^T W - b))               (where dz is made)
-    first  = sum of rowsum(dz * (gamma^T W))                      (where dz is made)
+    zs = dz * rstd;  second = sum of rowsum(dz * (z - beta^T W - b))
+    first = sum of rowsum(dz * (gamma^T W))        (all three where dz is made)
     s = sum of zs @ W.T                            one GEMM or several, its epilogue:
     dx = s * gamma - (rstd**2 / d) * second * (x - mean) - (rstd / d) * first
     dgamma = colsum(s * (x - mean));  dbeta = colsum(s / rstd)    (partials)
@@ -24,11 +23,10 @@ dx = rstd (p - rowmean(p) - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p) = row
 (R3), n W being z without its bias. n = D_rstd h - (rstd m) gamma^T + 1 beta^T, transposed and
 multiplied with dz, is dW (R4).
 
-Rounding: zs is rounded to 16 bits, and so is z. Where W has a singular value much larger than the
-others and dz hardly any of its direction, that error is all there is in dx: 40 times eager's at
-1000 times the others, if dz itself was exact. Where a GEMM makes dz, eager rounds the GEMM's result
-and dz, an error of the same size, and ours takes its place. Elsewhere dz is in memory already, and
-is read as it is.
+Rounding: zs and z are rounded to 16 bits. Where W has a singular value much larger than the others
+and dz hardly any of its direction, that error is all there is in dx: 40 times eager's at 1000 times
+the others, if dz itself was exact. Where a GEMM makes dz, eager rounds the GEMM's result and dz, an
+error of the same size, and ours takes its place. Elsewhere dz is in memory, and is read as it is.
 
 Where z is not at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it
 until then), or no GEMM makes dz, the row sums are those of s * gamma and s * gamma * (x - mean):

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass: every norm waits, where that is valid and pays, until after the GEMMs that read it.
 
-Before::
+Before, and after (``forward`` and ``backward`` have the algebra and why it holds)::
 
     x = x0 + y @ Wo;  n, rstd = rms_norm(x, gamma, eps);  z = n @ W        (for every consumer)
-
-After::
-
     x = x0 + y @ Wo;  h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd
 
-Why it pays: nothing normalized is stored. The statistics are computed in the epilogue of the GEMM
-that makes x (R2), gamma is applied where the operand is stored, the row scale in the epilogues of
-the GEMMs that follow (R1). Why it is valid: ``forward``, ``backward`` and, of LayerNorm, ``pivot``.
+Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too; the
+epilogues that follow apply rstd.
 
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue, so that
 its statistics would cost a pass of their own; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
-options["fp16_norms"]).
+options["fp16_norms"]); of LayerNorm, what ``pivot`` says.
 """
 
 from __future__ import annotations
