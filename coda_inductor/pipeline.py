@@ -25,7 +25,7 @@ from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.sides import training
-from coda_inductor.graph.snapshots import refresh_views, restore, snapshot
+from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.record import Record
@@ -34,54 +34,15 @@ from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
-from coda_inductor.rewrite.views import reshapes_to_views
+from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
-
-
-# --- until rewrite/ is converted
-def _old_loss(graph, record):
-    from coda_inductor.rewrite.loss.slices import slice_loss_gradient as f
-
-    times, lines = f(graph)
-    record.fire("cross_entropy_backward", times)
-
-
-def _old_embedding(graph, record):
-    record.fire("embedding_backward", gather_lookup_gradients(graph))
-
-
-def _note(record, refused):
-    from coda_inductor.refusal import Refusal
-
-    for where, why in refused.items():
-        what, _, place = where.partition(" at ")
-        record.refuse(
-            what, place, why if isinstance(why, Refusal) else Refusal("norm-no-gemm", why)
-        )
-
-
-def _old_packed(graph, record):
-    _note(record, split_packed(graph, record.policy.legal, record.policy.split_loses))
-
-
-def _old_norm(graph, record):
-    _note(
-        record,
-        defer_norms(
-            graph,
-            record.policy.legal,
-            fp16=record.options.fp16_norms,
-            loses=record.policy.norm_loses,
-            rounds=record.policy.rounds,
-            disabled=record.options.disable,
-        ),
-    )
 
 
 def _always(_graph: Graph, _record: Record) -> bool:
@@ -143,22 +104,18 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("loss", _old_loss, _fuses, ("cross_entropy_backward",), stage="2_traced"),
-    Pass("embedding", _old_embedding, _fuses_gradients, ("embedding_backward",)),
-    Pass("packed", _old_packed),
-    Pass("norm", _old_norm),
+    Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
+    Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
+    Pass("packed", split_packed),
+    Pass("norm", defer_norms),
     Pass("decompose", decompose_most, needed=True),
-    Pass("tables", lambda g, r: keep_tables(g), _fuses),
-    Pass(
-        "recompute",
-        lambda g, r: recompute_in_backward(g, keep=r.options.keep_activations),
-        _recomputes,
-    ),
+    Pass("tables", keep_tables, _fuses),
+    Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
     Pass("decompose_rest", decompose, needed=True),
-    Pass("views", lambda g, r: reshapes_to_views(g), _trains, needed=True),
-    Pass("borders", lambda g, r: save_borders(g), _trains),
-    Pass("refresh_views", lambda graph, _: refresh_views(graph), needed=True),
+    Pass("views", reshapes_to_views, _trains, needed=True),
+    Pass("borders", save_borders, _trains),
+    Pass("refresh_views", refresh_views, needed=True),
 )
 
 
