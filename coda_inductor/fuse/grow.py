@@ -80,6 +80,12 @@ def grow(
         banned[node] = reason
 
 
+def reaches(gemm: Node, x: Node, scope: Scope) -> bool:
+    """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+    region = grow((gemm,), scope)
+    return x in region.values and same(fake(x).shape[-1], region.shape[1])
+
+
 class _Grower:
     def __init__(self, region: Region, scope: Scope, banned: Banned):
         self.region, self.scope, self.banned = region, scope, banned
