@@ -21,9 +21,7 @@ import importlib.util
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -169,23 +167,11 @@ class _Server:
                 worker.connection.send(message)
 
 
-@contextlib.contextmanager
-def _ends_with(parent: int) -> Iterator[None]:
-    """Imports take seconds, in which a parent may end."""
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(_LOOK):
-            if os.getppid() != parent:
-                os._exit(1)
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _look_for(parent: int, seconds: float) -> None:
+    """End when ``parent`` has, which is looked for every so many seconds; 0: no longer."""
+    signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
+    signal.siginterrupt(signal.SIGALRM, False)  # whoever reads a file is not to notice
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def _load(arch: str, path: list[str]) -> None:
@@ -215,14 +201,15 @@ def main(parent: int, limit: int, arch: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     requests = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    with _ends_with(parent):
-        try:
-            _load(arch, requests.recv())
-        except EOFError:
-            return
-        except BaseException as error:
-            requests.send({"failed": f"{type(error).__name__}: {error}"})
-            raise
+    _look_for(parent, _LOOK)  # imports take seconds, in which it may end
+    try:
+        _load(arch, requests.recv())
+    except EOFError:
+        return
+    except BaseException as error:
+        requests.send({"failed": f"{type(error).__name__}: {error}"})
+        raise
+    _look_for(parent, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with contextlib.suppress(SystemExit):
         _Server(parent, limit, requests).run()
