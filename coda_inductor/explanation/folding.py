@@ -29,12 +29,12 @@ class Row:
 
 
 def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site."""
+    """Rows in the order of their first site, without weight gradients that have no work."""
     groups: dict[Hashable, list[SiteReport]] = {}
-    for site in sites:
+    for site in (site for site in sites if not site.idle):
         same = (
             general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
-            site.absorbed, general_reason(site.reason), site.bytes_before, site.bytes_after,
+            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
             site.program.key if site.program else None,
         )  # fmt: skip
         groups.setdefault(same, []).append(site)
@@ -50,11 +50,6 @@ def general_path(path: str) -> str:
     """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
     A path that is nothing but a number stays."""
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", path, count=1)
-
-
-def general_reason(reason: str) -> str:
-    """``reason`` without the numbers of graph nodes: ``mm_12`` and ``mm_19`` are both ``mm``."""
-    return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
 
 
 def ranges(numbers: Iterable[int]) -> str:
