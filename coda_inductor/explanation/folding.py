@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from coda_inductor.explanation.block import split
@@ -42,7 +42,7 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
     for found in groups.values():
         name = found[0].site if len(found) == 1 else general_path(found[0].site)
         indices = [split(site.site.split(" + ")[0])[1] for site in found]
-        rows.append(Row(name, tuple(found), ranges(i for i in indices if i is not None)))
+        rows.append(Row(name, tuple(found), ", ".join(str(i) for i in indices if i is not None)))
     return rows
 
 
@@ -50,14 +50,3 @@ def general_path(path: str) -> str:
     """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
     A path that is nothing but a number stays."""
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", path, count=1)
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """``0-3, 7`` for 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
