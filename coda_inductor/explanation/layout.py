@@ -138,13 +138,14 @@ def _crossings(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> int:
 
 
 def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
-    """Set x of every box: by their middles, in whole pixels."""
+    """Set x of every box: by their middles, in whole pixels. A label is pulled to the head of its
+    arrow, a waypoint to the next one."""
     gaps = {
         (left, right): int((left.width + right.width) / 2 + (SIDE_GAP if left.real else 8)) + 1
         for layer in layers
         for left, right in pairwise(layer)
     }
-    pulls = {(a, b): (1, 3, 8)[(not a.real) + (not b.real)] for a, b in links}
+    pulls = {(a, b): 2 if a.real else 5 if b.real else 8 for a, b in links}
     middles = _shortest([box for layer in layers for box in layer], gaps, pulls)
     for box, middle in middles.items():
         box.x = middle - box.width / 2

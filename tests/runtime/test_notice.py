@@ -156,21 +156,6 @@ def test_readme_names_the_tested_versions():
     assert f"{', '.join(first)} and {last}" in text
 
 
-def test_the_log_says_what_runs():
-    fused, plain = SiteReport("a", (8, 8, 8), how="kernel"), SiteReport("b", (8, 8, 8))
-    reference = SiteReport("c", (8, 8, 8), how="reference", reason="device cpu has no kernels")
-    assert GraphReport("g", [fused, plain]).summary == "1 of 2 GEMMs fused"
-    assert GraphReport("g", [plain]).summary == "0 of 1 GEMMs fused"
-    only = GraphReport("g", [plain, reference])
-    can = "1 of 2 GEMMs can be fused; they run as plain ops here: device cpu has no kernels"
-    assert only.summary == can
-    assert "MB saved" not in only.table()
-    assert "MB a" in only.table()
-    both = GraphReport("g", [fused, reference])
-    assert both.summary == f"1 of 2 GEMMs fused, {can}"
-    assert "MB saved" in both.table()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
 def test_a_fresh_process_is_told():
     """End to end, at the default log level, with no setting."""
