@@ -13,10 +13,23 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import SiteReport
 from coda_inductor.select.model import UNSURE
 
-_ACTIVATIONS = (
-    ("silu", "SiLU"), ("gelu", "GELU"), ("erf", "GELU"), ("tanh", "GELU (tanh)"),
-    ("sigmoid", "sigmoid"), ("relu", "ReLU"), ("threshold_backward", "ReLU"),
+#: Ops that a kernel must have, and what it is then called: the first of each group.
+_BY_OPS = (
+    (("embedding", "embedding"),),
+    (
+        ("rsqrt var_mean", "LayerNorm"), ("rsqrt var", "LayerNorm"), ("rsqrt mean", "RMSNorm"),
+        ("rsqrt", "finish row statistics"),
+    ),
+    (("neg cat", "rotary"), ("neg slice_scatter", "rotary")),
+    (
+        ("exp amax log", "cross entropy"), ("exp amax", "softmax"),
+        ("exp neg div mul", "SiLU * up"), ("exp neg reciprocal mul", "SiLU * up"),
+        ("exp neg div", "SiLU"), ("exp neg reciprocal", "SiLU"), ("silu", "SiLU"),
+        ("gelu", "GELU"), ("erf", "GELU"), ("tanh", "GELU (tanh)"), ("sigmoid", "sigmoid"),
+        ("relu", "ReLU"), ("threshold_backward", "ReLU"),
+    ),
 )  # fmt: skip
+_COPIES = {"clone", "_to_copy", "convert_element_type", "cat"}
 _SUMS = {"sum", "amax", "convert_element_type"}
 #: Work that a pattern's name says better than its steps do.
 _BY_PATTERN = {
@@ -159,16 +172,14 @@ def kernel_title(
     words = _forward_words(kernel, residuals)
     if not backward:
         return " + ".join(words) or _ops(kernel)
-    if kernel.bytes and all(w in ("copy", "concatenate") for w in words) and words:
+    if kernel.bytes and words and set(words) <= {"copy", "concatenate"}:
         return " + ".join(words)
     if "rotary" in words:
         return "rotary gradient"
     if small:
         return "finish sums" if set(targets) <= _SUMS else "row factors"
     where = _modules(kernel)
-    if where:
-        return f"{where} gradient"
-    return _ops(kernel)
+    return f"{where} gradient" if where else _ops(kernel)
 
 
 def is_small(kernel: Kernel, largest: int) -> bool:
@@ -178,29 +189,13 @@ def is_small(kernel: Kernel, largest: int) -> bool:
 
 def _forward_words(kernel: Kernel, residuals: frozenset[str]) -> list[str]:
     targets = kernel.targets
-    words: list[str] = []
-    norm = targets["rsqrt"] and (targets["mean"] or targets["var_mean"] or targets["var"])
-    if norm:
-        layer_norm = targets["var_mean"] or targets["var"] or targets["native_layer_norm"]
-        words.append("LayerNorm" if layer_norm else "RMSNorm")
-    elif targets["rsqrt"]:
-        words.append("finish row statistics")
-    if _rotates(kernel):
-        words.append("rotary")
-    if targets["exp"] and targets["amax"]:
-        words.append("cross entropy" if targets["log"] else "softmax")
-    elif targets["exp"] and targets["neg"] and (targets["div"] or targets["reciprocal"]):
-        words.append("SiLU * up" if targets["mul"] else "SiLU")
-    else:
-        words += list(dict.fromkeys(name for op, name in _ACTIVATIONS if targets[op]))[:1]
+    words = []
+    for group in _BY_OPS:
+        words += [name for ops, name in group if targets.keys() >= set(ops.split())][:1]
     products = (module_path(node) for node in kernel.reads if node.target in GEMMS)
-    if targets["add"] and residuals.intersection(products):
-        words.insert(0, "residual")
-    if _drops(kernel):
-        words.insert(0, "dropout")
-    if targets["embedding"]:
-        words.insert(0, "embedding")
-    if not words and set(targets) <= {"clone", "_to_copy", "convert_element_type", "cat"}:
+    residual = targets["add"] and residuals.intersection(products)
+    words = ["dropout"] * _drops(kernel) + ["residual"] * bool(residual) + words
+    if not words and set(targets) <= _COPIES:
         words.append("concatenate" if targets["cat"] else "copy" if targets["clone"] else "cast")
     return words
 
@@ -214,11 +209,6 @@ def _drops(kernel: Kernel) -> bool:
         for source in (mask, *mask.all_input_nodes)
         for name in random
     )
-
-
-def _rotates(kernel: Kernel) -> bool:
-    targets = kernel.targets
-    return bool(targets["neg"] and (targets["cat"] or targets["slice_scatter"]))
 
 
 def _modules(kernel: Kernel) -> str:

@@ -18,7 +18,6 @@ from coda_inductor import backend
 from coda_inductor.joint import JointPass
 from coda_inductor.mainloop import availability, requirements
 from coda_inductor.options import parse
-from coda_inductor.report import GraphReport, SiteReport
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
 

@@ -59,6 +59,6 @@ def test_a_refusal_by_numbers_without_ground_says_so():
     guessed = select(Site(kinds()["scale"], 128, 4096, 3072), gated=True)
     assert guessed.refusal.code == "expected-slower"
     assert "a guess: smaller than anything measured" in guessed.refusal.text
-    sure = select(Site(kinds()["scale"], 512, 2048, 2048), gated=True)
+    sure = select(Site(kinds()["scale"], 512, 1024, 4096), gated=True)
     assert sure.refusal.code == "expected-slower"
     assert "measured" not in sure.refusal.text
