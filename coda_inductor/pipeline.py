@@ -3,8 +3,8 @@
 run this one.
 
 A pass is a function ``(graph, record) -> None`` that changes the graph in place and tells the
-record what it did. Around each one the graph is kept: a pass that fails leaves it as it was, with one
-warning, and the others run. Every pass, every pattern and every counter has a name, and any of
+record what it did. Around each one the graph is kept: a pass that fails leaves it as it was, with
+one warning, and the others run. Every pass, every pattern and every counter has a name, and any of
 these may stand in ``options["disable"]``.
 """
 
@@ -225,17 +225,21 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
-        if record.enabled(each.name) and each.when(graph, record):
+        only = each.counts if len(each.counts) == 1 else ()
+        if all(map(record.enabled, (each.name, *only))):
             _run_one(each, graph, record)
 
 
 def _run_one(each: Pass, graph: Graph, record: Record) -> None:
     """Run a pass; where it fails, the graph, the checkpointed regions in it and the record become
     again what they were."""
-    kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(each, graph)]
+    kept: list[tuple[GraphModule | None, Graph, Graph]] = []
     before = record.folder.ops(graph)
     heard = len(record.report.refusals)
     try:
+        if not each.when(graph, record):
+            return
+        kept += [(module, inner, snapshot(inner)) for module, inner in _graphs(each, graph)]
         with record.undone_on_error():
             _observed(each, graph, record)
     except Exception as error:

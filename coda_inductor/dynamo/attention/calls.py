@@ -177,8 +177,8 @@ def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> Verdict:
 
 def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
     """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA:
-    :data:`CAUSAL`, :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
-    ``-inf``, or the dtype's lowest number, hides it."""
+    :data:`CAUSAL`, :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a
+    query see a key; ``-inf``, or the dtype's lowest number, hides it."""
     seen = _seen(mask)
     if isinstance(seen, Refusal):
         return seen
