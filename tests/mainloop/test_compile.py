@@ -18,7 +18,7 @@ pytest.importorskip("quack")
 
 TESTS = Path(__file__).parents[1]
 ARCHS = ("90", "100", "120")
-#: One of each kind of store, reduction, pairing and join: an architecture has its own code for each.
+#: One of each kind of store, reduction, pairing and join: architectures differ in their code.
 KERNELS = (
     "rms_partial,layer_partial,swiglu,paired_rows,chain,row_statistics,"
     "norm_bwd/straight,norm_bwd/crossed"
