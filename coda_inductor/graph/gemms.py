@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast
 from coda_inductor.graph.sizes import same
+from coda_inductor.refusal import Refusal
 
 #: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
@@ -29,7 +30,7 @@ _FAR = 256
 
 
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
-Legal = Callable[[Node], str | None]
+Legal = Callable[[Node], Refusal | None]
 
 
 def terms(node: Node) -> list[Node] | None:
@@ -77,3 +78,8 @@ def producer(x: Node) -> Node | None:
         if node.op == "call_function" and elementwise(node):
             todo.update(node.all_input_nodes)
     return None
+
+
+def b_major(b: torch.Tensor) -> str:
+    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
+    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"

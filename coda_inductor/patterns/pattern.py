@@ -11,9 +11,10 @@ from typing import Any
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Idiom, Match
 from coda_inductor.patterns.meaning import Signature, arguments_of, define, elementwise
+from coda_inductor.refusal import Refusal, refuse
 
 #: A side condition: None if it holds, else the reason why the pattern must not fire.
-Condition = Callable[[Match], "str | None"]
+Condition = Callable[[Match], "Refusal | str | None"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Pattern:
         found = self.op(*arguments)
         return found if self.result is None else found[self.result]
 
-    def refusal(self, match: Match) -> str | None:
+    def refusal(self, match: Match) -> Refusal | None:
         """The first side condition that does not hold, or None."""
-        return next((why for c in self.conditions if (why := c(match)) is not None), None)
+        why = next((why for c in self.conditions if (why := c(match)) is not None), None)
+        return refuse("condition", why) if isinstance(why, str) else why

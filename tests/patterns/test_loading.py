@@ -14,12 +14,12 @@ import torch
 
 import coda_inductor
 from coda_inductor import PatternError, patterns
-from coda_inductor.debug import Recorder
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
 from coda_inductor.patterns import lint, loading, verdict, worker
 from coda_inductor.patterns.source import read, run
+from coda_inductor.record import Record
 
 GATE = """
 import torch
@@ -273,7 +273,7 @@ def test_file_counts_once_and_the_options_files_come_first(tmp_path, prove_here,
 
 
 def key(**options) -> object:
-    return JointPass(parse(None, options), Recorder("test", None)).uuid()
+    return JointPass(Record(parse(None, options))).uuid()
 
 
 def test_patterns_are_part_of_cache_keys(tmp_path, prove_here):
