@@ -19,6 +19,8 @@ from benchmark_runs import HAND_LAYER, ROOT, benchmarks
 from benchmarks import ceiling, environment, layer, measure, report, runner, tables
 from benchmarks.runner import Job
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
+
 TINY = "--suite layer,llama --sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 2"
 
 

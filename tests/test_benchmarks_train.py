@@ -32,6 +32,8 @@ from benchmarks import (
 from benchmarks.runner import Job
 
 SUITES = ["layer_train", "model_train", "kernels"]
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
+
 TINY = (
     f"--suite {','.join(SUITES)} --sizes tiny --rows 32 --models tiny --train-tokens 16 --rounds 2 "
     "--optimizer --without rms_norm --skip max_autotune,compile_checkpoint"
