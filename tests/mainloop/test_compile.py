@@ -49,7 +49,7 @@ print(json.dumps(seconds))
 
 def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
     """Compile kernels for ``arch`` with its cache in ``cache``; returns seconds for each. A name is
-    that of a program, perhaps with "/joined" and "/config" behind it."""
+    that of a program, perhaps followed by "/joined" and "/config"."""
     environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
     environment |= {
         "QUACK_ARCH": arch,
