@@ -71,6 +71,11 @@ def place(node: Node) -> str:
     return module_path(node) or node.name
 
 
+def erased(node: Node) -> bool:
+    """Was it taken out of its graph? Its neighbours no longer know it then."""
+    return node.prev.next is not node
+
+
 def row_major(tensor: torch.Tensor) -> bool:
     """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
     expected: Any = 1
