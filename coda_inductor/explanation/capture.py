@@ -28,7 +28,7 @@ from coda_inductor.compat import (
     pgo,
     register_bytecode_hook,
 )
-from coda_inductor.errors import ExplainError
+from coda_inductor.errors import CodaError, ExplainError
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
@@ -130,7 +130,7 @@ def _broken(
 def _forget(code: Any, backend: _Backend) -> None:
     """Invalidate the cache entries of ``backend`` in ``code``. Private names of torch's: where they
     are gone, the entries stay, and a later compile of the same code checks one guard more."""
-    with contextlib.suppress(AttributeError, ImportError):
+    with contextlib.suppress(AttributeError, ImportError, CodaError):
         for entry in debug_get_cache_entry_list(code):
             if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 deleted = DeletedGuardManagerWrapper("coda_inductor.explain has ended")

@@ -34,11 +34,6 @@ def fake(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
-def erased(node: Node) -> bool:
-    """Was it taken out of its graph? Its neighbours no longer know it then."""
-    return node.prev.next is not node
-
-
 def constant(node: Node) -> float | None:
     """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
     dtype truncates, wraps or rounds it."""

@@ -66,7 +66,7 @@ def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
     if not record.enabled("embedding_backward"):
         return
-    for node in [n for n in graph.nodes if n.target is MASKED or n.target in _PLAIN]:
+    for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
             old = found.result
             args = (found.tokens, found.dy, found.mask, found.other, found.rows, found.dtype)
