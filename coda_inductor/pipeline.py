@@ -3,8 +3,8 @@
 run this one.
 
 A pass is a function ``(graph, record) -> None`` that changes the graph in place and tells the
-record what it did. Around each one the graph is kept: a pass that fails leaves it as it was, with
-one warning, and the others run. Every pass, every pattern and every counter has a name, and any of
+record what it did. One that fails costs its own work, with one warning: the others run as if it
+were not in the list. Every pass, every pattern and every counter has a name, and any of
 these may stand in ``options["disable"]``.
 """
 
@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
+from coda_inductor.compat import without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.sides import training
-from coda_inductor.graph.snapshots import refresh_views, restore, snapshot
+from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.record import Record
@@ -34,54 +34,15 @@ from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
-from coda_inductor.rewrite.views import reshapes_to_views
+from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
-
-
-# --- until rewrite/ is converted
-def _old_loss(graph, record):
-    from coda_inductor.rewrite.loss.slices import slice_loss_gradient as f
-
-    times, lines = f(graph)
-    record.fire("cross_entropy_backward", times)
-
-
-def _old_embedding(graph, record):
-    record.fire("embedding_backward", gather_lookup_gradients(graph))
-
-
-def _note(record, refused):
-    from coda_inductor.refusal import Refusal
-
-    for where, why in refused.items():
-        what, _, place = where.partition(" at ")
-        record.refuse(
-            what, place, why if isinstance(why, Refusal) else Refusal("norm-no-gemm", why)
-        )
-
-
-def _old_packed(graph, record):
-    _note(record, split_packed(graph, record.policy.legal, record.policy.split_loses))
-
-
-def _old_norm(graph, record):
-    _note(
-        record,
-        defer_norms(
-            graph,
-            record.policy.legal,
-            fp16=record.options.fp16_norms,
-            loses=record.policy.norm_loses,
-            rounds=record.policy.rounds,
-            disabled=record.options.disable,
-        ),
-    )
 
 
 def _always(_graph: Graph, _record: Record) -> bool:
@@ -143,22 +104,18 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("loss", _old_loss, _fuses, ("cross_entropy_backward",), stage="2_traced"),
-    Pass("embedding", _old_embedding, _fuses_gradients, ("embedding_backward",)),
-    Pass("packed", _old_packed),
-    Pass("norm", _old_norm),
+    Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
+    Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
+    Pass("packed", split_packed),
+    Pass("norm", defer_norms),
     Pass("decompose", decompose_most, needed=True),
-    Pass("tables", lambda g, r: keep_tables(g), _fuses),
-    Pass(
-        "recompute",
-        lambda g, r: recompute_in_backward(g, keep=r.options.keep_activations),
-        _recomputes,
-    ),
+    Pass("tables", keep_tables, _fuses),
+    Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
     Pass("decompose_rest", decompose, needed=True),
-    Pass("views", lambda g, r: reshapes_to_views(g), _trains, needed=True),
-    Pass("borders", lambda g, r: save_borders(g), _trains),
-    Pass("refresh_views", lambda graph, _: refresh_views(graph), needed=True),
+    Pass("views", reshapes_to_views, _trains, needed=True),
+    Pass("borders", save_borders, _trains),
+    Pass("refresh_views", refresh_views, needed=True),
 )
 
 
@@ -184,7 +141,7 @@ def check_names(record: Record) -> None:
         )
 
 
-@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
+@without_saved_tensors_hooks()  # a user's would be given our fake tensors
 def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]], Any]:
     """Run the passes on Dynamo's graph ``gm``. Returns what to wrap around the compiled graph.
 
@@ -221,41 +178,62 @@ def on_aten(graph: Graph, record: Record) -> None:
         logger.info("%s: %s", record.report.name, record.report.summary)
 
 
+class _FailedError(Exception):
+    """A pass failed: which one, and why."""
+
+    def __init__(self, failing: Pass, error: Exception):
+        super().__init__(failing.name)
+        self.failing, self.error = failing, error
+
+
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
+    """Run ``passes``; one that fails as if it were not in the list.
+
+    A copy of the graph before each pass would take a third of all our time. There is one, from
+    before the first: after a failure, which is rare, the others run again from there.
+    """
+    kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
+    without: list[_FailedError] = []
+    while True:
+        try:
+            with record.undone_on_error():
+                _run_all(passes, graph, record, [f.failing for f in without])
+        except _FailedError as error:
+            without.append(error)
+            for module, inner, old in kept:
+                restore(inner, old)
+                if module is not None:
+                    module.recompile()
+        else:
+            break
+    heard = len(record.report.refusals)
+    for failure in without:
+        record.refuse("pass", failure.failing.name, failed(failure.error))
+        record.failed = True
+    _announce(heard, record)
+
+
+def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:
+    record.folder.begin(again=bool(without))
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
         only = each.counts if len(each.counts) == 1 else ()
-        if all(map(record.enabled, (each.name, *only))):
-            _run_one(each, graph, record)
-
-
-def _run_one(each: Pass, graph: Graph, record: Record) -> None:
-    """Run a pass; where it fails, the graph, the checkpointed regions in it and the record become
-    again what they were."""
-    kept: list[tuple[GraphModule | None, Graph, Graph]] = []
-    before = record.folder.ops(graph)
-    heard = len(record.report.refusals)
-    try:
-        if not each.when(graph, record):
-            return
-        kept += [(module, inner, snapshot(inner)) for module, inner in _graphs(each, graph)]
-        with record.undone_on_error():
-            _observed(each, graph, record)
-    except Exception as error:
-        if record.options.strict:
-            if isinstance(error, CodaError):
-                raise
-            raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
-        logger.debug("pass %s failed", each.name, exc_info=True)
-        for module, inner, old in kept:
-            restore(inner, old)
-            if module is not None:
-                module.recompile()
-        record.refuse("pass", each.name, failed(error).at("pass", each.name))
-        record.failed = True
-    record.folder.passed(each.name, before, graph)
-    _announce(heard, record)
+        if each in without or not all(map(record.enabled, (each.name, *only))):
+            continue
+        before, heard = record.folder.ops(graph), len(record.report.refusals)
+        try:
+            if each.when(graph, record):
+                _observed(each, graph, record)
+                record.folder.passed(each.name, before, graph)
+        except Exception as error:
+            if record.options.strict:
+                if isinstance(error, CodaError):
+                    raise
+                raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
+            logger.debug("pass %s failed", each.name, exc_info=True)
+            raise _FailedError(each, error) from error
+        _announce(heard, record)
 
 
 def _observed(each: Pass, graph: Graph, record: Record) -> None:
@@ -286,9 +264,9 @@ def _count(record: Record) -> None:
     record.fired = Counter()
 
 
-def _graphs(each: Pass, graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
-    """What a pass may change: an aten graph; a Dynamo graph with its checkpointed regions."""
-    if each in ON_ATEN:
+def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
+    """What passes may change: an aten graph; a Dynamo graph with its checkpointed regions."""
+    if passes is ON_ATEN:
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph))]
 

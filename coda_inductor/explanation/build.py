@@ -117,8 +117,8 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     left = sum(map(len, refused.values()))
     text = f"On an H100, {len(estimates) - left} of these {len(estimates)} would run as kernels"
     commonest = sorted(refused.values(), key=len, reverse=True)[:3]
-    reasons = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
-    return f"{text}. The others would not: {reasons}."
+    said = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
+    return f"{text}. The others would not: {said}."
 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import log_softmax, schema, softmax
 from coda_inductor.fuse.driver import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
@@ -39,7 +40,7 @@ _ALSO = frozenset(
         aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
         aten.amin.default, aten.var_mean.correction, aten.var.correction, aten.any.dim,
         aten.any.default, aten.all.default, aten.argmax.default, aten.prod.dim_int,
-        aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.cat.default,
+        softmax, log_softmax, aten.cumsum.default, aten.cat.default,
         aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.clone.default,
         aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default,
         aten.copy_.default, aten.native_layer_norm.default, aten.repeat.default, aten.flip.default,
@@ -244,10 +245,10 @@ def _is_view(node: Node) -> bool:
         return True
     if is_cast(node):
         return size(node) >= size(node.args[0])
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
+    said = schema(node.target)
+    if said is None or not said.returns:
         return False
-    alias = schema.returns[0].alias_info
+    alias = said.returns[0].alias_info
     return alias is not None and not alias.is_write
 
 

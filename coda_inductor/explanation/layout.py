@@ -19,13 +19,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 import networkx as nx
 
 SIDE_GAP, LAYER_GAP, LABEL_HEIGHT = 22, 16, 17
 _SWEEPS = 12
-_N = TypeVar("_N")
 
 
 @dataclass(eq=False)
@@ -157,8 +155,10 @@ def _place(layers: list[list[Box]], links: list[tuple[Box, Box]]) -> None:
 
 
 def _shortest(
-    nodes: Sequence[_N], gaps: Mapping[tuple[_N, _N], int], pulls: Mapping[tuple[_N, _N], int]
-) -> dict[_N, int]:
+    nodes: Sequence[Box],
+    gaps: Mapping[tuple[Box, Box], int],
+    pulls: Mapping[tuple[Box, Box], int],
+) -> dict[Box, int]:
     """The x of each node with the least sum of ``pull * |x[a] - x[b]|`` where each gap holds:
     ``x[b] - x[a] >= gap``. By duality they are the distances that are left over when a flow, which
     each gap rewards and each pull bounds, is greatest."""

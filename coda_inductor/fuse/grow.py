@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
@@ -77,6 +78,12 @@ def grow(
         if node in banned or node in anchors or node is total:
             raise NoRegionError(reason.within(f"{node.name}: {{}}"))
         banned[node] = reason
+
+
+def reaches(gemm: Node, x: Node, scope: Scope) -> bool:
+    """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+    region = grow((gemm,), scope)
+    return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
 
 class _Grower:
@@ -375,7 +382,7 @@ class _Grower:
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):
-            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            with unset_fake_temporarily():
                 wide = [torch.tensor(a, dtype=torch.float64) for a in args]
                 return float(OPS[op].torch(*wide))
         name = f"v{len(self.region.steps)}"

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.gemms import Legal, _is_add, b_major, gemm_inputs, producer, terms
+from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
 from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast, readers
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
@@ -39,7 +39,7 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
         if node.op != "call_function":
             break
         if not (node.target in ALIASES or is_cast(node)):
-            found = terms(node) if _is_add(node) else None
+            found = terms(node) if is_sum(node) else None
             if found is None:
                 break
             ordered = tuple(sorted(found))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import inductor_config
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint, same
@@ -54,7 +55,7 @@ class Policy:
     @staticmethod
     def of(options: Options, graph: Graph, *, dry: bool = False) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
-        config = torch._inductor.config.triton
+        config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
         pairs = [(fake(a), fake(b)) for a, b in pairs if fake(a).is_cuda]

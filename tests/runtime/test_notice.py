@@ -15,9 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import backend
-from coda_inductor.joint import JointPass
+from coda_inductor.errors import FallbackError
 from coda_inductor.mainloop import availability, requirements
 from coda_inductor.options import parse
+from coda_inductor.pipeline import on_aten
+from coda_inductor.record import Record
+from coda_inductor.refusal import refuse
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
 
@@ -34,7 +37,8 @@ def warnings(monkeypatch, caplog):
 
 
 def stack(monkeypatch, why):
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: why)
+    refusal = None if why is None else refuse("no-kernel-stack", why)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: refusal)
 
 
 def compiled(function, x, **options):
@@ -112,12 +116,12 @@ def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x: (x @ x).relu(), tracing_mode="fake"
     )(torch.ones(8, 8))
-    recorder = backend.Recorder("test", None)
-    JointPass(parse(None, None), recorder)(graph.graph)
-    assert [site.reason for site in recorder.report.sites] == [REASONS[2]]
+    record = Record(parse(None, None))
+    on_aten(graph.graph, record)
+    assert [site.reason for site in record.report.sites] == [REASONS[2]]
     assert warnings() == []
-    with pytest.raises(backend.FallbackError, match="quack-kernels is not installed"):
-        JointPass(parse(None, {"strict": True}), backend.Recorder("test", None))(graph.graph)
+    with pytest.raises(FallbackError, match="quack-kernels is not installed"):
+        on_aten(graph.graph, Record(parse(None, {"strict": True})))
 
 
 def test_a_newer_torch_is_told_once(warnings, monkeypatch):
