@@ -26,7 +26,7 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
-from coda_inductor.select.model import cublas_us
+from coda_inductor.select.model import cublas_us, ground
 from coda_inductor.select.site import Site
 
 _STORE = Store("out0", "acc", "bfloat16")
@@ -149,9 +149,7 @@ class Policy:
     def estimate(self, site: Site) -> Estimate:
         """What would be chosen on an H100, whatever device this is."""
         found = select(site, gated=self.options.gate == "auto")
-        return Estimate(
-            found.unfused_us, found.fused_us, found.measured, found.config, found.refusal
-        )
+        return Estimate(found.unfused_us, found.fused_us, found.ground, found.config, found.refusal)
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
@@ -159,7 +157,8 @@ class Policy:
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         if symbolic or a.dtype not in HALF:
             return None
-        return Estimate(cublas_us(a.shape[0], b.shape[1], b.shape[0]))
+        (m, k), n = a.shape, b.shape[1]
+        return Estimate(cublas_us(m, n, k), ground=ground(None, None, m, n, k))
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""

@@ -21,7 +21,6 @@ from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
-from coda_inductor.report import GraphReport, SiteReport
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
 
@@ -158,22 +157,6 @@ def test_readme_names_the_tested_versions():
     text = (ROOT / "README.md").read_text()
     *first, last = requirements.TESTED_TORCH
     assert f"{', '.join(first)} and {last}" in text
-
-
-def test_the_log_says_what_runs():
-    fused, plain = SiteReport("a", (8, 8, 8), how="kernel"), SiteReport("b", (8, 8, 8))
-    why = refuse("no-kernels-on-device", "device cpu has no kernels")
-    reference = SiteReport("c", (8, 8, 8), how="reference", refusal=why)
-    assert GraphReport("g", [fused, plain]).summary == "1 of 2 GEMMs fused"
-    assert GraphReport("g", [plain]).summary == "0 of 1 GEMMs fused"
-    only = GraphReport("g", [plain, reference])
-    can = "1 of 2 GEMMs can be fused; they run as plain ops here: device cpu has no kernels"
-    assert only.summary == can
-    assert "MB saved" not in only.table()
-    assert "MB a" in only.table()
-    both = GraphReport("g", [fused, reference])
-    assert both.summary == f"1 of 2 GEMMs fused, {can}"
-    assert "MB saved" in both.table()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
