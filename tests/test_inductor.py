@@ -163,7 +163,7 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
 def test_what_failed_once_is_not_kept_in_torchs_cache(tmp_path):
     """Neither an inference graph nor a training graph."""
     first, log = in_a_new_process({}, tmp_path, "infer train", "full disk")
-    assert log.count("No space left on device") >= 2
+    assert "No space left on device" in log
     for hit in (False, True):
         found, log = in_a_new_process({}, tmp_path, "infer train")
         assert "No space left" not in log
