@@ -21,7 +21,9 @@ from benchmarks.runner import Job
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
 
-TINY = "--suite layer,llama --sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 2"
+TINY = (
+    "--suite layer,llama --sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 2 --timeout 900"
+)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
 
 TINY = (
     f"--suite {','.join(SUITES)} --sizes tiny --rows 32 --models tiny --train-tokens 16 --rounds 2 "
-    "--optimizer --without rms_norm --skip max_autotune,compile_checkpoint"
+    "--optimizer --without rms_norm --skip max_autotune,compile_checkpoint --timeout 900"
 )
 LAYERS = "o_proj norm1 gate_proj up_proj down_proj norm2 q_proj k_proj v_proj"
 # Embedding (tied), then 2 layers of attention, MLP and two norms, and the last norm.

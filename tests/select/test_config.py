@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
 
 import pytest
@@ -17,18 +18,24 @@ from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select import gate, legality
+from coda_inductor.select.choice import choose, estimate_us, select
 from coda_inductor.select.config import (
     HOPPER,
     HOPPER_LEAN,
     Config,
-    choose,
     legal_configs,
     mainloop_stages,
 )
-from coda_inductor.select.gate import Work
 from coda_inductor.select.kinds import TERMS, kinds
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.model import cublas_us, estimate_us, kernel_us, kind_of, table
+from coda_inductor.select.model import cublas_us, kernel_us, kind_of, table
+from coda_inductor.select.site import Site
+
+
+def lost(site: Site) -> str | None:
+    """Why the site stays with cuBLAS."""
+    why = select(site, gated=True).refusal
+    return why and why.text
 
 
 def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
@@ -71,7 +78,7 @@ def test_heavy_programs_have_fewer_configs_then_none():
     counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 8)]
     assert counts[0] == len(HOPPER)
     assert counts[0] > counts[1] > counts[2] == 0
-    assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096)
+    assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096).text
 
 
 def test_lean_configs_are_for_16_bit_tiles():
@@ -135,16 +142,16 @@ def test_a_sum_is_costed_over_the_k_of_all_its_terms():
 def test_the_gate_counts_the_terms():
     """The same kernel wins against two products and a kernel that reads both."""
     program, shape = kinds()["norm_bwd"], (512, 2048, 4096)
-    assert "us fused" in gate.loses(Work(program, *shape))
-    assert gate.loses(Work(program, *shape, terms=2)) is None
+    assert "us fused" in lost(Site(program, *shape))
+    assert lost(Site(program, *shape, terms=2)) is None
 
 
 def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
-    monkeypatch.setattr(gate, "estimate_us", lambda *args, **kwargs: 1e9)
+    monkeypatch.setattr(gate, "kernel_us", lambda *args, **kwargs: 1e9)
     both = kinds()["norm_bwd"]
     m, n = 8192, 4096
     texts = [
-        gate.loses(Work(dataclasses.replace(both, reduces=reduces), m, n, 4096))
+        lost(Site(dataclasses.replace(both, reduces=reduces), m, n, 4096))
         for reduces in ((), both.reduces)
     ]
     plain, summed = (int(re.search(r"(\d+) us unfused", text)[1]) for text in texts)
@@ -176,7 +183,7 @@ def test_symbolic_rows_are_chosen_by_their_hint():
     seen = []
 
     def backend(graph, example_inputs):
-        (rows,) = (x for x in example_inputs if isinstance(x, torch.SymInt))
+        rows, _ = (x for x in example_inputs if isinstance(x, torch.SymInt))
         seen.append(str(choose(kinds()["scale"], rows, 4096, 4096)))
         return graph.forward
 
@@ -216,7 +223,7 @@ SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
     ],
 )  # fmt: skip
 def test_reasons(program, n, k, major, why):
-    assert why in unsupported(program, n, k, b_major=major)
+    assert why in unsupported(program, n, k, b_major=major).text
 
 
 def test_a_matrix_that_tma_cannot_read_where_it_lies():
@@ -228,9 +235,9 @@ def test_a_matrix_that_tma_cannot_read_where_it_lies():
     assert legality.unaligned("w", flat[8 : 8 + 64].view(1, 64)) is None
     assert legality.unaligned("w", weight[:, :1].expand(64, 8)) is None
     shifted = flat[1 : 1 + 64 * 64].view(64, 64)
-    assert "w has a storage offset of 1" in legality.unaligned("w", shifted)
+    assert "w has a storage offset of 1" in legality.unaligned("w", shifted).text
     wide = torch.empty(8, 68, dtype=torch.bfloat16)[:, :64]
-    assert "w has a stride of 68" in legality.unaligned("w", wide)
+    assert "w has a stride of 68" in legality.unaligned("w", wide).text
 
 
 @pytest.fixture
@@ -249,16 +256,17 @@ def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
 
     def version(name):
         if name not in installed:
-            raise legality.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
     def stack(**changes):
         installed.update(changes)
         availability.library_stack.cache_clear()
         availability.kernel_stack.cache_clear()
-        return availability.kernel_stack()
+        why = availability.kernel_stack()
+        return why and why.text
 
-    monkeypatch.setattr(legality.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert stack() is None
     for name, good, bad in (
         (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0", "0.7.0.dev1", "1.0")),
@@ -284,13 +292,14 @@ def test_stack_names_a_disk_cache_that_is_off(fresh_stack, monkeypatch):
     for function in (availability.library_stack, availability.kernel_stack):
         function.cache_clear()
     monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
-    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", availability.kernel_stack())
+    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", availability.kernel_stack().text)
     request = pool.KernelRequest(kinds()["scale"].to_json(), "128x128:2x1:pp", arch="90")
-    assert pool.wait([request]) == {request: availability.kernel_stack()}
+    (why,) = pool.wait([request]).values()
+    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", str(why))
     assert identity.__wrapped__() != with_cache
 
 
 def test_stack_names_an_old_gpu(fresh_stack, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
-    assert "8.0 is not supported" in availability.kernel_stack()
+    assert "8.0 is not supported" in availability.kernel_stack().text

@@ -8,11 +8,12 @@ import dataclasses
 import pytest
 
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
-from coda_inductor.select import gate
-from coda_inductor.select.config import Config, choose
+from coda_inductor.select.choice import choose, select
+from coda_inductor.select.config import Config
 from coda_inductor.select.instructions import extra_us, weight
 from coda_inductor.select.kinds import kinds
 from coda_inductor.select.model import kernel_us
+from coda_inductor.select.site import Site
 
 PLAIN = EpilogueProgram(("acc",), "bfloat16", stores=(Store("out0", "acc", "bfloat16"),))
 SHAPE = (8192, 5120, 1280)
@@ -76,8 +77,8 @@ def test_the_gate_counts_the_work():
     """The same traffic, but far more to compute than cuBLAS and a kernel would lose by moving it:
     a regression, a user's gate with mish took 10.7 ms a step where torch.compile took 8.3."""
     light, endless = chain("mul", 1, 2.0), chain("sin", 40)
-    assert gate.loses(gate.Work(light, *SHAPE)) is None
-    assert "us fused" in gate.loses(gate.Work(endless, *SHAPE))
+    assert select(Site(light, *SHAPE), gated=True).refusal is None
+    assert "us fused" in select(Site(endless, *SHAPE), gated=True).refusal.text
 
 
 def test_every_op_weighs_something():
