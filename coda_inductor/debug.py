@@ -13,10 +13,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
 from coda_inductor.codegen.render import render
+from coda_inductor.compat import trace_structured
 from coda_inductor.errors import KernelError, OptionError
 from coda_inductor.log import logger
 from coda_inductor.program import EpilogueProgram
@@ -41,7 +41,7 @@ class DebugFolder:
     def __init__(self, name: str, parent: str | None):
         self.folder = None if parent is None else _fresh(Path(parent), name)
         self.path = "" if self.folder is None else str(self.folder)
-        self._passes: list[str] = []
+        self._passes: list[list[str]] = []
         if self.folder is not None:
             logger.warning("coda_inductor writes its debug output to %s", self.folder)
 
@@ -65,6 +65,12 @@ class DebugFolder:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text() if callable(text) else text)
 
+    def begin(self, *, again: bool) -> None:
+        """A list of passes begins; ``again``, once more, for one has failed."""
+        if again:
+            self._passes.pop()
+        self._passes.append([])
+
     def ops(self, graph: Graph) -> Counter[str]:
         """How often each op occurs in ``graph``; empty where no folder is written."""
         if self.folder is None:
@@ -76,12 +82,12 @@ class DebugFolder:
         after = self.ops(graph)
         changed = sorted(op for op in before | after if before[op] != after[op])
         lines = [f"  {op}: {before[op]} -> {after[op]}" for op in changed]
-        self._passes.append("\n".join([name, *(lines or ["  no change in number"])]))
+        self._passes[-1] += [name, *(lines or ["  no change in number"])]
 
     def finish(self, report: GraphReport) -> None:
         """Write the table of GEMMs, what each pass changed, and one file a program: the program,
         then its kernel source."""
-        self.write("passes.txt", lambda: "\n".join(self._passes) + "\n")
+        self.write("passes.txt", lambda: "\n".join(itertools.chain(*self._passes)) + "\n")
         self.write("gemms.txt", lambda: report.table() + "\n")
         trace_structured(
             "artifact",

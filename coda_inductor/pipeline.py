@@ -3,8 +3,8 @@
 run this one.
 
 A pass is a function ``(graph, record) -> None`` that changes the graph in place and tells the
-record what it did. Around each one the graph is kept: a pass that fails leaves it as it was, with
-one warning, and the others run. Every pass, every pattern and every counter has a name, and any of
+record what it did. One that fails costs its own work, with one warning: the others run as if it
+were not in the list. Every pass, every pattern and every counter has a name, and any of
 these may stand in ``options["disable"]``.
 """
 
@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
+from coda_inductor.compat import without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.errors import CodaError, FallbackError, OptionError
@@ -141,7 +141,7 @@ def check_names(record: Record) -> None:
         )
 
 
-@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
+@without_saved_tensors_hooks()  # a user's would be given our fake tensors
 def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]], Any]:
     """Run the passes on Dynamo's graph ``gm``. Returns what to wrap around the compiled graph.
 
@@ -178,41 +178,62 @@ def on_aten(graph: Graph, record: Record) -> None:
         logger.info("%s: %s", record.report.name, record.report.summary)
 
 
+class _FailedError(Exception):
+    """A pass failed: which one, and why."""
+
+    def __init__(self, failing: Pass, error: Exception):
+        super().__init__(failing.name)
+        self.failing, self.error = failing, error
+
+
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
+    """Run ``passes``; one that fails as if it were not in the list.
+
+    A copy of the graph before each pass would take a third of all our time. There is one, from
+    before the first: after a failure, which is rare, the others run again from there.
+    """
+    kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
+    without: list[_FailedError] = []
+    while True:
+        try:
+            with record.undone_on_error():
+                _run_all(passes, graph, record, [f.failing for f in without])
+        except _FailedError as error:
+            without.append(error)
+            for module, inner, old in kept:
+                restore(inner, old)
+                if module is not None:
+                    module.recompile()
+        else:
+            break
+    heard = len(record.report.refusals)
+    for failure in without:
+        record.refuse("pass", failure.failing.name, failed(failure.error))
+        record.failed = True
+    _announce(heard, record)
+
+
+def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:
+    record.folder.begin(again=bool(without))
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
         only = each.counts if len(each.counts) == 1 else ()
-        if all(map(record.enabled, (each.name, *only))):
-            _run_one(each, graph, record)
-
-
-def _run_one(each: Pass, graph: Graph, record: Record) -> None:
-    """Run a pass; where it fails, the graph, the checkpointed regions in it and the record become
-    again what they were."""
-    kept: list[tuple[GraphModule | None, Graph, Graph]] = []
-    before = record.folder.ops(graph)
-    heard = len(record.report.refusals)
-    try:
-        if not each.when(graph, record):
-            return
-        kept += [(module, inner, snapshot(inner)) for module, inner in _graphs(each, graph)]
-        with record.undone_on_error():
-            _observed(each, graph, record)
-    except Exception as error:
-        if record.options.strict:
-            if isinstance(error, CodaError):
-                raise
-            raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
-        logger.debug("pass %s failed", each.name, exc_info=True)
-        for module, inner, old in kept:
-            restore(inner, old)
-            if module is not None:
-                module.recompile()
-        record.refuse("pass", each.name, failed(error).at("pass", each.name))
-        record.failed = True
-    record.folder.passed(each.name, before, graph)
-    _announce(heard, record)
+        if each in without or not all(map(record.enabled, (each.name, *only))):
+            continue
+        before, heard = record.folder.ops(graph), len(record.report.refusals)
+        try:
+            if each.when(graph, record):
+                _observed(each, graph, record)
+                record.folder.passed(each.name, before, graph)
+        except Exception as error:
+            if record.options.strict:
+                if isinstance(error, CodaError):
+                    raise
+                raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
+            logger.debug("pass %s failed", each.name, exc_info=True)
+            raise _FailedError(each, error) from error
+        _announce(heard, record)
 
 
 def _observed(each: Pass, graph: Graph, record: Record) -> None:
@@ -243,9 +264,9 @@ def _count(record: Record) -> None:
     record.fired = Counter()
 
 
-def _graphs(each: Pass, graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
-    """What a pass may change: an aten graph; a Dynamo graph with its checkpointed regions."""
-    if each in ON_ATEN:
+def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
+    """What passes may change: an aten graph; a Dynamo graph with its checkpointed regions."""
+    if passes is ON_ATEN:
         return [(None, graph)]
     return [(body.module, body.graph) for body in bodies(_owner(graph))]
 

@@ -24,9 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import (
+    ForceDispatchKeyGuard,
+    OpOverload,
+    disable_current_modes,
+    dispatch_keyset_full,
+    dispatch_tls_local_include_set,
+    storage,
+    tree_map,
+)
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, value
 from coda_inductor.patterns.conditions import constant, number
@@ -84,7 +91,7 @@ class Signature:
 
 def define(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """The semantic op of ``meaning``, made on the first call for its name and content.
 
     Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.
@@ -132,9 +139,7 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda a: a.to(dtype) if isinstance(a, Tensor) else a
 
 
-def _register(
-    schema: str, function: Callable[..., Any], fake: Callable[..., Any]
-) -> torch._ops.OpOverload:
+def _register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     name = schema.split("(", maxsplit=1)[0]
     LIB.define(schema, tags=_TAGS)
     LIB.impl(name, _fresh(function), "CompositeExplicitAutograd")
@@ -161,18 +166,18 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 def _isolated() -> Iterator[None]:
     """As if called at top level: a dispatch mode around the call has seen the op, and in its
     handler functorch's keys are off, without which there is no gradient inside a kernel."""
-    full = torch._C._dispatch_keyset_full()
-    include = torch._C._dispatch_tls_local_include_set()
+    full = dispatch_keyset_full()
+    include = dispatch_tls_local_include_set()
     with (
         torch.no_grad(),
-        _disable_current_modes(),
-        torch._C._ForceDispatchKeyGuard(include, full - full),
+        disable_current_modes(),
+        ForceDispatchKeyGuard(include, full - full),
     ):
         yield
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage(tensor)
 
 
 def _digest(name: str, meaning: Callable[..., Any]) -> str:
@@ -228,7 +233,7 @@ def _empty_gradients(signature: Signature) -> Callable[..., Any]:
     return fake
 
 
-def _register_autograd(name: str, backward: torch._ops.OpOverload, signature: Signature) -> None:
+def _register_autograd(name: str, backward: OpOverload, signature: Signature) -> None:
     tensors = [i for i, n in enumerate(signature.names) if not signature.is_number(n)]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's)

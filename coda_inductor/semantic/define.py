@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import torch
 
+from coda_inductor.compat import OpOverload
+
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 
 
 #: Semantic op -> the torch function that defines it.
-DEFINITIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
+DEFINITIONS: dict[OpOverload, Callable[..., object]] = {}
 
 
 #: Semantic op -> what counters call it, where that is not the op's own name.
-NAMES: dict[torch._ops.OpOverload, str] = {}
+NAMES: dict[OpOverload, str] = {}
 
 
-def define(
-    schema: str, function: Callable[..., object], *, pointwise: bool = False
-) -> torch._ops.OpOverload:
+def define(schema: str, function: Callable[..., object], *, pointwise: bool = False) -> OpOverload:
     """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it."""
     name = schema.split("(", maxsplit=1)[0]
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
