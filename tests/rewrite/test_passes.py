@@ -4,6 +4,8 @@ name what the user has disabled."""
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from passes import aten_graph, run_pass
@@ -18,7 +20,7 @@ from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy_backward
-from coda_inductor.semantic.norms import rms_norm
+from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 PASSES = (
     defer_norms, split_packed, slice_loss_gradient, gather_lookup_gradients, recompute_in_backward,
@@ -68,6 +70,28 @@ def test_a_bug_in_the_analysis_is_a_failure_of_that_norm_alone(monkeypatch):
     assert (why.code, why.failure) == ("defect", True)
     assert "a bug of ours" in why.text
     assert targets(graph) == before
+
+
+def stream(x, y, w, gamma, beta):
+    """Three LayerNorms of one residual stream; no GEMM makes the first one's input."""
+    for _ in range(3):
+        n = layer_norm(x, gamma, beta, 1e-5, torch.float64)[0]
+        y = y + n @ w
+        x = x + y.cumsum(0) @ w
+    return x, y
+
+
+def test_the_mean_of_a_deferred_layer_norm_is_the_pivot_of_the_next():
+    """The nearest one: what was added since is rounded with the operand."""
+    sizes = ((3, 4), (3, 4), (4, 4), (4,), (4,))
+    graph = aten_graph(stream, *(torch.randn(s, dtype=torch.float64) for s in sizes))
+    (why,) = run_pass(defer_norms, graph).report.refusals
+    assert why.code == "norm-input-no-gemm"
+    subs = graph.find_nodes(op="call_function", target=torch.ops.aten.sub.Tensor)
+    first, second = [n.args[1] for n in subs if n.args[1].meta["val"].shape == (3, 1)][::2]
+    assert first.target is operator.getitem  # of the norm that stays
+    assert second.target is torch.ops.aten.add.Tensor
+    assert first in second.all_input_nodes
 
 
 def loss_gradient(dloss, logits, target, lse, number, w, h):
