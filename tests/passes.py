@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from coda_inductor.graph.edit import fake_mode
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal
@@ -22,10 +23,12 @@ def aten_graph(function: Callable[..., Any], *args: torch.Tensor) -> Graph:
 
 
 def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any) -> Record:
-    """Apply one pass with these options; what it said. The graph must be in order then."""
+    """Apply one pass with these options, as torch would: under the mode that recorded the graph's
+    values. Returns what it said. The graph must be in order then."""
     record = Record(parse(None, options))
     record.policy = Policy.of(record.options, graph)
-    run(graph, record)
+    with fake_mode(list(graph.nodes)):
+        run(graph, record)
     graph.lint()
     return record
 

@@ -19,7 +19,6 @@ from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, producer
 from coda_inductor.graph.nodes import (
-    ALIASES,
     elementwise,
     fake,
     is_cast,
@@ -198,7 +197,7 @@ class _Planner:
                 and self.scope.same_side(user, region.anchors[0])
                 and producer(user) in region.anchors
                 for node in nodes
-                for user in readers(node, through=lambda u: u.target in ALIASES)[1]
+                for user in readers(node)[1]
                 if user not in inside
             )
         )
@@ -221,7 +220,7 @@ def _name(anchors: tuple[Node, ...]) -> str:
 
 def _neighbours(anchor: Node) -> list[Node]:
     """What an epilogue could absorb right after ``anchor``."""
-    _, users = readers(anchor, through=lambda u: u.target in ALIASES)
+    _, users = readers(anchor)
     return [u for u in users if u.target in LOWERINGS or u.target in REDUCTIONS or is_cast(u)]
 
 

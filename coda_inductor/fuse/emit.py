@@ -23,7 +23,7 @@ from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, settle, splice
-from coda_inductor.graph.nodes import ALIASES, aten, fake, prims
+from coda_inductor.graph.nodes import aten, base, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.refusal import refuse
@@ -133,7 +133,7 @@ def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node])
     inside = {*region.values, *region.reduces}
     tensors: dict[Node, Node] = {}
     for node in nodes:
-        tensor = _tensor(node)
+        tensor = base(node)
         if tensor not in tensors:
             dtype, new = fake(node).dtype, output
             if dtype != fake(output).dtype:
@@ -145,13 +145,6 @@ def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node])
         if not same(fake(node).shape, fake(new).shape):
             new = insert(graph, aten.view.default, (new, _sizes(node, region)), like=node)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
-
-
-def _tensor(node: Node) -> Node:
-    """The node whose memory ``node`` is a view of."""
-    while node.target in ALIASES:
-        node = node.args[0]
-    return node
 
 
 def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:

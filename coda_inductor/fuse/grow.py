@@ -33,13 +33,13 @@ from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, producer
 from coda_inductor.graph.nodes import (
-    ALIASES,
     aten,
     constant,
     fake,
-    is_cast,
     is_transpose,
     readers,
+    renames,
+    renames_or_casts,
     source,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
@@ -171,9 +171,8 @@ class _Grower:
             return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("reshaped", f"{node.target} changes the tile's shape")
-        renames = node.target in ALIASES or is_cast(node)
         lowering = LOWERINGS.get(node.target)
-        if lowering is None and not renames:
+        if lowering is None and not renames_or_casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         saved = self._state()
@@ -249,15 +248,15 @@ class _Grower:
         while todo:
             for user in todo.pop().users:
                 known = user in found or user in self.region.values or user in self.banned
-                if not known and (self.scope.recomputed(user) or user.target in ALIASES):
+                if not known and (self.scope.recomputed(user) or renames(user)):
                     found[user] = None
                     todo.append(user)
         for node in sorted(found):
-            if node.target not in ALIASES and not is_cast(node):
+            if not renames_or_casts(node):
                 self._recomputed_operand(node, tiles)
 
     def _recomputed_operand(self, node: Node, tiles: set[Node]) -> None:
-        names, users = readers(node, through=lambda u: u.target in ALIASES or is_cast(u))
+        names, users = readers(node, renames_or_casts)
         transposed = [u for reader in users if is_transpose(reader) for u in reader.users]
         if not any(u.target in GEMMS for u in (*users, *transposed)) or self._is_needed_by(node):
             return

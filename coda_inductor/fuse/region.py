@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import ALIASES, fake, is_cast
+from coda_inductor.graph.nodes import base, fake, renames, renames_or_casts
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -78,7 +78,7 @@ class Region:
     @property
     def work(self) -> list[Node]:
         """Absorbed nodes that compute something (views do not)."""
-        return [n for n in self.absorbed if n.target not in ALIASES]
+        return [n for n in self.absorbed if not renames(n)]
 
     def is_truth(self, value: Value) -> bool:
         """Is ``value`` a bool in the program?"""
@@ -138,8 +138,5 @@ def _common_dtype(nodes: list[Node]) -> torch.dtype:
 
 def _narrowest(node: Node) -> torch.dtype:
     """The 16-bit dtype that ``node`` was rounded to before it was widened, if any; else its own."""
-    dtype = fake(node).dtype
-    while dtype not in HALF and (is_cast(node) or node.target in ALIASES):
-        node = node.args[0]
-        dtype = fake(node).dtype if fake(node).dtype in HALF else dtype
-    return dtype
+    rounded = base(node, lambda n: fake(n).dtype not in HALF and renames_or_casts(n))
+    return fake(rounded).dtype if fake(rounded).dtype in HALF else fake(node).dtype

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.nodes import ALIASES, elementwise, fake, row_major
+from coda_inductor.graph.nodes import base, elementwise, fake, renames, row_major
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
 
@@ -44,11 +44,9 @@ def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[No
         return False
     inside = {*region.values, *region.reduces}
     users = [u for n, v in region.values.items() if v == value for u in n.users]
-    return all(u in inside or (elementwise(u) and u.target not in ALIASES) for u in users)
+    return all(u in inside or (elementwise(u) and not renames(u)) for u in users)
 
 
 def _owner(node: Node, region: Region) -> Node:
     """The op that an alias renames: banning a view alone would not help."""
-    while node.target in ALIASES and node.args[0] in region.values:
-        node = node.args[0]
-    return node
+    return base(node, lambda n: renames(n) and n.args[0] in region.values)

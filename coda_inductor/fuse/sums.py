@@ -22,7 +22,15 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
 from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
-from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast, readers
+from coda_inductor.graph.nodes import (
+    aten,
+    base,
+    elementwise,
+    fake,
+    readers,
+    renames,
+    renames_or_casts,
+)
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.program.ir import EpilogueProgram
@@ -38,7 +46,7 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
         (node,) = node.users
         if node.op != "call_function":
             break
-        if not (node.target in ALIASES or is_cast(node)):
+        if not renames_or_casts(node):
             found = terms(node) if is_sum(node) else None
             if found is None:
                 break
@@ -69,19 +77,16 @@ def in_place(found: tuple[Node, ...]) -> bool:
 def _passes_by(term: Node, scope: Scope) -> bool:
     """Does a kernel of Inductor's that runs in the same pass write or read the left operand of
     ``term``, so that it can write a copy as well?"""
-    base, _ = gemm_inputs(term)
-    if _written_elementwise(base):
+    left, _ = gemm_inputs(term)
+    if _written_elementwise(left):
         return True
-    while base.target in ALIASES:
-        base = base.args[0]
-    _, users = readers(base, through=lambda u: u.target in ALIASES)
+    _, users = readers(base(left))
     return any(elementwise(u) and scope.same_side(u, term) for u in users)
 
 
 def _written_elementwise(node: Node) -> bool:
     """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``?"""
-    while node.target in ALIASES:
-        node = node.args[0]
+    node = base(node)
     return elementwise(node) and producer(node) is None
 
 
@@ -130,8 +135,8 @@ def _between(nodes: list[Node]) -> set[Node]:
 
 def _is_shown(node: Node) -> bool:
     """Is ``node`` the graph's output, or a view that is in it?"""
-    _, others = readers(node, through=lambda u: u.target in ALIASES)
-    return node.op == "output" or (node.target in ALIASES and any(u.op == "output" for u in others))
+    shown = [node, *readers(node)[1]] if renames(node) else [node]
+    return any(each.op == "output" for each in shown)
 
 
 def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> Site:

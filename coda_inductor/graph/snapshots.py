@@ -16,7 +16,7 @@ def snapshot(graph: Graph) -> Graph:
 
 def restore(graph: Graph, kept: Graph) -> None:
     """Make ``graph`` again what it was at ``kept = snapshot(graph)``, whatever state it is in:
-    between two steps of a pass nodes may stand in front of what they read. Placeholders, which no
+    between two steps of a pass nodes may stand before what they read. Placeholders, which no
     pass of ours touches, stay the nodes they are: torch keeps more of them than their meta."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     others = [n for n in graph.nodes if n.op != "placeholder"]

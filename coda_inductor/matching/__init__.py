@@ -17,9 +17,9 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.match import Idiom, Match
-from coda_inductor.matching.normalize import normalize, value
+from coda_inductor.matching.normalize import normalize, target_name, value
 
 __all__ = [
     "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "forward_mode",
-    "mutates", "normalize", "value", "writes_to",
+    "mutates", "normalize", "target_name", "value", "writes_to",
 ]  # fmt: skip

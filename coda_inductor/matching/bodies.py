@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor.matching.normalize import target_name
+
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")
 
@@ -37,7 +39,7 @@ def bodies(gm: GraphModule, around: Body | None = None) -> Iterator[Body]:
     yield body
     callers: dict[str, list[Node]] = {}
     for node in gm.graph.nodes:
-        if _name(node) in _REGIONS:
+        if target_name(node) in _REGIONS:
             for target in nested(node):
                 callers.setdefault(target, []).append(node)
     for target, calls in callers.items():
@@ -64,10 +66,6 @@ def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:
     it is for other calls than those of checkpointed regions."""
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
     given = call.args[1:]
-    if _name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
+    if target_name(call) not in _CHECKPOINTS or len(given) != len(placeholders):
         return None
     return {p: a for p, a in zip(placeholders, given, strict=True) if isinstance(a, Node)}
-
-
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "_name", getattr(node.target, "__name__", "")))

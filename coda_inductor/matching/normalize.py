@@ -67,8 +67,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def target_name(node: Node) -> str:
+    """The name of the function or method that ``node`` calls; empty for what calls nothing."""
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
 def value(node: Any) -> Any:
-    """The fake value that Dynamo or AOTAutograd recorded for ``node``, or None."""
+    """The fake value of a node of Dynamo's graph, under Dynamo's own key, or under AOTAutograd's,
+    as nested regions have them; None for anything else. ``graph.nodes.fake`` reads aten graphs."""
     if not isinstance(node, Node):
         return None
     for key in ("example_value", "val"):

@@ -41,7 +41,7 @@ from torch.fx import Graph, GraphModule, Node
 from coda_inductor.compat import tree_leaves, unset_fake_temporarily
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, TooLargeError
-from coda_inductor.dynamo.attention.index_proof import IndexProof, same_size
+from coda_inductor.dynamo.attention.index_proof import IndexProof
 from coda_inductor.dynamo.attention.index_values import (
     Affine,
     Choice,
@@ -51,7 +51,8 @@ from coda_inductor.dynamo.attention.index_values import (
     index,
     true_when,
 )
-from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
+from coda_inductor.graph.sizes import same
+from coda_inductor.matching import Body, bodies, changes_mode, target_name, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -244,10 +245,9 @@ def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any)
     if not when:
         return FULL
     if when == {causal}:
-        if not same_size(queries, keys):
+        if not same(queries, keys):
             return _lengths(queries, keys)
-        same = same_size(mask.shape[-2], queries) and same_size(mask.shape[-1], keys)
-        if same:
+        if same(mask.shape[-2:], (queries, keys)):
             return CAUSAL
         return refuse("mask-form", "it hides keys from all queries alike")
     for condition in when - {causal}:
@@ -320,7 +320,7 @@ def _repetition(repeated: Any) -> _Repetition | None:
     full = value(repeated).shape
     chain: list[Node] = []
     node = repeated
-    while isinstance(node, Node) and _name(node) in _VIEWS and isinstance(node.args[0], Node):
+    while isinstance(node, Node) and target_name(node) in _VIEWS and isinstance(node.args[0], Node):
         chain.append(node)
         node = node.args[0]
         known = value(node)
@@ -331,8 +331,8 @@ def _repetition(repeated: Any) -> _Repetition | None:
             continue
         for turned in (False, True):
             b, _, t, d = (known.transpose(1, 2) if turned else known).shape
-            same = (b, t, d) == (full[0], full[2], full[3])
-            if same and _repeats(chain, known.shape, turned, full):
+            fits = (b, t, d) == (full[0], full[2], full[3])
+            if fits and _repeats(chain, known.shape, turned, full):
                 return _Repetition(node, tuple(chain), turned)
     return None
 
@@ -354,7 +354,3 @@ def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Siz
         base = indices.transpose(1, 2) if turned else indices
         n = full[1] // base.shape[1]
         return torch.equal(result, base.repeat_interleave(n, dim=1))
-
-
-def _name(node: Node) -> str:
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")

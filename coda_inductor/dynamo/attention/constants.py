@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
-from coda_inductor.matching import changes, value
+from coda_inductor.matching import changes, target_name, value
 from coda_inductor.refusal import Refusal, refuse
 
 #: Ops of which the first argument says only dtype, device and shape.
@@ -134,14 +134,10 @@ class Constants:
         return values[node]
 
 
-def _name(node: Node) -> str:
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-
-
 def _sources(node: Node) -> list[Node]:
     """The nodes whose values ``node`` depends on."""
     inputs = node.all_input_nodes
-    if _name(node) in _LIKE and node.args and isinstance(value(node.args[0]), torch.Tensor):
+    if target_name(node) in _LIKE and node.args and isinstance(value(node.args[0]), torch.Tensor):
         return [n for n in inputs if n is not node.args[0]]
     return inputs
 

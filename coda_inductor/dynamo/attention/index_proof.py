@@ -7,7 +7,7 @@ its index, ``arange(n)[:, None] >= arange(n)`` is "index -2 minus index -1 is at
 
 Why it is valid: each op of the table maps expressions as torch defines it, for all indices and all
 sizes. Elements are matched by broadcasting only where sizes are 1 or provably equal
-(``statically_known_true``), so that two symbols are never taken for one number. Numbers are
+(``graph.sizes.same``), so that two symbols are never taken for one number. Numbers are
 computed by running the op itself on one element of the recorded dtype, and indices are int64.
 
 Refuses, with a reason: everything else. Inputs, parameters, buffers; results of in-place ops; ops
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from coda_inductor.dynamo.attention.index_calls import (
     FILLED,
@@ -49,17 +48,13 @@ from coda_inductor.dynamo.attention.index_values import (
     negation,
     substitute,
 )
+from coda_inductor.graph.sizes import same
 from coda_inductor.matching import value
 from coda_inductor.refusal import refuse
 
 _POINTWISE = frozenset({"add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "where",
                         "masked_fill"})  # fmt: skip
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """Are two sizes, numbers or symbols, equal whatever the symbols stand for?"""
-    return bool(statically_known_true(left == right))
 
 
 class IndexProof:
@@ -124,7 +119,7 @@ class IndexProof:
         shape, dtype = value(node).shape, value(node).dtype
         if isinstance(result, Affine) and dtype != torch.int64:
             raise NotProvenError(f"its indices are {dtype}, not int64")
-        ones = {d - len(shape): Affine(0) for d, size in enumerate(shape) if same_size(size, 1)}
+        ones = {d - len(shape): Affine(0) for d, size in enumerate(shape) if same(size, 1)}
         result = substitute(result, ones)
         if isinstance(result, Affine) and not result.slopes:
             return constant(result.constant)
@@ -166,7 +161,7 @@ class IndexProof:
             raise NotProvenError(f"it computes with {known}, whose value is symbolic")
         inner = self.value(arg)
         for mine, wide in zip(reversed(known.shape), reversed(value(result).shape), strict=False):
-            if not same_size(mine, 1) and not same_size(mine, wide):
+            if not same(mine, 1) and not same(mine, wide):
                 raise NotProvenError("sizes are not known to be equal")
         return inner
 
@@ -202,7 +197,7 @@ class IndexProof:
             return inner
         old, new = (_wide(value(n).shape) for n in (node.args[0], node))
         sizes = zip(old.values(), new.values(), strict=False)
-        if len(old) != len(new) or not all(same_size(*pair) for pair in sizes):
+        if len(old) != len(new) or not all(same(*pair) for pair in sizes):
             raise NotProvenError("a reshape moves its elements")
         return substitute(inner, {o: index(n) for o, n in zip(old, new, strict=True)})
 
@@ -267,7 +262,7 @@ class IndexProof:
             if not isinstance(known := value(before), torch.Tensor) or known.dtype != torch.int64:
                 raise NotProvenError("it takes differences of numbers that are no integers")
             sizes = [1 if d - len(shape) == dim else size for d, size in enumerate(shape)]
-            if known.dim() != len(sizes) or not all(map(same_size, known.shape, sizes)):
+            if known.dim() != len(sizes) or not all(map(same, known.shape, sizes)):
                 raise NotProvenError("differences need sizes that match")
             first = substitute(inner, {dim: Affine(0)})
             if as_affine(first) - as_affine(self.value(before)) != Affine(inner.slope(dim)):
@@ -313,7 +308,7 @@ class IndexProof:
                 raise NotProvenError("it is indexed by other things than integer tensors")
             at = as_affine(at)
             whole = [d for d in range(-known.dim(), 0) if at == index(d)]
-            if at != Affine(0) and not any(same_size(known.shape[d], size) for d in whole):
+            if at != Affine(0) and not any(same(known.shape[d], size) for d in whole):
                 raise NotProvenError("it is indexed by numbers not known to be in range")
             by[dim - len(shape)] = at
         return substitute(inner, by)
@@ -345,4 +340,4 @@ _OPS: dict[str, Callable[[IndexProof, Node], Value]] = {
 def _wide(shape: torch.Size) -> dict[int, Any]:
     """Sizes that are not known to be 1, by dimension."""
     sizes = {d - len(shape): size for d, size in enumerate(shape)}
-    return {dim: size for dim, size in sizes.items() if not same_size(size, 1)}
+    return {dim: size for dim, size in sizes.items() if not same(size, 1)}

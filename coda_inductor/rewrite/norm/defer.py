@@ -53,10 +53,11 @@ def defer_norms(graph: Graph, record: Record) -> None:
             if norm.target is layer_norm:
                 means.stays(norm)
             continue
+        x = norm.args[0]  # the norm is gone after this
         deferred, products = defer(graph, norm, found)
         differentiate(graph, found, deferred, products, scope)
         if deferred.mean is not None:
-            means.note(norm.args[0], deferred.mean)
+            means.note(x, deferred.mean)
         prune(list(norm.users))
         scope.refresh(graph)
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))

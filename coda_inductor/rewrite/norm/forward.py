@@ -79,7 +79,7 @@ class Product:
 
 def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
     """Rewrite the forward pass of ``norm``, whose readers are ``found``. Returns the GEMMs that
-    follow too, in the order of their gradients; None where these cannot be told apart."""
+    follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target], norm.name)
     deferred = _statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivot)
     gradients = found.gradients(biased=found.pivot is not None)
@@ -93,7 +93,9 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
         prune([gemm])
     if gradients is None:
         return deferred, None
-    return deferred, [Product(*made[gemm], dz) for gemm, dz in gradients.items()]
+    # The order in which epilogues add their parts up, and so the keys of programs, hang on it.
+    order = gradients if found.pivot is None else sorted(gradients)
+    return deferred, [Product(*made[gemm], gradients[gemm]) for gemm in order]
 
 
 def _statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:
