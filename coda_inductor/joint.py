@@ -43,7 +43,7 @@ from coda_inductor.rewrite.views import reshapes_to_views
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select.policy import Policy
-from coda_inductor.semantic.define import DEFINITIONS, NAMES
+from coda_inductor.semantic.define import DEFINITIONS
 
 
 class JointPass(CustomGraphPass):
@@ -181,10 +181,10 @@ def decompose(graph: Graph, keep: Collection[object] = ()) -> None:
 
 
 def _decompose_one(graph: Graph, node: Node) -> None:
-    pattern = NAMES.get(node.target, node.target.__name__.split(".")[0])
-    rewritten = node.target not in NAMES and "norm" in pattern  # counted by its own pass
-    meta = None if rewritten else {"coda_pattern": (pattern, node.name)}
-    result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
+    definition = DEFINITIONS[node.target]
+    counted = not definition.counted_by_rewrite
+    meta = {"coda_pattern": (definition.name, node.name)} if counted else None
+    result = splice(graph, node, definition.function, node.args, like=node, meta=meta)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     else:

@@ -11,8 +11,12 @@ from harness import Harness
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor import patterns
 from coda_inductor.fuse import driver
 from coda_inductor.select.policy import Policy, Verdict
+
+#: The op of the built-in pattern.
+swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
 
 # A wrong rewrite is off by far more than the rounding of a sum in another order.
 TOLERANCE = {

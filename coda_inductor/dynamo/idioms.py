@@ -87,7 +87,10 @@ def _refusal(
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         return f"{dual} differentiates forward, and semantic ops only go backward"
-    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
+    if (reason := _hazard(match, epoch)) is not None:
+        return reason
+    refusal = pattern.refusal(match)
+    return _mismatch(pattern, match) if refusal is None else refusal.text
 
 
 def _where(error: Exception) -> str:

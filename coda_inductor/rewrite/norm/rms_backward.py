@@ -129,7 +129,7 @@ def _apply(
     the scale and the dot may end up in an epilogue while these do not. ``early`` says that the row
     scale is in the dz already."""
     put = Put(graph, like=backward, pattern=("rms_norm_backward", backward.name))
-    s, x, weight, _, need_dx, need_dweight = backward.args
+    s, x, weight, _, (need_dx, need_dweight) = backward.args
     wide, d = fake(scales.rstd).dtype, fake(x).shape[-1]
     sw, xw = put.cast(s, wide), put.cast(x, wide)
     if not early:
