@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.formulas import FORMULAS, number
-from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.define import DEFINITIONS, isolated
 
 aten = torch.ops.aten
 
@@ -108,7 +108,8 @@ class Exact(Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         if func in DEFINITIONS:
-            return DEFINITIONS[func].function(*args, **kwargs)
+            with isolated():
+                return DEFINITIONS[func].function(*args, **kwargs)
         if name.endswith("_") and (into := getattr(aten, name[:-1], None)) is not None:
             plain = getattr(into, func._overloadname)
             return cls._write(args[0], plain(*args, **kwargs))

@@ -120,7 +120,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
-        with _isolated():
+        with isolated():
             results = function(*arguments)
             return tree_map(lambda r: r.clone() if _storage(r) in taken else r, results)
 
@@ -128,7 +128,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """As if called at top level: a dispatch mode around the call has seen the op, and in its
     handler functorch's keys are off, without which there is no gradient inside a kernel."""
     full = torch._C._dispatch_keyset_full()
