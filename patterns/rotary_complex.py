@@ -60,11 +60,18 @@ PATTERN = Pattern(
     conditions=(_shapes,),
     example=(
         {
-            "x": (2, 3, 1, 4), "b": 2, "t": 3, "h": 1, "first": 3,
+            "x": (2, 3, 1, 4),
+            "b": 2,
+            "t": 3,
+            "h": 1,
+            "first": 3,
             "turns": torch.ones(1, 3, 1, 2, dtype=torch.complex128),
         },
         {
-            "x": (3, 1, 4), "t": 3, "h": 1, "first": 2,
+            "x": (3, 1, 4),
+            "t": 3,
+            "h": 1,
+            "first": 2,
             "turns": torch.ones(3, 1, 2, dtype=torch.complex128),
         },
     ),

@@ -57,11 +57,12 @@ def define(
 
     Args:
         schema: results after the first are named: statistics, which have no gradient.
-        function: also serves fake tensors, where no ``fake`` is given.
-        gradient: a semantic op or a function, returning one gradient for each input named in
-            ``of``. Its first parameter is the gradient of the op's first result; the others are
-            named like the op's inputs and statistics, or ``needs``: a list that says which of the
-            gradients are wanted. One that is not may be anything.
+        function: what the op computes.
+        gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
+            result; the others are named like the op's inputs and statistics, or ``needs``: a list
+            that says which gradients are wanted. One that is not may be anything.
+        of: the inputs that ``gradient`` returns one for each.
+        fake: computes shapes and dtypes, where ``function`` cannot.
         name: see :class:`Definition`; by default the op's own.
         pointwise: whether each element of the results depends on those at its place only.
         counted_by_rewrite: see :class:`Definition`.

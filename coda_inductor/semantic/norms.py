@@ -32,8 +32,8 @@ def rms_norm_backward_definition(
     """Gradients of RMSNorm: dx, shaped and typed like x, and dweight, like weight.
 
     With ``n = x * rstd`` and ``p = dy * weight``: ``dx = rstd * (p - n * mean(p * n, -1))`` and
-    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). ``needs`` says
-    which of the two are wanted; the other comes back as an empty tensor.
+    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). ``needs``
+    says which of the two are wanted; the other comes back as an empty tensor.
     """
     normalized = x.to(rstd.dtype) * rstd
     wide = dy.to(rstd.dtype)

@@ -312,7 +312,7 @@ def test_idioms_of_a_norm_are_compared_element_by_element():
 
     how = {"result": 0, "example": {"x": (2, 3)}}
     assert prove(of_op(rms_norm, norm_of_rows, arguments, **how))
-    with pytest.raises(PatternError, match="not_centered = .* they differ"):
+    with pytest.raises(PatternError, match=r"not_centered = .* they differ"):
         prove(of_op(rms_norm, not_centered, arguments, **how))
 
 

@@ -12,7 +12,7 @@ import operator
 import random
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from coda_inductor.patterns.exact import Exact
 from coda_inductor.program import EpilogueProgram, reference
-from coda_inductor.semantic.loss import row_logsumexp
 from coda_inductor.tracing import trace
 
 aten = torch.ops.aten
@@ -47,8 +46,8 @@ _unknown = Unknown()
 
 
 def _exp(x: Fraction) -> Fraction:
-    """What programs use of it: exp(-x) = 1 / exp(x)."""
-    return _unknown["exp", x] if x >= 0 else 1 / _unknown["exp", -x]
+    """What programs use of it: it is positive, and exp(-x) = 1 / exp(x)."""
+    return abs(_unknown["exp", x]) if x >= 0 else 1 / _exp(-x)
 
 
 def _sigmoid(x: Fraction) -> Fraction:
@@ -59,27 +58,26 @@ def _silu_backward(dy: Fraction, x: Fraction) -> Fraction:
     return dy * _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
-def _emptied(_cls: Any, *sizes: Any, **_: Any) -> Any:
-    return torch.zeros(sizes[0], dtype=torch.float64)
-
-
 class Kernels(Exact):
-    """Exact tensors that also know our custom ops, as kernels run them."""
+    """Exact tensors that also know our custom ops, as kernels run them, and results that are
+    written where they shall be."""
+
+    specials: ClassVar = {**Exact.specials}
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        into = (kwargs or {}).pop("out", None)
-        if into is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        overload = {"out": "default", "IntList_out": "dim_IntList"}[func._overloadname]
-        name = func._schema.name.partition("::")[2]
-        return cls._write(into, getattr(getattr(aten, name), overload)(*args, **kwargs))
+        kwargs = dict(kwargs or {})
+        if (into := kwargs.pop("out", None)) is not None:
+            overload = {"out": "default", "IntList_out": "dim_IntList"}[func._overloadname]
+            name = func._schema.name.partition("::")[2]
+            return into.write(getattr(getattr(aten, name), overload)(*args, **kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Rational(Kernels):
     """A tensor of fractions."""
 
-    formulas = {
+    formulas: ClassVar = {
         **Exact.formulas,
         **{name: _unknown.function(name) for name in ("rsqrt", "sqrt", "log", "tanh")},
         "exp": _exp,
@@ -168,8 +166,7 @@ def largest(_cls: Any, x: Exact, dims: Any, keepdim: bool = False) -> Exact:
     )
 
 
-Kernels.specials = {
-    **Exact.specials,
+Kernels.specials |= {
     "amax": largest,
     "gemm_epilogue": gemm_epilogue,
     "linear_cross_entropy_backward": sliced_backward,

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import swiglu
-from rationals import after, copied, joint, results
+from rationals import after, joint, results
 
-from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.rewrite.norm.defer import defer_norms
