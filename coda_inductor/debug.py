@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The debug folder of a compiled graph, and its artifacts for tlparse.
 
-One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program
-and generated kernel source.
+One folder a graph: the graph at each stage as readable Python, what each pass changed, the table of
+GEMMs, every program and generated kernel source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from torch._logging import trace_structured
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from coda_inductor.codegen.render import render
 from coda_inductor.errors import KernelError, OptionError
@@ -26,21 +27,26 @@ _numbers = itertools.count()
 STAGES = ("0_before", "1_raised", "2_traced", "3_rewritten", "4_fused")
 
 
-class Recorder:
-    """Collects what happens to one graph; writes files only when debugging is on."""
+class DebugFolder:
+    """The debug output of one graph called ``name``, in a fresh folder below ``parent``; without
+    one, only torch's structured trace gets it.
 
-    def __init__(self, name: str, folder: str | None):
-        self.report = GraphReport(name)
-        self.folder: Path | None = None
-        if folder is not None:
-            self.folder = _fresh(Path(folder), name)
-            self.report.folder = str(self.folder)
+    Attributes:
+        path: of the folder; empty without one.
+
+    Raises:
+        OptionError: no folder can be made.
+    """
+
+    def __init__(self, name: str, parent: str | None):
+        self.folder = None if parent is None else _fresh(Path(parent), name)
+        self.path = "" if self.folder is None else str(self.folder)
+        self._passes: list[list[str]] = []
+        if self.folder is not None:
             logger.warning("coda_inductor writes its debug output to %s", self.folder)
 
-    def graph(self, stage: str, gm: GraphModule | None) -> None:
+    def graph(self, stage: str, gm: GraphModule) -> None:
         """Write ``gm`` as readable Python, and hand it to torch's structured trace."""
-        if gm is None:
-            return
 
         def text() -> str:
             source = gm.print_readable(print_output=False, include_stride=True)
@@ -59,15 +65,36 @@ class Recorder:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text() if callable(text) else text)
 
-    def finish(self) -> None:
-        """Write the table of GEMMs and one file a program: the program, then its kernel source."""
-        self.write("gemms.txt", lambda: self.report.table() + "\n")
+    def begin(self, *, again: bool) -> None:
+        """A list of passes begins; ``again``, once more, for one has failed."""
+        if again:
+            self._passes.pop()
+        self._passes.append([])
+
+    def ops(self, graph: Graph) -> Counter[str]:
+        """How often each op occurs in ``graph``; empty where no folder is written."""
+        if self.folder is None:
+            return Counter()
+        return Counter(str(n.target) for n in graph.nodes if n.op.startswith("call"))
+
+    def passed(self, name: str, before: Counter[str], graph: Graph) -> None:
+        """Note what a pass changed: each op's number before and after it."""
+        after = self.ops(graph)
+        changed = sorted(op for op in before | after if before[op] != after[op])
+        lines = [f"  {op}: {before[op]} -> {after[op]}" for op in changed]
+        self._passes[-1] += [name, *(lines or ["  no change in number"])]
+
+    def finish(self, report: GraphReport) -> None:
+        """Write the table of GEMMs, what each pass changed, and one file a program: the program,
+        then its kernel source."""
+        self.write("passes.txt", lambda: "\n".join(itertools.chain(*self._passes)) + "\n")
+        self.write("gemms.txt", lambda: report.table() + "\n")
         trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": "coda_gemms", "encoding": "string"},
-            payload_fn=self.report.table,
+            payload_fn=report.table,
         )
-        programs = {s.program.key: s.program for s in self.report.sites if s.program is not None}
+        programs = {s.program.key: s.program for s in report.sites if s.program is not None}
         for key, program in programs.items():
             self.write(f"programs/{key}.txt", f"{program}\n")
             self.write(f"programs/{key}.json", program.to_json())

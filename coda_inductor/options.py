@@ -28,7 +28,7 @@ class Options:
         strict: raise :class:`~coda_inductor.errors.FallbackError` where a fallback would happen.
         patterns: extra pattern files, or folders of them, tried before the built-in ones (also
             ``CODA_PATTERNS``, separated by ``os.pathsep``, but not under ``python -I``).
-        disable: pattern names that must not fire.
+        disable: names of patterns, passes or counters that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         reference: run every fused site through the reference executor even where kernels exist,
@@ -37,7 +37,7 @@ class Options:
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
         keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by
-            default: an activation is then computed again in the epilogue of the gradient behind it,
+            default: an activation is then computed again in the epilogue of the gradient's GEMM,
             which takes less memory and, at small widths, a little more time.
         inductor: options of Inductor's own, passed on.
     """

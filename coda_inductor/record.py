@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from coda_inductor.debug import DebugFolder
 from coda_inductor.log import logger
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal
@@ -30,9 +31,11 @@ class Record:
 
     Attributes:
         options: the user's.
-        report: what people read later: GEMMs and refusals.
-        policy: what may and should be fused; set before the passes on aten graphs run.
+        name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
+        report: what people read later: GEMMs and refusals.
+        policy: what may and should be fused; the first pass on an aten graph sets it.
+        folder: where debug output goes.
         fired: how often each rewrite fired, by the name that counters have for it.
         around: what to wrap around the compiled graph, first one innermost.
         failed: something that the next process may be able to do could not be done (a compiler that
@@ -40,12 +43,21 @@ class Record:
     """
 
     options: Options
-    report: GraphReport = field(default_factory=lambda: GraphReport("graph"))
-    policy: Policy | None = None
+    name: str = "graph"
     dry: bool = False
+    report: GraphReport = field(init=False)
+    folder: DebugFolder = field(init=False)
+    policy: Policy = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
     around: list[Around] = field(default_factory=list)
     failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.report = GraphReport(self.name)
+        debug = self.options.debug and not self.dry
+        self.folder = DebugFolder(self.name, self.options.debug_dir if debug else None)
+        self.report.folder = self.folder.path
+        self.policy = Policy(self.options, dry=self.dry)
 
     def enabled(self, name: str) -> bool:
         """Is ``name``, a pass, a pattern or a counter, not disabled?"""

@@ -48,6 +48,10 @@ class Refusal:
         """The same cause, told of something larger: ``text`` with ``{}`` for this text."""
         return replace(self, text=text.replace("{}", self.text))
 
+    def failing(self) -> Refusal:
+        """The same, a failure: somebody asked for what cannot be had."""
+        return replace(self, failure=True)
+
     def excused(self) -> Refusal:
         """The same, no failure: nothing is lost."""
         return replace(self, failure=False)

@@ -29,6 +29,7 @@ _DO = {
     "as Inductor would have had it.",
     "condition": "A side condition of the pattern file does not hold; its docstring says which it "
     "has.",
+    "pattern-failed": "The pattern file raised: mend it at the line that the message names.",
     "disabled": "Take the name out of options['disable'].",
     "no-kernels-on-device": f"{_HOPPER}: this device runs the programs as plain torch ops.",
     "reference-asked": "Leave options['reference'] out, to have kernels.",
@@ -68,8 +69,8 @@ _DO = {
     "it. Where logits are returned beside a loss, the last norm's result is kept for their "
     "gradient: nothing to do.",
     "norm-reshaped": "Split into heads after the projection, not between norm and projection.",
-    "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, exclude "
-    "none of them.",
+    "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, "
+    "exclude none of them.",
     "norm-gradient": "Something else than projections takes part in this norm's gradient (a hook, "
     "a second loss): it works without.",
     "layer-norm-wide": "Run the model in bfloat16, its residual stream too: in float32 the norm is "
@@ -167,6 +168,7 @@ _NOTHING = {
     "mask-lengths": "with other queries than keys, causal means something else to SDPA",
     "mask-bias": "the mask is a bias, which SDPA adds",
     "mask-random": "the mask is another one at every call",
+    "mask-large": "the mask is too large to be evaluated while compiling, and its proof fails",
     "mask-unknown": "the mask's values are not known while compiling",
 }
 

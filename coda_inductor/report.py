@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tabulate import tabulate
 
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,14 @@ class Estimate:
         fused_us: the generated kernel; None where there can be none, or nothing is fused.
         measured: the shipped measurements hold this (N, K); else a model fitted to them says so.
         config: the config that the kernel would have.
-        refusal: why it would not run as a kernel on an H100; empty if it would.
+        refusal: why it would not run as a kernel on an H100; None if it would.
     """
 
     unfused_us: float
     fused_us: float | None = None
     measured: bool = False
     config: str = ""
-    refusal: str = ""
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class SiteReport:
             is that of all terms together where several GEMMs are summed in one.
         patterns: names of the patterns whose work it absorbed.
         absorbed: the graph ops that now run on its accumulator tile.
-        bytes_before: bytes read and written by the GEMM and by one elementwise kernel behind it
+        bytes_before: bytes read and written by the GEMM and by one elementwise kernel after it
             that does what was absorbed, each tensor counted once a kernel (no cache, no retries).
         bytes_after: the same for the fused kernel, also where the program runs as plain ops
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        stopped: where the epilogue ended and why, as ``"op: reason"``; fused sites only.
+        stops: where the epilogue ended and why, ``what`` being the op; fused sites only.
         estimate: expected times; only ``coda_inductor.explain`` asks for them.
         how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
-        reason: why it is not fused, or why not as a kernel; empty otherwise.
+        refusal: why it is not fused, or why not as a kernel; None otherwise.
         program: the epilogue program; None when not fused.
         config: tile and cluster shape of the kernel, e.g. ``128x192:2x1:pp``.
     """
@@ -59,18 +60,28 @@ class SiteReport:
     patterns: tuple[str, ...] = ()
     absorbed: tuple[str, ...] = ()
     how: str = "unfused"
-    reason: str = ""
+    refusal: Refusal | None = None
     program: EpilogueProgram | None = None
     config: str = ""
     bytes_before: int = 0
     bytes_after: int = 0
     role: str = "forward"
-    stopped: tuple[str, ...] = ()
+    stops: tuple[Refusal, ...] = ()
     estimate: Estimate | None = None
 
     @property
     def fused(self) -> bool:
         return self.how != "unfused"
+
+    @property
+    def reason(self) -> str:
+        """Why it is not fused, or why not as a kernel, for people; empty otherwise."""
+        return "" if self.refusal is None else self.refusal.text
+
+    @property
+    def stopped(self) -> tuple[str, ...]:
+        """Where the epilogue ended and why, as ``"op: reason"``."""
+        return tuple(f"{stop.what}: {stop.text}" for stop in self.stops)
 
     @property
     def bytes_saved(self) -> int:
@@ -81,12 +92,17 @@ class SiteReport:
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs and the near misses of the raise pass."""
+    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
-    near_misses: list[str] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
+
+    @property
+    def near_misses(self) -> list[str]:
+        """The refusals as lines of text: ``rms_norm at model.norm: no GEMM reads it``."""
+        return [str(refusal) for refusal in self.refusals]
 
     @property
     def bytes_saved(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from harness import Harness
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor import patterns
-from coda_inductor.fuse import driver
-from coda_inductor.select.policy import Policy, Verdict
+from coda_inductor import patterns, pipeline
+from coda_inductor.fuse import lower
+from coda_inductor.select.choice import Choice
+from coda_inductor.select.policy import Policy
 
 #: The op of the built-in pattern.
 swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
@@ -121,8 +123,22 @@ def reasons(harness: Harness) -> str:
 def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
     """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
     then have several tiles, and the op's own CPU implementation runs."""
-    monkeypatch.setattr(Policy, "judge", lambda *_: Verdict("kernel", config=config))
-    monkeypatch.setattr(driver.pool, "wait", dict.fromkeys)  # every request: no error
+    monkeypatch.setattr(Policy, "judge", lambda *_: Choice("kernel", config))
+    monkeypatch.setattr(lower.pool, "wait", dict.fromkeys)  # every request: no error
+
+
+def replace_pass(monkeypatch: Any, name: str, run: Any) -> Any:
+    """Let ``run(function)`` take the place of the function of the pass ``name``; returns it."""
+    made = None
+    for stage in ("ON_DYNAMO", "ON_ATEN"):
+        passes = list(getattr(pipeline, stage))
+        for i, each in enumerate(passes):
+            if each.name == name:
+                made = run(each.run)
+                passes[i] = dataclasses.replace(each, run=made)
+        monkeypatch.setattr(pipeline, stage, tuple(passes))
+    assert made is not None, "a pass has that name"
+    return made
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

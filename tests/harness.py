@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from coda_inductor.backend import raise_pass
-from coda_inductor.debug import Recorder
-from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
+from coda_inductor.pipeline import on_aten, on_dynamo
+from coda_inductor.record import Record
 from coda_inductor.tracing import trace
 
 
@@ -29,7 +28,7 @@ class Harness:
 
     def __init__(self, **options: Any):
         self.options = parse(None, {"strict": True, **options})
-        self.recorder = Recorder("test", None)
+        self.record = Record(self.options, "test")
         self.graph: torch.fx.Graph | None = None
         self.parts: list[torch.fx.Graph] = []
         self.saved: list[torch.fx.Node] = []
@@ -46,10 +45,10 @@ class Harness:
         return around(traced.call)
 
     def _raise(self, gm: torch.fx.GraphModule) -> Any:
-        return raise_pass(gm, self.options, self.recorder)
+        return on_dynamo(gm, self.record)
 
     def _rewrite(self, graph: torch.fx.Graph) -> None:
-        JointPass(self.options, self.recorder)(graph)
+        on_aten(graph, self.record)
 
     def train(self, function: Any, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Any:
         """Compile ``function`` with this backend and call it once, ready for a backward pass."""
@@ -70,7 +69,7 @@ class Harness:
 
     @property
     def report(self):
-        return self.recorder.report
+        return self.record.report
 
     @property
     def fused(self) -> list[Any]:

@@ -17,6 +17,7 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
+from checking import replace_pass
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -25,12 +26,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 import coda_inductor
-from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, report
+from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, pipeline, report
 from coda_inductor.backend import coda
 from coda_inductor.cache_dir import cache_dirs, private_dir
-from coda_inductor.debug import Recorder
+from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
+from coda_inductor.record import Record
 
 D = 8
 
@@ -161,7 +163,7 @@ def test_debug_folders_never_overwrite_each_other(tmp_path):
 def test_debug_folder_that_another_rank_makes_first_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(debug, "_numbers", itertools.count())
     (tmp_path / "graph_000").symlink_to("nowhere")  # mkdir meets what exists() has not seen
-    assert Recorder("graph", str(tmp_path)).folder == tmp_path / "graph_001"
+    assert DebugFolder("graph", str(tmp_path)).folder == tmp_path / "graph_001"
 
 
 @pytest.mark.usefixtures("light")
@@ -196,7 +198,7 @@ def test_log_shows_decisions_and_refusals(messages):
 
     run(function, torch.randn(3, D), torch.randn(D, D))
     text = "\n".join(messages)
-    assert "DEBUG raise: rms_norm at" in text
+    assert "DEBUG rms_norm at" in text
     assert "refused: its input is not made by a GEMM" in text
     assert "DEBUG fuse: mm reference: relu" in text
     assert warnings_of(messages) == []
@@ -206,25 +208,20 @@ def broken(*args, **kwargs):
     raise IndexError("a bug of ours")
 
 
-# Where our own code may fail: attribute, then what the warning must name.
-PASSES = {
-    "raise": (backend, "raise_idioms", "raising idioms"),
-    "rewrite": (joint, "defer_norms", "the whole graph"),
-    "fuse": (joint, "fuse_gemms", "the whole graph"),
-}
+#: Where our own code may fail.
+PASSES = ["idioms", "norm", "fuse"]
 
 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("name", PASSES)
 def test_failing_pass_warns_once_and_the_model_stays_correct(name, monkeypatch, messages):
-    module, attribute, site = PASSES[name]
-    monkeypatch.setattr(module, attribute, broken)
+    replace_pass(monkeypatch, name, lambda _: broken)
     model = Block().double()
     for rows in (3, 4):
         torch._dynamo.reset()
         torch.testing.assert_close(*run(model, torch.randn(rows, D).double()))
     (warning,) = warnings_of(messages)
-    assert site in warning
+    assert f"pass {name} " in warning
     assert "IndexError" in warning
     assert "a bug of ours" in warning
     assert "rms_norm" not in counters["coda"]
@@ -233,8 +230,7 @@ def test_failing_pass_warns_once_and_the_model_stays_correct(name, monkeypatch, 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("name", PASSES)
 def test_strict_raises_where_a_pass_fails(name, monkeypatch):
-    module, attribute, _ = PASSES[name]
-    monkeypatch.setattr(module, attribute, broken)
+    replace_pass(monkeypatch, name, lambda _: broken)
     with pytest.raises(Exception, match="a bug of ours") as caught:
         run(Block(), torch.randn(3, D), strict=True)
     assert isinstance(inner(caught), FallbackError)
@@ -242,19 +238,19 @@ def test_strict_raises_where_a_pass_fails(name, monkeypatch):
 
 @pytest.mark.usefixtures("light")
 def test_half_rewritten_graph_is_restored(monkeypatch):
-    def half_done(graph, policy):
+    def half_done(graph, record):
         node = next(n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor)
         node.replace_all_uses_with(node.args[0])  # the residual is lost
         graph.erase_node(node)
         raise IndexError("a bug of ours")
 
-    monkeypatch.setattr(joint, "fuse_gemms", half_done)
+    replace_pass(monkeypatch, "fuse", lambda _: half_done)
     torch.testing.assert_close(*run(Block().double(), torch.randn(3, D).double()))
 
 
 @pytest.mark.usefixtures("light")
 def test_failing_pass_leaves_training_graphs_trainable(monkeypatch):
-    monkeypatch.setattr(joint, "training", broken)
+    monkeypatch.setattr(pipeline, "training", broken)
     model, x = Block().double(), torch.randn(3, D).double()
     torch.compile(model, backend=coda)(x).sum().backward()
     ours = [p.grad.clone() for p in model.parameters()]
@@ -348,7 +344,7 @@ def test_whatever_inductor_takes_as_a_pass_works(kind):
 
 
 def uuid(before=None, **options):
-    return JointPass(parse(None, options), Recorder("test", None), before).uuid()
+    return JointPass(Record(parse(None, options)), before).uuid()
 
 
 def test_uuid_is_the_same_for_the_same():

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from coda_inductor.backend import raise_pass
-from coda_inductor.debug import Recorder
-from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.prove import parameters
+from coda_inductor.pipeline import on_aten, on_dynamo
+from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
 from coda_inductor.tracing import trace
 
@@ -113,8 +112,8 @@ def try_out(
     counters["coda"].clear()
     rewritten = _run(torch.compile(model, backend=backend), model, x)
     rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])
-    rewritten.left, rewritten.refused = backend.left, backend.recorder.report.near_misses
-    rewritten.sites = list(backend.recorder.report.sites)
+    rewritten.left, rewritten.refused = backend.left, backend.record.report.near_misses
+    rewritten.sites = list(backend.record.report.sites)
     return rewritten, _run(model, model, x)
 
 
@@ -133,14 +132,12 @@ class _Passes:
     def __init__(self, pattern: Pattern, path: str):
         self.pattern, self.raised = pattern, 0
         self.left: list[str] = []
-        self.options = parse(None, {"strict": True, "patterns": [path]})
-        self.recorder = Recorder("check", None)
+        self.record = Record(parse(None, {"strict": True, "patterns": [path]}), "check")
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        around = raise_pass(gm, self.options, self.recorder)
+        around = on_dynamo(gm, self.record)
         self.raised += sum(node.target is self.pattern.op for node in gm.graph.nodes)
-        joint = JointPass(self.options, self.recorder)
-        traced = trace(gm, inputs, joint)
+        traced = trace(gm, inputs, lambda graph: on_aten(graph, self.record))
         for node in traced.whole.nodes:
             name, _ = node.meta.get("coda_pattern", ("", ""))
             if name.startswith(self.pattern.name) and torch.Tag.pointwise in node.target.tags:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass 1, raise: idioms in Dynamo's torch-level graph become semantic ops.
+"""Idioms in Dynamo's torch-level graph become semantic ops.
 
 Before::
 
@@ -20,46 +20,38 @@ from __future__ import annotations
 
 import operator
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor import patterns
 from coda_inductor.graph.sizes import same
-from coda_inductor.log import logger, warn_once
+from coda_inductor.log import logger
 from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
 from coda_inductor.patterns import Pattern
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
 
-_PACKAGE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A near miss: the pattern matched at ``node`` but must not fire."""
-
-    pattern: str
-    node: str
-    reason: str
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def raise_idioms(gm: GraphModule, patterns: Iterable[Pattern]) -> list[Refusal]:
-    """Replace every idiom of ``patterns`` in ``gm`` and in its checkpointed regions, in place.
-
-    Returns the near misses. Tensors keep shapes, dtypes and devices; parameters are untouched.
-    """
-    refusals: list[Refusal] = []
+def raise_idioms(graph: Graph, record: Record) -> None:
+    """Replace every idiom of every enabled pattern in ``graph`` and its checkpointed regions, in
+    place. Tensors keep shapes, dtypes and devices; parameters are untouched."""
+    gm, options = graph.owning_module, record.options
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
+    known = patterns.load(options.patterns, strict=options.strict)
     dual = forward_mode(gm)
     for body in bodies(gm):
-        for pattern in patterns:
-            refusals += _raise_one(body.graph, pattern, dual)
+        for pattern in known:
+            if record.enabled(pattern.name):
+                raise_one(body.graph, pattern, record, dual)
         body.module.recompile()
-    return refusals
 
 
-def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal]:
-    refusals = []
+def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None = None) -> None:
+    """Replace every idiom of ``pattern`` in one graph; ``dual`` names a call that goes forward."""
     epoch = epochs(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(list(graph.nodes)):
@@ -67,30 +59,25 @@ def _raise_one(graph: Graph, pattern: Pattern, dual: str | None) -> list[Refusal
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
-            reason = None if match is None else _refusal(pattern, match, epoch, dual)
+            why = None if match is None else _refusal(pattern, match, epoch, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
-            reason = f"the pattern itself failed: {cause}"
-            warn_once(f"pattern {pattern.name}", reason)
+            why = refuse("pattern-failed", f"the pattern itself failed: {cause}", failure=True)
             logger.debug("traceback", exc_info=True)
-        if reason is not None:
-            logger.debug("raise: %s at %s refused: %s", pattern.name, root.name, reason)
-            refusals.append(Refusal(pattern.name, root.name, reason))
+        if why is not None:
+            record.refuse(pattern.name, root.name, why)
         elif match is not None:
             _replace(graph, pattern, match, epoch)
-    return refusals
 
 
 def _refusal(
     pattern: Pattern, match: Match, epoch: dict[Node, int], dual: str | None
-) -> str | None:
+) -> Refusal | None:
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
-        return f"{dual} differentiates forward, and semantic ops only go backward"
-    if (reason := _hazard(match, epoch)) is not None:
-        return reason
-    refusal = pattern.refusal(match)
-    return _mismatch(pattern, match) if refusal is None else refusal.text
+        text = f"{dual} differentiates forward, and semantic ops only go backward"
+        return refuse("forward-mode", text)
+    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
 
 
 def _where(error: Exception) -> str:
@@ -101,23 +88,25 @@ def _where(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _hazard(match: Match, epoch: dict[Node, int]) -> str | None:
+def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
     covered = set(match.nodes) | set(match.casts)
     if len({epoch[n] for n in covered}) != 1:
-        return "an in-place op or a grad/autocast mode change lies between its nodes"
+        text = "an in-place op or a grad/autocast mode change lies between its nodes"
+        return refuse("mutation", text)
     leaves = {n for n in match.casts if n.args[0] in match.bound.values()}
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
-        return f"{wide.name} makes it float64, which its input is not"
+        return refuse("float64-mixed", f"{wide.name} makes it float64, which its input is not")
     bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
     inputs = {t.dtype for t in bound if t.is_floating_point()}
     if torch.float64 in inputs and len(inputs) > 1:
-        return "it mixes float64 with another type, which decides what is computed in which"
+        text = "it mixes float64 with another type, which decides what is computed in which"
+        return refuse("float64-mixed", text)
     for node in match.inner:
         if node in leaves:
             continue  # a widened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
-            return f"its intermediate {node.name} is used elsewhere"
+            return refuse("intermediate-used", f"its intermediate {node.name} is used elsewhere")
     return None
 
 
@@ -132,22 +121,24 @@ def _fake(arg: object) -> object:
     return value(arg) if isinstance(arg, Node) else arg
 
 
-def _mismatch(pattern: Pattern, match: Match) -> str | None:
+def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     """Run the op on the recorded fake values: its result must be what the idiom's was."""
     want = value(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
-        return "no fake value is recorded"
+        return refuse("not-recorded", "no fake value is recorded")
     with mode:
         have = pattern.call(*map(_fake, pattern.arguments(match)))
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
-            return f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
+            text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
+            return refuse("result-dtype" if what == "dtype" else "not-recorded", text)
     # A view or an as_strided of the result counts on them.
     strides = [x.stride() for x in (want, have)]
     wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
     if not all(same(strides[0][i], strides[1][i]) for i in wider):
-        return f"stride would change from {strides[0]} to {strides[1]}"
+        text = f"stride would change from {strides[0]} to {strides[1]}"
+        return refuse("not-recorded", text)
     return None
 
 

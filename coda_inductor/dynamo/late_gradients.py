@@ -32,10 +32,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.graph.sizes import hint
 from coda_inductor.matching import changes, normalize, value
+from coda_inductor.record import Record
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 
 LEAST_BYTES = 2 * SLICE_BYTES
@@ -82,9 +83,11 @@ class _Head(NamedTuple):
     cap: float
 
 
-def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
-    """Detach such outputs of ``gm``, in place. Returns what to wrap around the compiled graph, so
-    that it takes and returns what it did before."""
+def separate(graph: Graph, record: Record) -> None:
+    """Detach such outputs of ``graph``, in place. The record gets what to wrap around the compiled
+    graph, so that it takes and returns what it did before."""
+    gm = graph.owning_module
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
     output = next(n for n in gm.graph.nodes if n.op == "output")
     results = list(output.args[0])
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -108,7 +111,8 @@ def separate(gm: GraphModule) -> Callable[[Compiled], Compiled]:
         found.append((place, inputs.index(head.w), bias, head.cap))
     output.args = (tuple(results),)
     gm.recompile()
-    return lambda compiled: _wrap(compiled, found) if found else compiled
+    if found:
+        record.around.append(lambda compiled: _wrap(compiled, found))
 
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:

@@ -115,7 +115,7 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     """What an H100 would make of it, by the cost model that the gate asks."""
     if options.gate == "auto" and (small := gate.host_bound(_shapes(graphs))) is not None:
         return f"On an H100 the gate would leave all of it to Inductor: {small}."
-    refused = Counter(s.estimate.refusal for s in result.fused if s.estimate)
+    refused = Counter(str(s.estimate.refusal or "") for s in result.fused if s.estimate)
     kernels_ = refused.pop("", 0)
     if not refused:
         return "On an H100 all of them would run as kernels."

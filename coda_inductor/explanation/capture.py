@@ -19,11 +19,10 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch.fx import GraphModule
 
-from coda_inductor.backend import raise_pass
-from coda_inductor.debug import Recorder
 from coda_inductor.errors import ExplainError
-from coda_inductor.joint import JointPass
 from coda_inductor.options import Options
+from coda_inductor.pipeline import on_aten, on_dynamo
+from coda_inductor.record import Record
 from coda_inductor.report import GraphReport
 from coda_inductor.tracing import Traced, trace
 
@@ -62,11 +61,10 @@ class _Backend:
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
-        recorder = Recorder(f"graph {len(self.found)}", None)
-        around = raise_pass(gm, self.options, recorder, dry=True)
-        joint = JointPass(self.options, recorder, dry=True)
-        ours = trace(gm, inputs, joint)
-        self.found.append(Captured(stock, ours, recorder.report))
+        record = Record(self.options, f"graph {len(self.found)}", dry=True)
+        around = on_dynamo(gm, record)
+        ours = trace(gm, inputs, lambda graph: on_aten(graph, record))
+        self.found.append(Captured(stock, ours, record.report))
         if self.stop:
             raise _Enough
         return around(gm.forward)

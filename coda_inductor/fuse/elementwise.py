@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -134,3 +135,8 @@ REDUCTIONS: dict[Any, str] = {
     aten.amax.default: "max",
     row_logsumexp: "logsumexp",
 }
+
+
+def computes(node: Node) -> bool:
+    """Is the op of ``node`` one that an epilogue can compute, its operands permitting?"""
+    return node.target in LOWERINGS

@@ -25,6 +25,8 @@ from coda_inductor.graph.edit import insert, settle, splice
 from coda_inductor.graph.nodes import ALIASES, aten, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.refusal import refuse
+from coda_inductor.runtime import op
 from coda_inductor.semantic.loss import row_logsumexp
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -39,12 +41,12 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
     first = max(inputs)
-    behind = first.next
-    with graph.inserting_before(behind):
+    end = first.next
+    with graph.inserting_before(end):
         as_, bs = factors(graph, region)
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
         args = (as_, bs, operands, program.to_json(), config)
-        call = insert(graph, torch.ops.coda_inductor.gemm_epilogue.default, args, like=anchor)
+        call = insert(graph, op.OP, args, like=anchor)
         outputs = [
             insert(graph, operator.getitem, (call, i), like=anchor)
             for i in range(len(program.outputs))
@@ -57,7 +59,7 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
             new = _finalize(graph, region, partials[reduce.name], node)
             node.replace_all_uses_with(new)
     new, node = [], first.next
-    while node is not behind:
+    while node is not end:
         new.append(node)
         node = node.next
     for node in sorted((*region.values, *region.reduces), reverse=True):
@@ -117,7 +119,7 @@ def _twice(graph: Graph, node: Node, region: Region) -> Node:
 
 def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:
     """Let everything outside that reads one of ``nodes`` (one value, in dtypes and shapes of its
-    own) read ``output`` instead. What shared memory still does, and what did not does not."""
+    own) read ``output`` instead. Two tensors share memory afterwards if they did before."""
     inside = {*region.values, *region.reduces}
     tensors: dict[Node, Node] = {}
     for node in nodes:
@@ -175,4 +177,5 @@ def _sizes(node: Node, region: Region) -> list[Any]:
         makes_shape = view.target in _VIEWS and same(fake(view).shape, shape)
         if makes_shape:
             return list(view.args[1])
-    raise NoRegionError(f"no view in the region makes the symbolic shape {tuple(shape)}")
+    text = f"no view in the region makes the symbolic shape {tuple(shape)}"
+    raise NoRegionError(refuse("symbolic-shape", text))

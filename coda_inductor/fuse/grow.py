@@ -20,6 +20,7 @@ an operand broadcasts over part of M, or the limits on tile operands and stores 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,88 +29,64 @@ from torch.fx import Node
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, producer
 from coda_inductor.graph.nodes import (
     ALIASES,
     aten,
     constant,
-    elementwise,
     fake,
     is_cast,
     is_transpose,
     readers,
-    row_major,
     source,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import OPS, Operand, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS, dtype_name
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.loss import row_logsumexp
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
-MAX_STORES = 3
 MAX_VECTORS = 6
 
 
-def grow(anchors: tuple[Node, ...], scope: Scope, total: Node | None = None) -> Region:
+#: Nodes that must stay outside, and why.
+Banned = Mapping[Node, Refusal]
+
+
+def grow(
+    anchors: tuple[Node, ...], scope: Scope, banned: Banned | None = None, total: Node | None = None
+) -> Region:
     """The largest legal region around ``anchors``; with ``total``, around the sum of them that it
     is. The sides of all anchors must be the same.
 
     Raises:
         NoRegionError: an anchor's own result would have to be stored and cannot be.
     """
-    banned: dict[Node, str] = {}
+    banned = dict(banned or {})
+    known = set(banned)
     while True:
         region = _Grower(Region(anchors, total), scope, banned).run()
-        trouble = _violation(region)
+        trouble = unstorable(region)
         if trouble is None:
-            region.refusals.update(banned)
+            region.refusals.update({n: why for n, why in banned.items() if n not in known})
             return region
         node, reason = trouble
         if node in banned or node in anchors or node is total:
-            raise NoRegionError(f"{node.name}: {reason}")
+            raise NoRegionError(reason.within(f"{node.name}: {{}}"))
         banned[node] = reason
 
 
-def _violation(region: Region) -> tuple[Node, str] | None:
-    """A node that must leave the region: it would have to be stored, and cannot or need not be."""
-    stored = region.stored()
-    order = list(region.values)
-    for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
-        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
-            return _owner(node, region), "its result is read outside and is not a floating tile"
-        if not row_major(fake(node)):
-            return _owner(node, region), "its result is not laid out row by row"
-        if _only_adds_a_store(value, region, stored):
-            return _owner(node, region), "only a store more: its readers are elementwise too"
-    if len(stored) > MAX_STORES:
-        last = max((nodes[0] for nodes in stored.values()), key=order.index)
-        return _owner(last, region), f"more than {MAX_STORES} tiles would be stored"
-    return None
-
-
-def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
-    """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
-    elementwise and all that it is computed from is in memory anyway."""
-    step = next((s for s in region.steps if s.name == value), None)
-    names = {o.name for o in region.operands.values()} | set(stored)
-    if step is None or any(isinstance(a, str) and a not in names for a in step.args):
-        return False
-    inside = {*region.values, *region.reduces}
-    users = [u for n, v in region.values.items() if v == value for u in n.users]
-    return all(u in inside or (elementwise(u) and u.target not in ALIASES) for u in users)
-
-
-def _owner(node: Node, region: Region) -> Node:
-    """The op behind an alias: banning a view alone would not help."""
-    while node.target in ALIASES and node.args[0] in region.values:
-        node = node.args[0]
-    return node
+def reaches(gemm: Node, x: Node, scope: Scope) -> bool:
+    """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+    region = grow((gemm,), scope)
+    return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
 
 class _Grower:
-    def __init__(self, region: Region, scope: Scope, banned: dict[Node, str]):
+    def __init__(self, region: Region, scope: Scope, banned: Banned):
         self.region, self.scope, self.banned = region, scope, banned
         self.anchor = region.anchors[0]
         self.start = min(region.anchors)
@@ -125,7 +102,8 @@ class _Grower:
             for anchor, acc in zip(region.anchors, region.accs, strict=True):
                 region.values[anchor] = acc
                 if anchor.target is aten.addmm.default and not self._bias(anchor, acc):
-                    region.refusals[anchor] = "its bias or alpha/beta is not supported"
+                    text = "its bias or alpha/beta is not supported"
+                    region.refusals[anchor] = refuse("bias-form", text)
                     return region
         seen: set[Node] = {region.total} if region.total is not None else set(region.anchors)
         frontier = {user for root in seen for user in root.users}
@@ -163,35 +141,40 @@ class _Grower:
         self.region.values[node] = self._emit("add", acc, self._operand(node.args[0], shape))
         return True
 
-    def _absorb(self, node: Node) -> str | None:
+    def _absorb(self, node: Node) -> Refusal | None:
         """Take ``node`` into the region; None, or why it must stay outside."""
         if node.op != "call_function":
-            return "it is an output of the graph" if node.op == "output" else f"it is a {node.op}"
+            if node.op == "output":
+                return refuse("graph-output", "it is an output of the graph")
+            return refuse("graph-input", f"it is a {node.op}")
         if not self.scope.same_side(node, self.anchor):
-            return "it belongs to the other one of forward and backward"
+            return refuse("other-side", "it belongs to the other one of forward and backward")
         if checkpoint(node) != checkpoint(self.anchor):
-            return "the border of an activation checkpoint lies between"
+            text = "the border of an activation checkpoint lies between"
+            return refuse("checkpoint-border", text)
         if node.target in REDUCTIONS:
             return self._reduction(node)
         return self._lower(node)
 
-    def _lower(self, node: Node, pull: bool = False) -> str | None:
+    def _lower(self, node: Node, pull: bool = False) -> Refusal | None:
         """Compute ``node`` on the tile, absorbed or as a copy (``pull``); None, or why it cannot be
         (then nothing has changed)."""
         self.origin = str(node.target)
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-            return f"{node.target} is not elementwise"
+            return refuse("not-elementwise", f"{node.target} is not elementwise")
         if node.target is aten.permute.default:
-            return f"{node.target} turns the tile"
+            return refuse("transposed", f"{node.target} turns the tile")
         if operands.wider(node, self.anchor):
-            return f"{node.target} is computed in float64, its GEMM is not"
+            text = f"{node.target} is computed in float64, its GEMM is not"
+            return refuse("float64-mixed", text)
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
-            return f"{node.target} changes the tile's shape"
+            return refuse("reshaped", f"{node.target} changes the tile's shape")
         renames = node.target in ALIASES or is_cast(node)
         lowering = LOWERINGS.get(node.target)
         if lowering is None and not renames:
-            return f"{node.target} is not in the epilogue vocabulary"
+            text = f"{node.target} is not in the epilogue vocabulary"
+            return refuse("not-in-vocabulary", text)
         saved = self._state()
         reason = self._lower_args(node, lowering, tensor.shape, pull) or self._too_many()
         if reason is not None:
@@ -208,7 +191,7 @@ class _Grower:
         region = self.region
         region.values, region.pulled, region.operands, region.steps = state
 
-    def _lower_args(self, node: Node, lowering: Any, full: tuple, pull: bool) -> str | None:
+    def _lower_args(self, node: Node, lowering: Any, full: tuple, pull: bool) -> Refusal | None:
         inputs = [*node.args, *node.kwargs.values()]
         for arg in inputs:
             if isinstance(arg, Node) and self._value(arg) is None:
@@ -217,7 +200,7 @@ class _Grower:
         if lowering is None:
             value = self._value(node.args[0])
             if value is None:
-                return f"{node.target} is not elementwise"
+                return refuse("not-elementwise", f"{node.target} is not elementwise")
             self._note(node, value, pull)
             return None
         reason = next((why for a in inputs if (why := self._check(a, full))), None)
@@ -227,9 +210,11 @@ class _Grower:
         kwargs = {k: self._operand(a, full) for k, a in node.kwargs.items()}
         result = lowering(self._emit, *args, **kwargs)
         if result is None:
-            return f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+            text = f"{node.target} with {node.args[1:]} is not in the epilogue vocabulary"
+            return refuse("not-in-vocabulary", text)
         if result in self.region.values.values():
-            return f"{node.target} with {node.args[1:]} is a copy"  # outputs must not share memory
+            # Outputs must not share memory.
+            return refuse("copy", f"{node.target} with {node.args[1:]} is a copy")
         if fake(node).dtype == torch.bool and not self.region.is_truth(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
         self._note(node, result, pull)
@@ -238,6 +223,8 @@ class _Grower:
     def _pull(self, arg: Node, reader: Node) -> None:
         """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
         ``arg`` itself would; if it is not possible, ``arg`` stays an operand."""
+        if arg in self.banned:
+            return
         own = all(u is reader or self._value(u) is not None for u in arg.users)
         elsewhere = not self.scope.same_side(arg, self.anchor) or producer(arg) is not None
         if not self.scope.recomputed(arg) and (not own or elsewhere or self._depends(arg)):
@@ -254,7 +241,7 @@ class _Grower:
 
     def _recomputed_operands(self) -> None:
         """GEMM operands that the backward pass recomputes from tiles that are here anyway: the
-        activation in front of the weight's gradient. They cost one store each."""
+        activation that the weight's gradient reads. They cost one store each."""
         tiles = self._tiles()
         found: dict[Node, None] = {}
         todo = list(tiles)
@@ -293,20 +280,22 @@ class _Grower:
             todo += [u for u in later if u not in self.region.values]
         return False
 
-    def _reduction(self, node: Node) -> str | None:
+    def _reduction(self, node: Node) -> Refusal | None:
+        axis_text = f"{node.target} does not reduce one row or column of the tile"
         source = node.args[0]
         rows = [-1] if node.target is row_logsumexp else None
         dims = node.args[1] if len(node.args) > 1 else rows
         value = self.region.values.get(source)
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
-            return f"{node.target} does not reduce one row or column of the tile"
+            return refuse("reduction-axis", axis_text)
         rank = fake(source).dim()
         reduced = sorted(d % rank for d in dims) or [*range(rank)]  # none means all
         axis = "row" if reduced == [rank - 1] else "col" if reduced == [*range(rank - 1)] else None
         if axis is None or (axis == "col" and node.target is aten.mean.dim):
-            return f"{node.target} does not reduce one row or column of the tile"
+            return refuse("reduction-axis", axis_text)
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
-            return f"{node.target} is not a reduction of floating values"
+            text = f"{node.target} is not a reduction of floating values"
+            return refuse("reduction-dtype", text)
         what = (value, axis, REDUCTIONS[node.target])
         known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}
         self.region.reduces[node] = known.get(what) or Reduce(f"part{len(known)}", *what)
@@ -316,19 +305,19 @@ class _Grower:
         value = self.region.values.get(node)
         return self.region.pulled.get(node) if value is None else value
 
-    def _check(self, arg: Any, full: tuple) -> str | None:
+    def _check(self, arg: Any, full: tuple) -> Refusal | None:
         """Can ``arg`` be read on the tile? None, or why not."""
         if not isinstance(arg, Node):
             number = isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == arg
             if arg is None or number or isinstance(arg, str):
                 return None
-            return f"the scalar {arg!r} is not a plain number"
+            return refuse("operand-kind", f"the scalar {arg!r} is not a plain number")
         if self._value(arg) is not None:
             return None
         if (literal := constant(arg)) is not None:
             return self._check(literal, full)
         if arg in self.region.reduces or self._depends(arg):
-            return f"{arg.name} depends on this GEMM"
+            return refuse("operand-depends", f"{arg.name} depends on this GEMM")
         return operands.refusal(arg, full, self.anchor)
 
     def _depends(self, node: Node) -> bool:
@@ -348,15 +337,16 @@ class _Grower:
                 self.depends[stack.pop()] = any(self.depends[n] for n in top.all_input_nodes)
         return self.depends[node]
 
-    def _too_many(self) -> str | None:
+    def _too_many(self) -> Refusal | None:
         """Do the operands exceed what a kernel can stage? None, or the limit."""
         kinds = [kind for _, kind in self.region.operands]
         if len(self.region.accs) == 2 and "tile" in kinds:
-            return "a paired tile reads one value a row or a column, or scalars"
+            text = "a paired tile reads one value a row or a column, or scalars"
+            return refuse("paired-tile-operand", text)
         if kinds.count("tile") > MAX_TILE_OPERANDS:
-            return f"more than {MAX_TILE_OPERANDS} tile operands"
+            return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
         if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
-            return f"more than {MAX_VECTORS} vector operands"
+            return refuse("epilogue-full", f"more than {MAX_VECTORS} vector operands")
         return None
 
     def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:

@@ -9,6 +9,7 @@ from torch.fx import Node
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.refusal import Refusal, refuse
 
 
 def classify(shape: tuple, full: tuple) -> str | None:
@@ -33,18 +34,20 @@ def wider(node: Node, anchor: Node) -> bool:
     return fake(node).dtype == torch.float64 != fake(anchor).dtype
 
 
-def refusal(node: Node, full: tuple, anchor: Node) -> str | None:
+def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
     """Why ``node`` cannot be an operand for a tile of ``anchor`` that is seen in shape ``full``, or
     None if it can."""
     tensor = fake(node)
     if not isinstance(tensor, torch.Tensor):
-        return f"{node.name} is not a tensor"
+        return refuse("operand-kind", f"{node.name} is not a tensor")
     if tensor.dtype not in FLOATS:
-        return f"{node.name} is {tensor.dtype}, not a floating type"
+        return refuse("operand-dtype", f"{node.name} is {tensor.dtype}, not a floating type")
     if wider(node, anchor):
-        return f"{node.name} is float64, the GEMM is not"
+        return refuse("float64-mixed", f"{node.name} is float64, the GEMM is not")
     if tensor.device != fake(anchor).device:
-        return f"{node.name} is on {tensor.device}, the GEMM on {fake(anchor).device}"
+        text = f"{node.name} is on {tensor.device}, the GEMM on {fake(anchor).device}"
+        return refuse("operand-device", text)
     if classify(tensor.shape, full) is None:
-        return f"{node.name} broadcasts over part of the leading dimensions"
+        text = f"{node.name} broadcasts over part of the leading dimensions"
+        return refuse("operand-broadcast", text)
     return None

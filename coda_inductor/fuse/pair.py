@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.grow import grow
+from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import aten, fake
@@ -27,7 +27,7 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 
 
-def pair_with(anchor: Node, scope: Scope) -> Region | None:
+def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
     a, b = gemm_inputs(anchor)
     for other in sorted(_readers(a)):
@@ -38,7 +38,7 @@ def pair_with(anchor: Node, scope: Scope) -> Region | None:
         if not _alike(b, gemm_inputs(other)[1]):
             continue
         try:
-            region = grow((anchor, other), scope)
+            region = grow((anchor, other), scope, banned)
         except NoRegionError:
             continue
         if _meet(region, scope):

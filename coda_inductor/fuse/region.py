@@ -28,10 +28,15 @@ from coda_inductor.program import (
     verify,
 )
 from coda_inductor.program.dtypes import HALF, dtype_name
+from coda_inductor.refusal import Refusal
 
 
 class NoRegionError(Exception):
-    """Why GEMMs cannot have this region; the text is for users."""
+    """GEMMs cannot have this region; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(refusal.text)
+        self.refusal = refusal
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Region:
     operands: dict[tuple[Node, str], Operand] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     reduces: dict[Node, Reduce] = field(default_factory=dict)
-    refusals: dict[Node, str] = field(default_factory=dict)
+    refusals: dict[Node, Refusal] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[Any, int, int]:

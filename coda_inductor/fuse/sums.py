@@ -21,11 +21,13 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.gemms import Legal, _is_add, gemm_inputs, producer, terms
+from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
 from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast, readers
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import hint, same
+from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.runtime.tensors import unjoinable
+from coda_inductor.select.site import Site
 
 
 def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...], Node] | None:
@@ -37,7 +39,7 @@ def sum_with(anchor: Node, scope: Scope, legal: Legal) -> tuple[tuple[Node, ...]
         if node.op != "call_function":
             break
         if not (node.target in ALIASES or is_cast(node)):
-            found = terms(node) if _is_add(node) else None
+            found = terms(node) if is_sum(node) else None
             if found is None:
                 break
             ordered = tuple(sorted(found))
@@ -130,3 +132,16 @@ def _is_shown(node: Node) -> bool:
     """Is ``node`` the graph's output, or a view that is in it?"""
     _, others = readers(node, through=lambda u: u.target in ALIASES)
     return node.op == "output" or (node.target in ALIASES and any(u.op == "output" for u in others))
+
+
+def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> Site:
+    """What is to be decided about ``region``; ``after`` as in :class:`Site`. The terms of a sum are
+    read where they lie by one kernel, or their weights are copied together."""
+    m, n, k = region.shape
+    a, b = (fake(x) for x in gemm_inputs(region.anchors[0]))
+    terms, copied = 1, ()
+    if region.total is not None and in_place(region.anchors):
+        terms = len(region.anchors)
+    elif region.total is not None:
+        copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
+    return Site(program, hint(m), n, k, terms, copied, after, b_major(b), a.device)

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from coda_inductor.graph.nodes import aten, fake, prims
 
@@ -30,14 +30,117 @@ def insert(
     """
     node = graph.call_function(target, args, kwargs or {})
     node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    mode = _fake_mode(args) or _fake_mode((like,))
-    fake_args = tree_map(fake, args)
-    if mode is None or target is operator.getitem:
-        node.meta["val"] = target(*fake_args, **(kwargs or {}))
-    else:
-        with mode:
-            node.meta["val"] = target(*fake_args, **(kwargs or {}))
+    mode = fake_mode(args) or fake_mode((like,))
+    with contextlib.nullcontext() if mode is None else mode:
+        node.meta["val"] = target(*tree_map(fake, args), **(kwargs or {}))
     return node
+
+
+def fake_mode(args: Sequence[Any]) -> Any:
+    """The mode that recorded the value of any node in ``args``, or None."""
+    for arg in tree_leaves(args):
+        mode = getattr(fake(arg), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+class Put:
+    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
+    what counts as fired when an epilogue absorbs one of them."""
+
+    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
+        self.graph, self.like, self.pattern = graph, like, pattern
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        node = insert(self.graph, target, args, like=self.like)
+        if self.pattern is not None:
+            node.meta["coda_pattern"] = self.pattern
+        return node
+
+    def add(self, left: Node, right: Any) -> Node:
+        return self(aten.add.Tensor, left, right)
+
+    def sub(self, left: Node, right: Any) -> Node:
+        return self(aten.sub.Tensor, left, right)
+
+    def mul(self, left: Node, right: Any) -> Node:
+        return self(aten.mul.Tensor, left, right)
+
+    def row_sum(self, node: Node) -> Node:
+        """The sum over the last dimension, which stays, with size 1."""
+        return self(aten.sum.dim_IntList, node, [-1], True)
+
+    def column_sum(self, node: Node) -> Node:
+        """The sum over all dimensions but the last."""
+        return self(aten.sum.dim_IntList, node, list(range(fake(node).dim() - 1)))
+
+    def reshape(self, node: Node, sizes: list[Any]) -> Node:
+        return self(aten.reshape.default, node, sizes)
+
+    def transpose(self, node: Node) -> Node:
+        """Of a matrix."""
+        return self(aten.permute.default, node, [1, 0])
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``; itself if it is so already."""
+        if fake(node).dtype == dtype:
+            return node
+        return self(prims.convert_element_type.default, node, dtype)
+
+    def sizes(self, node: Node) -> list[Any]:
+        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
+        shape = fake(node).shape
+        return [
+            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
+            for i, size in enumerate(shape)
+        ]
+
+
+def splice(
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    like: Node,
+    meta: dict[str, Any] | None = None,
+) -> Any:
+    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
+
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
+    Inductor's: the result is what it would have compiled had the user written the function's body.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    flat, spec = tree_flatten(list(args))
+    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+    nodes = [flat[i] for i in slots]
+
+    def call(*tensors: Any) -> Any:
+        values = list(flat)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            values[slot] = tensor
+        return function(*tree_unflatten(values, spec))
+
+    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
+    env: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    result: Any = None
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.op == "get_attr":
+                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
+            else:
+                copied = graph.node_copy(node, env.__getitem__)
+                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+                copied.meta = {**node.meta, **kept, **(meta or {})}
+                env[node] = copied
+    return result
 
 
 class CycleError(RuntimeError):
@@ -102,85 +205,3 @@ def prune(nodes: Sequence[Node]) -> None:
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)
-
-
-class Put:
-    """Inserts nodes with the meta of one traced node. ``pattern``, a name and an occurrence, is
-    what counts as fired when an epilogue absorbs one of them."""
-
-    def __init__(self, graph: Graph, *, like: Node, pattern: tuple[str, str] | None = None):
-        self.graph, self.like, self.pattern = graph, like, pattern
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        node = insert(self.graph, target, args, like=self.like)
-        if self.pattern is not None:
-            node.meta["coda_pattern"] = self.pattern
-        return node
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``; itself if it is so already."""
-        if fake(node).dtype == dtype:
-            return node
-        return self(prims.convert_element_type.default, node, dtype)
-
-    def sizes(self, node: Node) -> list[Any]:
-        """The sizes of ``node`` as a view's arguments; symbolic ones are read from ``node``."""
-        shape = fake(node).shape
-        return [
-            self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
-            for i, size in enumerate(shape)
-        ]
-
-
-def _fake_mode(args: Sequence[Any]) -> Any:
-    for arg in torch.utils._pytree.tree_leaves(args):
-        mode = getattr(fake(arg), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
-
-
-def splice(
-    graph: Graph,
-    before: Node,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    like: Node,
-    meta: dict[str, Any] | None = None,
-) -> Any:
-    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
-
-    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
-    Inductor's: the result is what it would have compiled had the user written the function's body.
-    """
-    from torch._inductor.decomposition import select_decomp_table
-
-    flat, spec = torch.utils._pytree.tree_flatten(list(args))
-    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
-    nodes = [flat[i] for i in slots]
-
-    def call(*tensors: Any) -> Any:
-        values = list(flat)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            values[slot] = tensor
-        return function(*torch.utils._pytree.tree_unflatten(values, spec))
-
-    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
-    env: dict[Node, Node] = {}
-    inputs = iter(nodes)
-    result: Any = None
-    with graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(inputs)
-            elif node.op == "output":
-                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
-            elif node.op == "get_attr":
-                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
-            else:
-                copied = graph.node_copy(node, env.__getitem__)
-                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-                copied.meta = {**node.meta, **kept, **(meta or {})}
-                env[node] = copied
-    return result

@@ -8,28 +8,46 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import ALIASES, aten, elementwise, fake, is_cast
+from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
+from coda_inductor.refusal import Refusal
+
+GEMMS = (aten.mm.default, aten.addmm.default)
 
 #: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
 OPTIONAL = "coda_optional"
 
-
-GEMMS = (aten.mm.default, aten.addmm.default)
-
-
-def gemm_inputs(node: Node) -> tuple[Node, Node]:
-    """(A, B) of an ``mm`` or ``addmm`` node."""
-    return (node.args[0], node.args[1]) if node.target is aten.mm.default else node.args[1:3]
-
+#: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
+Legal = Callable[[Node], Refusal | None]
 
 #: Nodes that are looked at in search of a GEMM: a chain of elementwise ops may be very long.
 _FAR = 256
 
 
-#: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
-Legal = Callable[[Node], str | None]
+def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
+    """(A, B) of an ``mm`` or ``addmm`` node."""
+    return (gemm.args[0], gemm.args[1]) if gemm.target is aten.mm.default else gemm.args[1:3]
+
+
+def bias_of(gemm: Node) -> Node | None:
+    """What an ``addmm`` adds, whatever its shape; None for an ``mm``."""
+    return gemm.args[0] if gemm.target is aten.addmm.default else None
+
+
+def plain_bias(gemm: Node) -> bool:
+    """Is ``gemm`` an ``addmm`` that adds one value a column, unscaled?"""
+    bias = bias_of(gemm)
+    return bias is not None and not gemm.kwargs and fake(bias).dim() == 1
+
+
+def is_sum(node: Node) -> bool:
+    """Is ``node`` a sum of two tensors, element by element? One that broadcasts is none: it adds
+    every row to every row."""
+    if node.target is not aten.add.Tensor or node.kwargs or node.args[0] == node.args[1]:
+        return False
+    tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
+    return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
 
 
 def terms(node: Node) -> list[Node] | None:
@@ -43,21 +61,13 @@ def terms(node: Node) -> list[Node] | None:
             return None
         if top.target is aten.mm.default:
             found.append(top)
-        elif top.target in ALIASES or (is_cast(top) and fake(top).dtype != torch.float64):
+        elif renames(top) or (is_cast(top) and fake(top).dtype != torch.float64):
             todo.append(top.args[0])
-        elif _is_add(top):
+        elif is_sum(top):
             todo += top.args
         else:
             return None
     return found
-
-
-def _is_add(node: Node) -> bool:
-    """Element by element: a sum that broadcasts adds every row to every row."""
-    if node.target is not aten.add.Tensor or node.kwargs or node.args[0] == node.args[1]:
-        return False
-    tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
-    return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
 
 
 def producer(x: Node) -> Node | None:
@@ -77,3 +87,8 @@ def producer(x: Node) -> Node | None:
         if node.op == "call_function" and elementwise(node):
             todo.update(node.all_input_nodes)
     return None
+
+
+def b_major(b: torch.Tensor) -> str:
+    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
+    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of aten graphs: their recorded values, views, casts, readers."""
+"""Nodes of aten graphs: recorded values, views, casts, who reads them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
 aten = torch.ops.aten
-
-
 prims = torch.ops.prims
-
 
 #: Ops that only rename a value: same memory, same elements in the same order. A clone is none: who
 #: clones wants memory of its own.
@@ -31,101 +28,9 @@ ALIASES = frozenset(
 
 
 def fake(node: Any) -> Any:
-    """The fake value of a node; anything else passes through."""
+    """The fake value that AOTAutograd recorded for a node; anything else passes through. Nodes of
+    Dynamo's graphs keep theirs under another key: see :func:`coda_inductor.matching.value`."""
     return node.meta.get("val") if isinstance(node, Node) else node
-
-
-def row_major(tensor: torch.Tensor) -> bool:
-    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
-    expected: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not same(size, 1) and not same(stride, expected):
-            return False
-        expected = expected * (1 if same(size, 0) else size)
-    return True
-
-
-def is_cast(node: Any) -> bool:
-    """A pure dtype change between the float types that epilogues compute through."""
-    if not isinstance(node, Node) or node.target not in (
-        prims.convert_element_type.default,
-        aten._to_copy.default,
-    ):
-        return False
-    source, result = fake(node.args[0]), fake(node)
-    if source is None or result is None or source.device != result.device:
-        return False
-    differs = source.dtype != result.dtype  # else it is a copy
-    return differs and source.dtype in FLOATS and result.dtype in FLOATS
-
-
-def is_transpose(node: Any) -> bool:
-    """Does ``node`` swap the two dimensions of a matrix?"""
-    return (
-        isinstance(node, Node)
-        and node.target is aten.permute.default
-        and list(node.args[1]) == [1, 0]
-    )
-
-
-def elementwise(node: Node) -> bool:
-    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
-    if node.target is operator.getitem:
-        node = node.args[0]
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in ALIASES or is_cast(node)
-
-
-def readers(node: Node, *, through: Callable[[Node], bool]) -> tuple[list[Node], list[Node]]:
-    """(names, readers): ``node`` and what only renames it, as ``through`` says, in turn; and every
-    other node that reads one of these."""
-    names = [node]
-    for name in names:
-        names += [u for u in name.users if through(u) and u not in names]
-    return names, [u for name in names for u in name.users if u not in names]
-
-
-def leaves(node: Node) -> bool:
-    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
-    shares memory with."""
-    seen, todo = {node}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and _views(user):
-                seen.add(user)
-                todo.append(user)
-    return False
-
-
-def _views(node: Node) -> bool:
-    """May the result of ``node`` share memory with what it reads?"""
-    if node.target in ALIASES or node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
-def module_path(node: Node) -> str:
-    """The dotted path of the module that ``node`` came from, or an empty string."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", str(list(stack.values())[-1][0]))
-    return path.replace("_modules['", "").replace("']", "")
-
-
-def source(node: Node) -> Node:
-    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
-    while True:
-        if is_cast(node):
-            before, after = fake(node.args[0]).dtype, fake(node).dtype
-            if torch.promote_types(before, after) != after:
-                return node
-        elif node.target not in ALIASES:
-            return node
-        node = node.args[0]
 
 
 def constant(node: Node) -> float | None:
@@ -144,3 +49,123 @@ def constant(node: Node) -> float | None:
             return float(torch.full((), number, dtype=fake(node).dtype, device="cpu"))
         except RuntimeError:  # the dtype cannot hold it: the program itself will say so
             return None
+
+
+def module_path(node: Node) -> str:
+    """The dotted path of the module that ``node`` came from, or an empty string."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", str(list(stack.values())[-1][0]))
+    return path.replace("_modules['", "").replace("']", "")
+
+
+def place(node: Node) -> str:
+    """Where ``node`` is, for people: its module's path, or its own name where none is known."""
+    return module_path(node) or node.name
+
+
+def row_major(tensor: torch.Tensor) -> bool:
+    """Is ``tensor`` contiguous for certain? A kernel stores rows; users keep their strides."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * (1 if same(size, 0) else size)
+    return True
+
+
+def renames(node: Any) -> bool:
+    """Does ``node`` only rename what it reads?"""
+    return isinstance(node, Node) and node.target in ALIASES
+
+
+def is_cast(node: Any) -> bool:
+    """A pure dtype change between the float types that epilogues compute through."""
+    if not isinstance(node, Node) or node.target not in (
+        prims.convert_element_type.default,
+        aten._to_copy.default,
+    ):
+        return False
+    source, result = fake(node.args[0]), fake(node)
+    if source is None or result is None or source.device != result.device:
+        return False
+    differs = source.dtype != result.dtype  # else it is a copy
+    return differs and source.dtype in FLOATS and result.dtype in FLOATS
+
+
+def renames_or_casts(node: Any) -> bool:
+    """Does ``node`` only rename what it reads, or change its dtype?"""
+    return renames(node) or is_cast(node)
+
+
+def is_transpose(node: Any) -> bool:
+    """Does ``node`` swap the two dimensions of a matrix?"""
+    return (
+        isinstance(node, Node)
+        and node.target is aten.permute.default
+        and list(node.args[1]) == [1, 0]
+    )
+
+
+def elementwise(node: Node) -> bool:
+    """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or renames_or_casts(node)
+
+
+def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
+    """What ``node`` is another name of, as ``through`` says: by default, whose memory it is."""
+    while through(node):
+        node = node.args[0]
+    return node
+
+
+def bare(node: Any) -> Any:
+    """What ``node`` is a view or a cast of, or a view of a cast, and so on."""
+    return base(node, renames_or_casts)
+
+
+def source(node: Node) -> Node:
+    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
+    return base(node, _renames_or_widens)
+
+
+def _renames_or_widens(node: Node) -> bool:
+    if not is_cast(node):
+        return renames(node)
+    before, after = fake(node.args[0]).dtype, fake(node).dtype
+    return torch.promote_types(before, after) == after
+
+
+def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
+    """(names, readers): ``node`` and the other names of it, as ``through`` says; and every other
+    node that reads one of these."""
+    names = [node]
+    for name in names:
+        names += [u for u in name.users if through(u) and u not in names]
+    return names, [u for name in names for u in name.users if u not in names]
+
+
+def leaves(node: Node) -> bool:
+    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
+    shares memory with."""
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and may_view(user):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def may_view(node: Node) -> bool:
+    """May the result of ``node`` share memory with what it reads?"""
+    if renames(node) or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)

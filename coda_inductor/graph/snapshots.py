@@ -1,41 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put an aten graph back as it was; recorded values of views."""
+"""Put a graph back as it was."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
-import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map
-
-from coda_inductor.graph.edit import _fake_mode
-from coda_inductor.graph.nodes import _views, fake
-
-
-def refresh_views(graph: Graph) -> None:
-    """Let the recorded value of every view share memory with that of what it is a view of now.
-
-    Where a node was replaced, the views of it keep the old one's. Torch reads from these values
-    what it may write over: a saved tensor that an output is a view of must not look like its own.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or not _views(node) or not node.args:
-            continue
-        source, result = _storages(fake(node.args[0])), _storages(fake(node))
-        if not result or result <= source:
-            continue
-        mode = _fake_mode(node.args)
-        with mode if mode is not None else contextlib.nullcontext():
-            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
-            node.meta["val"] = node.target(*arguments[0], **arguments[1])
-
-
-def _storages(value: Any) -> set[int]:
-    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-    strided = [t for t in tensors if t.layout == torch.strided]
-    return {t.untyped_storage()._cdata for t in strided}
 
 
 def snapshot(graph: Graph) -> Graph:

@@ -11,57 +11,59 @@ import os
 import torch
 
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
+from coda_inductor.refusal import Refusal, refuse
 
 _ARCHS = (9, 10, 11, 12)
 
 
 @functools.lru_cache(maxsize=64)
-def kernel_stack(device: torch.device | None = None) -> str | None:
+def kernel_stack(device: torch.device | None = None) -> Refusal | None:
     """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
     if they can. Imports no kernel library."""
     if not torch.cuda.is_available():
+        why = "torch sees none, nvidia-smi and CUDA_VISIBLE_DEVICES may say why"
         if torch.version.cuda is None:
-            return (
-                f"no CUDA device is available: torch {torch.__version__} is built without CUDA, "
-                "an NVIDIA GPU needs a build with it"
-            )
-        return (
-            "no CUDA device is available: torch sees none, nvidia-smi and CUDA_VISIBLE_DEVICES "
-            "may say why"
-        )
+            built = f"torch {torch.__version__} is built without CUDA"
+            why = f"{built}, an NVIDIA GPU needs a build with it"
+        return refuse("no-cuda", f"no CUDA device is available: {why}")
     arch = torch.cuda.get_device_capability(device)
     if arch[0] not in _ARCHS:
-        return f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
+        text = f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
+        return refuse("old-gpu", text)
     return library_stack()
 
 
 @functools.lru_cache(maxsize=1)
-def library_stack() -> str | None:
+def library_stack() -> Refusal | None:
     """Why no kernel can be compiled here, device or not, or None."""
     if (why := _missing(QUACK) or _missing(CUTEDSL)) is not None:
         return why
     if importlib.util.find_spec("cutlass") is None:
-        return (
+        text = (
             "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
             "pip install --force-reinstall 'coda-inductor[cuda]'"
         )
+        return refuse("no-kernel-stack", text)
     if (cache := os.environ.get("QUACK_CACHE_ENABLED", "1")) != "1":  # as QuACK reads it
-        return (
+        text = (
             f"QUACK_CACHE_ENABLED={cache} turns off QuACK's disk cache, through which compile "
             "workers hand over their kernels: unset it"
         )
+        return refuse("kernel-cache-off", text)
     return None
 
 
-def _missing(needed: Range) -> str | None:
+def _missing(needed: Range) -> Refusal | None:
     """Why a kernel library cannot be used, by its version, or None."""
     try:
         version = importlib.metadata.version(needed.package)
     except importlib.metadata.PackageNotFoundError:
-        return f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
+        text = f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
+        return refuse("no-kernel-stack", text)
     if needed.holds(version):
         return None
-    return (
+    text = (
         f"{needed.package} {version} is installed, >={needed.low},<{needed.high} is needed: "
         f"pip install '{needed.spec}'"
     )
+    return refuse("no-kernel-stack", text)

@@ -12,9 +12,9 @@ After::
     call = gemm_epilogue(...)         computed once; x is saved
 
 Why: torch saves the last node of a checkpointed block, but it cannot save a view or one output of
-several, and those are what a fused block ends in. It would then compute every block again, one
-behind the other, before the first gradient: all activations at once in memory. A call that is not
-to be recomputed is what torch never computes twice, so that its outputs are saved instead.
+several, and those are what a fused block ends in. It would then compute all blocks again, one after
+the other, before the first gradient: all activations at once in memory. A call that is not to be
+recomputed is what torch never computes twice, so that its outputs are saved instead.
 
 Leaves alone what nothing of a later checkpoint reads, and what the user's policy says to save.
 """
@@ -26,12 +26,13 @@ import operator
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.graph.nodes import ALIASES
+from coda_inductor.graph.nodes import renames
+from coda_inductor.record import Record
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def save_borders(graph: Graph) -> None:
+def save_borders(graph: Graph, _record: Record) -> None:
     """Apply this to a joint graph that is rewritten and fused; nothing but tags changes."""
     for node in graph.nodes:
         if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
@@ -53,7 +54,7 @@ def _computed_once(node: Node) -> CheckpointPolicy | None:
 
 
 def _renames(node: Node) -> bool:
-    return node.target in ALIASES or node.target is operator.getitem
+    return renames(node) or node.target is operator.getitem
 
 
 def _recomputed(node: Node) -> bool:
@@ -61,6 +62,6 @@ def _recomputed(node: Node) -> bool:
 
 
 def _is_later(user: Node, node: Node) -> bool:
-    """Does ``user`` lie in a checkpoint behind that of ``node``?"""
+    """Does ``user`` lie in a later checkpoint than ``node``?"""
     theirs, ours = user.meta.get("ac_graph_id"), node.meta.get("ac_graph_id")
     return _recomputed(user) and theirs is not None and ours is not None and theirs > ours

@@ -36,6 +36,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import prune, splice
 from coda_inductor.graph.nodes import aten, fake, is_cast
 from coda_inductor.graph.sizes import hint, same
+from coda_inductor.record import Record
 
 #: Passes over the tokens' rows replace passes over the table: about as many of the one as of the
 #: other, so that a table has to be some times larger.
@@ -60,21 +61,17 @@ class Lookup:
     other: Node | None
 
 
-def gather_lookup_gradients(graph: Graph) -> int:
-    """Apply the rewrite to a joint graph, in place; returns how often."""
-    times = 0
+def gather_lookup_gradients(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to a joint graph, in place."""
+    if not record.enabled("embedding_backward"):
+        return
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
-        if (lookup := _lookup(node)) is not None:
-            _replace(graph, lookup)
-            times += 1
-    return times
-
-
-def _replace(graph: Graph, lookup: Lookup) -> None:
-    args = (lookup.tokens, lookup.dy, lookup.mask, lookup.other, lookup.rows, lookup.dtype)
-    new = splice(graph, lookup.result, _gradient, args, like=lookup.result)
-    lookup.result.replace_all_uses_with(new)
-    prune([lookup.result])
+        if (found := _lookup(node)) is not None:
+            old = found.result
+            args = (found.tokens, found.dy, found.mask, found.other, found.rows, found.dtype)
+            old.replace_all_uses_with(splice(graph, old, _gradient, args, like=old))
+            prune([old])
+            record.fire("embedding_backward")
 
 
 def _gradient(

@@ -25,7 +25,6 @@ tensor, and its GEMMs stay as they were.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +32,24 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.gemms import GEMMS, Legal, gemm_inputs
+from coda_inductor.graph.gemms import GEMMS, bias_of, gemm_inputs, plain_bias
 from coda_inductor.graph.nodes import (
-    ALIASES,
     aten,
+    base,
     elementwise,
     fake,
     is_transpose,
     leaves,
-    module_path,
+    place,
     readers,
+    renames,
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
-from coda_inductor.rewrite.norm.consumers import plain_bias
+from coda_inductor.record import Record
 
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
-#: (GEMM, training) -> why splitting it costs more than it saves, or None.
-Loses = Callable[[Node, bool], str | None]
 
 
 @dataclass
@@ -63,27 +61,26 @@ class _Packed:
     weight: Node
 
 
-def split_packed(graph: Graph, legal: Legal, loses: Loses) -> dict[str, str]:
-    """Apply the rewrite wherever it is valid; returns where -> refusal reason."""
-    refused: dict[str, str] = {}
-    scope = Scope(graph)
+def split_packed(graph: Graph, record: Record) -> None:
+    """Apply the rewrite wherever it is valid and pays. Counts nothing: that a pair shares a tile
+    does."""
+    scope, policy = Scope(graph), record.policy
     for gemm in [n for n in graph.nodes if n.target in GEMMS and n in scope.forward]:
         found = _packed(gemm)
         if found is None:
             continue
         cats = _gradients(found, scope)
-        reason = legal(gemm) or loses(gemm, bool(cats))
-        if reason is not None:
-            refused[f"packed projection at {module_path(gemm) or gemm.name}"] = reason
+        why = policy.legal(gemm) or policy.split_loses(gemm, bool(cats))
+        if why is not None:
+            record.refuse("packed projection", place(gemm), why)
             continue
         weights = _split(graph, found)
         for cat in cats:
             _split_gradient(graph, cat, found.weight, weights)
-    return refused
 
 
 def _packed(gemm: Node) -> _Packed | None:
-    if gemm.target is aten.addmm.default and not plain_bias(gemm):
+    if bias_of(gemm) is not None and not plain_bias(gemm):
         return None
     if fake(gemm).dtype not in FLOATS:  # no epilogue waits for the halves: no reason to warn
         return None
@@ -92,7 +89,7 @@ def _packed(gemm: Node) -> _Packed | None:
     if not is_transpose(weight) or not isinstance(width, int) or width % 2:
         return None
     halves: tuple[list[Node], list[Node]] = ([], [])
-    _, users = readers(gemm, through=lambda u: u.target in ALIASES and _keeps_width(u, width))
+    _, users = readers(gemm, lambda u: renames(u) and _keeps_width(u, width))
     for user in users:
         if (parts := _parts(user, width)) is None:
             return None
@@ -100,9 +97,7 @@ def _packed(gemm: Node) -> _Packed | None:
         halves[1].extend(parts[1])
     if not all(halves) or not _meet(*halves):
         return None
-    if any(leaves(node) for half in halves for node in half):
-        return None
-    if any(_sizes(node) is None for half in halves for node in half):
+    if any(leaves(node) or _sizes(node) is None for half in halves for node in half):
         return None
     return _Packed(gemm, halves, weight.args[0])
 
@@ -163,11 +158,11 @@ def _split(graph: Graph, found: _Packed) -> tuple[Node, Node]:
         for i, half in enumerate(found.halves):
             weight = put(aten.slice.Tensor, found.weight, 0, i * f, (i + 1) * f)
             turned = put(aten.permute.default, weight, [1, 0])
-            if gemm.target is aten.addmm.default:
-                bias = put(aten.slice.Tensor, gemm.args[0], 0, i * f, (i + 1) * f)
-                product = put(aten.addmm.default, bias, a, turned)
-            else:
+            if (bias := bias_of(gemm)) is None:
                 product = put(aten.mm.default, a, turned)
+            else:
+                part = put(aten.slice.Tensor, bias, 0, i * f, (i + 1) * f)
+                product = put(aten.addmm.default, part, a, turned)
             weights.append(weight)
             _replace(graph, half, product)
     settle(weights)
@@ -201,32 +196,32 @@ def _sizes(half: Node) -> list[Any] | None:
 def _gradients(found: _Packed, scope: Scope) -> list[Node]:
     """The ``cat`` nodes that are the product's gradient: read by nothing but the GEMMs that make
     the gradients of the weight and of the input, and the bias's sum."""
-    base = found.weight
-    dgrads = [
-        user
-        for name in readers(base, through=is_transpose)[0]
-        for user in name.users
-        if user.target is aten.mm.default and user.args[1] is name and user not in scope.forward
-    ]
-    wanted = fake(found.gemm).shape
-    cats = []
-    for dgrad in dgrads:
-        node = dgrad.args[0]
-        while node.target in ALIASES:
-            node = node.args[0]
-        if node.target is aten.cat.default and same(fake(dgrad.args[0]).shape, wanted):
-            parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-            halves = [fake(p).shape[-1] * 2 for p in parts]
-            if dim in (-1, fake(node).dim() - 1) and halves == [wanted[-1]] * 2:
-                _, users = readers(node, through=lambda u: u.target in ALIASES)
-                if all(_reads_gradient(u, base) for u in users):
-                    cats.append(node)
-    return list(dict.fromkeys(cats))
+    weight, wanted = found.weight, fake(found.gemm).shape
+    cats: dict[Node, None] = {}
+    for name in readers(weight, is_transpose)[0]:
+        for user in name.users:
+            dgrad = user.target is aten.mm.default and user.args[1] is name
+            if dgrad and user not in scope.forward and same(fake(user.args[0]).shape, wanted):
+                cats[base(user.args[0])] = None
+    return [cat for cat in cats if _joins_halves(cat, wanted[-1]) and _is_only_read(cat, weight)]
+
+
+def _joins_halves(node: Node, width: int) -> bool:
+    """Does ``node`` put two tensors together, each half as wide as ``width``?"""
+    if node.target is not aten.cat.default:
+        return False
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    halves = [fake(part).shape[-1] * 2 for part in parts]
+    return dim in (-1, fake(node).dim() - 1) and halves == [width] * 2
+
+
+def _is_only_read(cat: Node, weight: Node) -> bool:
+    return all(_reads_gradient(user, weight) for user in readers(cat)[1])
 
 
 def _reads_gradient(user: Node, weight: Node) -> bool:
     if user.target is aten.mm.default:  # the input's gradient
-        names, _ = readers(weight, through=is_transpose)
+        names, _ = readers(weight, is_transpose)
         return user.args[1] in names and same(fake(user.args[1]).shape, fake(weight).shape)
     if is_transpose(user):  # the weight's
         return all(u.target is aten.mm.default and u.args[0] is user for u in user.users)
@@ -237,8 +232,7 @@ def _split_gradient(graph: Graph, cat: Node, weight: Node, halves: tuple[Node, N
     """Let what reads the gradient read its two parts, as in the module docstring."""
     f = fake(weight).shape[0] // 2
     made: list[Node] = []
-    _, users = readers(cat, through=lambda u: u.target in ALIASES)
-    for user in users:
+    for user in readers(cat)[1]:
         put = Put(graph, like=user)
         for reader in list(user.users) if is_transpose(user) else [user]:
             with graph.inserting_before(reader):
@@ -248,17 +242,12 @@ def _split_gradient(graph: Graph, cat: Node, weight: Node, halves: tuple[Node, N
                     turned = [put(aten.permute.default, p, [1, 0]) for p in parts]
                     new = put(aten.cat.default, [put(aten.mm.default, t, x) for t in turned], 0)
                 elif user.target is aten.mm.default:
-                    products = [
-                        put(aten.mm.default, part, half)
-                        for part, half in zip(parts, halves, strict=True)
-                    ]
-                    new = put(aten.add.Tensor, *products)
+                    pairs = zip(parts, halves, strict=True)
+                    new = put(aten.add.Tensor, *[put(aten.mm.default, *pair) for pair in pairs])
                 else:
                     sums = [put(aten.sum.dim_IntList, p, *user.args[1:]) for p in parts]
                     new = put(aten.cat.default, sums, -1)
             reader.replace_all_uses_with(new)
             made.append(new)
-            inputs = reader.all_input_nodes
-            graph.erase_node(reader)
-            prune(inputs)
+            prune([reader])
     settle(made)

@@ -28,21 +28,32 @@ from __future__ import annotations
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.elementwise import LOWERINGS
+from coda_inductor.fuse.elementwise import computes
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, is_transpose, readers, source
+from coda_inductor.graph.nodes import (
+    aten,
+    fake,
+    is_transpose,
+    readers,
+    renames,
+    renames_or_casts,
+    source,
+)
 from coda_inductor.graph.sides import Scope, is_tangent
-from coda_inductor.rewrite.norm.consumers import KEEP
+from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
+
+#: In the meta of a node that the forward pass stores and the backward pass must not compute again.
+KEEP = "coda_keep"
 
 _MOST_TENSORS = 2
 _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
 
 
-def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
+def recompute_in_backward(graph: Graph, record: Record) -> None:
     """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are.
 
-    With ``keep``, what GEMMs read is not computed again.
+    With options["keep_activations"], what GEMMs read is not computed again.
     """
     scope = Scope(graph)
     first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
@@ -52,10 +63,9 @@ def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
     for node in graph.nodes:
         if node.target is row_logsumexp:
             _keep(node.args[0])
-    if keep:
-        for node in read:
-            if _feeds_gemm(node):
-                _keep(node)
+    for node in read if record.options.keep_activations else ():
+        if _feeds_gemm(node):
+            _keep(node)
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
@@ -65,7 +75,7 @@ def recompute_in_backward(graph: Graph, *, keep: bool = False) -> None:
                     continue
                 copy = _copy(graph, node, bases, copies, first, scope)
                 user.replace_input_with(node, copy)
-    stable_topological_sort(graph)  # readers that need no tangent may stand in front of the copies
+    stable_topological_sort(graph)  # readers that need no tangent may stand before the copies
 
 
 def _keep(node: Node) -> None:
@@ -77,7 +87,7 @@ def _backward_readers(node: Node, scope: Scope) -> list[Node]:
 
 
 def _feeds_gemm(node: Node) -> bool:
-    _, users = readers(node, through=lambda u: u.target in ALIASES or is_transpose(u))
+    _, users = readers(node, lambda u: renames(u) or is_transpose(u))
     return any(user.target in GEMMS for user in users)
 
 
@@ -96,7 +106,7 @@ def _compares(node: Node, scope: Scope) -> bool:
 
 
 def _elementwise(node: Node) -> bool:
-    return node.target in LOWERINGS or node.target in ALIASES or is_cast(node)
+    return computes(node) or renames_or_casts(node)
 
 
 class _Bases:
@@ -146,7 +156,7 @@ def _is_vector(node: Node) -> bool:
 def _copy(
     graph: Graph, node: Node, bases: _Bases, copies: dict[Node, Node], before: Node, scope: Scope
 ) -> Node:
-    """``node`` computed again in front of ``before``, from its bases."""
+    """``node`` computed again before ``before``, from its bases."""
     if node not in copies:
         inputs = {
             n: _copy(graph, n, bases, copies, before, scope)

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, readers
+from coda_inductor.graph.nodes import aten, fake, readers, renames_or_casts
 from coda_inductor.graph.sizes import hint
+from coda_inductor.record import Record
 
 LEAST_READS = 8
 
@@ -45,7 +46,7 @@ _OP = torch.ops.coda_inductor.keep.default
 _SLOW = (aten.sin.default, aten.cos.default)
 
 
-def keep_tables(graph: Graph) -> None:
+def keep_tables(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in [n for n in graph.nodes if n.target in _SLOW]:
         table = _end(node)
@@ -60,9 +61,8 @@ def _end(node: Node) -> Node:
     """The last cast, scaling or view of ``node`` that is its readers' only way to it."""
     while len(node.users) == 1:
         (user,) = node.users
-        scaling = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
-        same = scaling or is_cast(user) or user.target in ALIASES or user.target is _OP
-        if not same:
+        scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
+        if not (scales or renames_or_casts(user) or user.target is _OP):
             break
         node = user
     return node
@@ -70,6 +70,6 @@ def _end(node: Node) -> Node:
 
 def _read_often(table: Node) -> bool:
     own = hint(fake(table).numel())
-    _, users = readers(table, through=lambda u: u.target in ALIASES)
+    _, users = readers(table)
     sizes = [hint(fake(u).numel()) for u in users if isinstance(fake(u), Tensor)]
     return sum(sizes) >= LEAST_READS * own and any(size > own for size in sizes)

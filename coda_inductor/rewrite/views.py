@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views that our rewrites put in are of the kind that torch's partitioner computes again.
+"""Torch is told the truth about views: which nodes are some, and whose memory they share.
+
+Views that our rewrites put in are of the kind that torch's partitioner computes again.
 
 Before::
 
@@ -20,17 +22,41 @@ torch can view it so.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map
 
-from coda_inductor.graph.nodes import aten, fake, row_major
+from coda_inductor.graph.edit import fake_mode
+from coda_inductor.graph.nodes import aten, fake, may_view, row_major
+from coda_inductor.record import Record
 
 
-def reshapes_to_views(graph: Graph) -> None:
+def reshapes_to_views(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in graph.nodes:
         if node.target is aten.reshape.default and _needs_no_copy(node):
             node.target = aten.view.default
+
+
+def refresh_views(graph: Graph, _record: Record) -> None:
+    """Let the recorded value of every view share memory with that of what it is a view of now.
+
+    Where a node was replaced, the views of it keep the old one's. Torch reads from these values
+    what it may write over: a saved tensor that an output is a view of must not look like its own.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not may_view(node) or not node.args:
+            continue
+        source, result = _storages(fake(node.args[0])), _storages(fake(node))
+        if not result or result <= source:
+            continue
+        mode = fake_mode(node.args)
+        with contextlib.nullcontext() if mode is None else mode:
+            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
+            node.meta["val"] = node.target(*arguments[0], **arguments[1])
 
 
 def _needs_no_copy(node: Node) -> bool:
@@ -44,3 +70,9 @@ def _needs_no_copy(node: Node) -> bool:
     except (RuntimeError, ValueError):  # a fake tensor raises the latter
         return False
     return True
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    strided = [t for t in tensors if t.layout == torch.strided]
+    return {t.untyped_storage()._cdata for t in strided}

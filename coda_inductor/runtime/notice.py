@@ -20,6 +20,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.requirements import untested_torch
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
 from coda_inductor.select.device import arch_of
 
@@ -37,15 +38,15 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
             f"{why}. A pass that meets something new leaves its graph to Inductor; should numbers "
             "be wrong, please report it, and compare with backend='inductor'",
         )
-    if "kernels" not in told and (why := no_kernels(gm, inputs, options)) is not None:
+    if "kernels" not in told and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
             "kernels",
-            f"no GEMM becomes a kernel here: {why}. Results are right all the same, but no faster "
+            f"no GEMM becomes a kernel here: {reason}. Results are right all the same, but no faster "
             "than torch.compile's. If that is meant, options={'reference': True} says so",
         )
 
 
-def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> str | None:
+def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refusal | None:
     """Why no product in ``gm`` can become a kernel whatever surrounds it, or None: one may, there
     is no product, or the options ask for none."""
     if options.reference or options.gate == "never" or not _has_product(gm):
@@ -55,7 +56,8 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> str 
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     gpu = next((d for d in devices if d.type == "cuda"), None)
     if gpu is None:
-        return "the model is on no GPU, while this machine has one: model.cuda()"
+        text = "the model is on no GPU, while this machine has one: model.cuda()"
+        return refuse("no-kernels-on-device", text)
     return gate.unmeasured(arch_of(gpu)) if options.gate == "auto" else None
 
 

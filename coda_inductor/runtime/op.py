@@ -150,9 +150,10 @@ def _unsupported(
     parsed = EpilogueProgram.from_json(program)
     if getattr(torch, parsed.in_dtype) != dtype:
         return f"the program is for {parsed.in_dtype} inputs, they are {dtype}"
-    return availability.kernel_stack(device) or legality.unsupported(
+    why = availability.kernel_stack(device) or legality.unsupported(
         parsed, n, k, b_major="n" if n_major else "k", device=device
     )
+    return None if why is None else why.text
 
 
 def _fall_back(cause, as_, bs, operands, program, config, error=None):
@@ -164,5 +165,7 @@ def _fall_back(cause, as_, bs, operands, program, config, error=None):
     return _reference(as_, bs, operands, program, config)
 
 
+#: The op, as graphs hold it.
+OP = torch.ops.coda_inductor.gemm_epilogue.default
 _LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")

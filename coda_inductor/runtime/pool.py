@@ -60,8 +60,8 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
 
     Returns, for each, None if its kernel is in the on-disk cache now, else why it is not.
     """
-    if library_stack() is not None or _alone():
-        return dict.fromkeys(requests, library_stack())
+    if (why := library_stack()) is not None or _alone():
+        return dict.fromkeys(requests, None if why is None else why.text)
     deadline = time.monotonic() + timeout
     outcome: dict[KernelRequest, str | None] = {}
     try:

@@ -7,10 +7,8 @@ import re
 from dataclasses import dataclass
 
 from coda_inductor.errors import KernelError
-from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.device import arch_of
 
 _TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)(:lean)?")
 
@@ -115,24 +113,3 @@ def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]
         configs = [c for c in configs if c.tile_n % 32 == 0 and c.tile_m != 192]
     # Two stages cannot hide the latency of a load behind the multiplication before it.
     return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
-
-
-def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> Config:
-    """The config to run ``program`` with on (m, k) x (k, n); deterministic, never measures.
-
-    ``m`` may be a SymInt: its hint counts. ``device`` is the tensors' device (None: the current
-    CUDA device, or Hopper where there is none). ``terms``: how many products the accumulator is
-    the sum of; ``k`` is the sum of all their K's.
-
-    Raises:
-        KernelError: if no config is legal; ``support.unsupported`` says so beforehand.
-    """
-    from coda_inductor.select.model import kernel_us
-
-    configs = legal_configs(program, arch_of(device))
-    if not configs:
-        raise KernelError("the program needs more shared memory than any kernel config leaves")
-    if len(configs) == 1:
-        return configs[0]
-    rows = hint(m)
-    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a fused site expected to win? The promise is never to be slower than not fusing.
 
-Expected times come from ``cost``: shipped H100 measurements and the model fitted to them. The
+Expected times come from ``model``: shipped H100 measurements and the model fitted to them. The
 alternative is what Inductor would run: cuBLAS, then one elementwise kernel that reads the products
 and the tile operands and writes the stores, then one more kernel if there are reductions over M.
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.model import cublas_us, estimate_us
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.select.config import Config
+from coda_inductor.select.model import cublas_us, kernel_us
+from coda_inductor.select.site import Site
 
 #: A launch of ours costs the host 30 to 50 us, one of cuBLAS 12. Where a graph's GEMMs take less
 #: than this on average, the GPU waits for the host, and fusing makes it wait longer. Measured on
@@ -27,7 +29,7 @@ _BYTES_PER_US = 2.7e6
 _LAUNCH_US = 2.0
 
 
-def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
+def host_bound(gemms: Sequence[tuple[int, int, int]]) -> Refusal | None:
     """Why a graph's GEMMs, each (M, N, K), are left to cuBLAS whatever surrounds them, or None.
 
     CUDA graphs lift this limit: the host then launches nothing.
@@ -35,63 +37,39 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> str | None:
     mean = statistics.fmean(cublas_us(m, n, k) for m, n, k in gemms)
     if mean >= HOST_BOUND_US:
         return None
-    return (
+    text = (
         f"too small: the graph's GEMMs take {mean:.0f} us on average, so the host is the limit "
         "(options['gate'] = 'always' fuses anyway)"
     )
+    return refuse("too-small", text)
 
 
-def unmeasured(arch: int) -> str | None:
+def unmeasured(arch: int) -> Refusal | None:
     """Why GEMMs are left to cuBLAS on compute capability ``arch``.x whatever they are, or None:
     where nothing was measured, nothing is expected to win."""
     if arch == MEASURED_ARCH:
         return None
-    return (
+    text = (
         f"nothing was measured on compute capability {arch}.x, so nothing is expected to win "
         "(options['gate'] = 'always' fuses anyway)"
     )
+    return refuse("gpu-not-measured", text)
 
 
-@dataclass(frozen=True)
-class Work:
-    """One site: ``program`` on (m, k) x (k, n).
-
-    Attributes:
-        terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
-        behind: the stores that an elementwise kernel reads which comes behind all the same (a norm
-            that no GEMM reads, say). Unfused, it reads the products instead and writes the others.
-        joined: instead of ``terms``, the K of each product whose weights are copied together at
-            every call.
-    """
-
-    program: EpilogueProgram
-    m: int
-    n: int
-    k: int
-    terms: int = 1
-    behind: frozenset[str] = frozenset()
-    joined: tuple[int, ...] = ()
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """K of each product that the accumulator is the sum of."""
-        return self.joined or (self.k // self.terms,) * self.terms
-
-
-def expected(work: Work) -> tuple[float, float]:
-    """Expected microseconds of ``work``: (fused, unfused)."""
-    program, m, n, k = work.program, work.m, work.n, work.k
-    fused = estimate_us(program, m, n, k, terms=work.terms)
-    if work.joined:
-        copied = n * sum(work.joined) * WIDTHS[program.in_dtype]
+def expected(site: Site, config: Config) -> tuple[float, float]:
+    """Expected microseconds of ``site``: (fused, with a kernel of ``config``; unfused)."""
+    program, m, n, k = site.program, site.m, site.n, site.k
+    fused = kernel_us(program, config, m, n, k, site.terms)
+    if site.copied:
+        copied = n * sum(site.copied) * WIDTHS[program.in_dtype]
         fused += 2 * copied / _BYTES_PER_US + _LAUNCH_US
-    terms = len(work.ks)
+    terms = len(site.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
     written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
-    moved = sum(WIDTHS[s.dtype] for s in written if s.name not in work.behind)
-    if work.behind:
+    moved = sum(WIDTHS[s.dtype] for s in written if s.name not in site.after)
+    if site.after:
         moved += _read(program, set(program.accs), terms)
-        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in work.behind)
+        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in site.after)
         launches = 0
     else:
         moved += _read(program, everything, terms)
@@ -101,22 +79,23 @@ def expected(work: Work) -> tuple[float, float]:
         sources = set().union(*(_sources(program, value) for value in columns))
         moved += _read(program, sources, terms)
         launches += 1
-    unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in work.ks)
+    unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in site.ks)
     unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
     return fused, unfused
 
 
-def loses(work: Work) -> str | None:
-    """Why a site is expected to be slower fused, or None."""
-    if work.behind and _only_statistics(work.program):
-        return "its product is stored as it is for an elementwise kernel: statistics save nothing"
-    fused, unfused = expected(work)
+def loses(site: Site, fused: float, unfused: float) -> Refusal | None:
+    """Why ``site``, of which so many microseconds are :func:`expected`, had better not be fused, or
+    None."""
+    if site.after and _only_statistics(site.program):
+        text = "its product is stored as it is for an elementwise kernel: statistics save nothing"
+        return refuse("statistics-only", text)
     if fused <= unfused:
         return None
-    return f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
+    return refuse("expected-slower", f"expected {fused:.0f} us fused, {unfused:.0f} us unfused")
 
 
-def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | None:
+def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> Refusal | None:
     """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
     together, or None. ``width``: bytes an element.
 
@@ -137,12 +116,9 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> str | N
     lost = costs * width / _BYTES_PER_US + more * _LAUNCH_US
     if lost <= won:
         return None
-    if training:
-        return (
-            f"expected {lost:.0f} us for reading its weights and gradients again, "
-            f"{won:.0f} us saved"
-        )
-    return f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
+    what = "weights and gradients" if training else "weights"
+    text = f"expected {lost:.0f} us for reading its {what} again, {won:.0f} us saved"
+    return refuse("layer-norm-slower", text)
 
 
 def _only_statistics(program: EpilogueProgram) -> bool:

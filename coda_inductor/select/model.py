@@ -28,7 +28,7 @@ import torch
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.config import Config, choose
+from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
 from coda_inductor.select.instructions import extra_us
 from coda_inductor.select.kinds import TERMS, family, kinds
@@ -88,12 +88,6 @@ def kernel_us(
     elements = m * n * table()["processors"] / _processors()
     extra = extra_us(program, kinds()[kind], config, elements)
     return _kernel_us(kind, str(config), m, n, k, traffic(program)) + extra
-
-
-def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> float:
-    """Expected microseconds of ``program`` with the config that ``config.choose`` takes."""
-    config = choose(program, m, n, k, device, terms)
-    return kernel_us(program, config, hint(m), n, k, terms)
 
 
 def measured(program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1) -> bool:

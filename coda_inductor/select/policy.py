@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May and should a GEMM be fused, and does it run as a kernel or through the reference?
+"""Decisions about the GEMMs of one graph, under one set of options.
 
-The three answers are kept apart: *legal* (dtype, shape, device, kernel stack), *expected to win*
-(the gate) and *how* (kernel, reference expanded into the graph, or unfused with the reason).
+A GEMM is asked about twice: *may* its epilogue hold anything (``legal``: dtype, shape, device,
+kernel libraries), before anything is planned; and *how* does the planned site run (``judge``).
 """
 
 from __future__ import annotations
@@ -12,119 +12,109 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.region import Region
-from coda_inductor.fuse.sums import in_place
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.log import Failure
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram, Store
 from coda_inductor.program.dtypes import FLOATS, HALF, dtype_name
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Estimate
-from coda_inductor.select import gate, legality, model
-from coda_inductor.select.config import Config, choose
+from coda_inductor.select import gate, legality
+from coda_inductor.select.choice import Choice, select
+from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
+from coda_inductor.select.model import cublas_us
+from coda_inductor.select.site import Site
 
 _STORE = Store("out0", "acc", "bfloat16")
 #: Shapes the partials of a call that is then expanded; any legal config will do.
-REFERENCE_CONFIG = Config(128, 128, 2, 1, True)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``how`` is "kernel", "reference" or "unfused"; ``reason`` says why it is not a kernel."""
-
-    how: str
-    reason: str = ""
-    config: str = ""
+REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Decisions under one set of options, for one graph.
+    """See the module docstring.
 
-    ``small`` says why the graph's GEMMs are too small to fuse, or is None; ``idle`` why no GEMM of
-    any size becomes a kernel on this GPU. ``dry``: only say what would happen, with expected times;
-    compile nothing and warn of nothing.
+    Attributes:
+        options: the user's.
+        too_small: why the graph's GEMMs are too small to fuse.
+        no_kernels: why no GEMM of any size becomes a kernel on this GPU.
+        on_gpu: are there GEMMs on a GPU?
+        dry: only say what would happen, with expected times and the kernels' numerics.
     """
 
     options: Options
-    small: str | None = None
-    dry: bool = False
-    idle: str | None = None
+    too_small: Refusal | None = None
+    no_kernels: Refusal | None = None
     on_gpu: bool = False
-
-    @property
-    def fuses(self) -> bool:
-        """May anything be fused in this graph?"""
-        return self.small is None and self.options.gate != "never"
-
-    @property
-    def compiles(self) -> bool:
-        """May any GEMM in this graph become a kernel?"""
-        return self.fuses and self.idle is None and self.on_gpu and not self.options.reference
-
-    def rounds(self, a: torch.Tensor) -> bool:
-        """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
-        that. A CPU's plain ops do: not to takes twice as long in 16 bits."""
-        return a.device.type != "cuda" and not (self.options.reference or self.dry)
+    dry: bool = False
 
     @staticmethod
-    def of(options: Options, graph: Graph) -> Policy:
+    def of(options: Options, graph: Graph, *, dry: bool = False) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
         config = torch._inductor.config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
         pairs = [(fake(a), fake(b)) for a, b in pairs if fake(a).is_cuda]
         if not pairs:
-            return Policy(options)
+            return Policy(options, dry=dry)
         shapes = [(hint(a.shape[0]), hint(b.shape[1]), hint(b.shape[0])) for a, b in pairs]
-        small = idle = None
+        device = pairs[0][0].device
+        too_small = no_kernels = None
         if not options.reference:
-            idle = availability.kernel_stack(pairs[0][0].device)
+            no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
-            small = None if cuda_graphs else gate.host_bound(shapes)
-            idle = idle or gate.unmeasured(arch_of(pairs[0][0].device))
-        return Policy(options, small, idle=idle, on_gpu=True)
+            too_small = None if cuda_graphs else gate.host_bound(shapes)
+            no_kernels = no_kernels or gate.unmeasured(arch_of(device))
+        return Policy(options, too_small, no_kernels, on_gpu=True, dry=dry)
 
-    def legal(self, gemm: Node) -> str | None:
-        """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may.
+    @property
+    def fuses(self) -> bool:
+        """May anything be fused in this graph?"""
+        return self.too_small is None and self.options.gate != "never"
 
-        A reason that is a :class:`~coda_inductor.log.Failure` deserves a warning.
-        """
-        a, b = gemm_inputs(gemm)
-        tensors = [fake(a), fake(b)]
-        if any(not isinstance(t, torch.Tensor) for t in tensors):
-            return "its operands are not tensors"
-        x, w = tensors
+    @property
+    def compiles(self) -> bool:
+        """May any GEMM in this graph become a kernel?"""
+        possible = self.no_kernels is None and not self.options.reference
+        return self.fuses and self.on_gpu and possible
+
+    def rounds(self, a: torch.Tensor) -> bool:
+        """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
+        that. A CPU's plain ops do: not to takes twice as long in 16 bits."""
+        return a.device.type != "cuda" and not (self.options.reference or self.dry)
+
+    def legal(self, gemm: Node) -> Refusal | None:
+        """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
+        x, w = (fake(n) for n in gemm_inputs(gemm))
+        if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
+            return refuse("not-matrices", "its operands are not tensors")
         if x.dtype != w.dtype or x.dtype not in FLOATS:
-            return Failure(f"{x.dtype} times {w.dtype} has no epilogue program")
+            text = f"{x.dtype} times {w.dtype} has no epilogue program"
+            return refuse("gemm-dtypes", text, failure=True)
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
-            return "N or K is symbolic"
+            return refuse("symbolic-features", "N or K is symbolic")
         if any(same(size, 0) for size in (*x.shape, *w.shape)):
-            return "one of its sizes is 0"
+            return refuse("empty", "one of its sizes is 0")
         if self.options.gate == "never":
-            return "options['gate'] is 'never'"
+            return refuse("gate-never", "options['gate'] is 'never'")
         if not self._kernels(x):
             return None
+        if (why := availability.kernel_stack(x.device)) is not None:  # runtime.notice says it once
+            return why.failing() if self.options.strict else why
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
-        if (
-            stack := availability.kernel_stack(x.device)
-        ) is not None:  # runtime.notice says it once
-            return Failure(stack) if self.options.strict else stack
-        failure = (
+        return (
             legality.unsupported(bare, w.shape[1], w.shape[0], device=x.device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
+            or self.too_small
+            or self.no_kernels
         )
-        if failure is not None:
-            return Failure(failure)
-        return self.small or self.idle
 
-    def norm_loses(self, gemms: list[Node], training: bool) -> str | None:
-        """Why putting a LayerNorm off past ``gemms`` costs more than it saves, or None."""
+    def norm_loses(self, gemms: list[Node], training: bool) -> Refusal | None:
+        """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])
         if self.options.gate != "auto" or not self._kernels(fake(a)):
             return None
@@ -132,7 +122,7 @@ class Policy:
         n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), training=training)
 
-    def split_loses(self, gemm: Node, training: bool) -> str | None:
+    def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
         """Why reading a packed projection's halves apart costs more than it saves, or None. In
         training its weight's gradient, (2F, K), is then put together by a copy; what is saved is
         reading the product (M, 2F) at least once."""
@@ -142,52 +132,25 @@ class Policy:
         m, k = fake(a).shape
         if hint(m) >= 2 * k:
             return None
-        return f"putting its weight's gradient together costs more than it saves below {2 * k} rows"
+        text = f"putting its weight's gradient together costs more than it saves below {2 * k} rows"
+        return refuse("split-copies-gradient", text)
 
-    def _kernels(self, a: torch.Tensor) -> bool:
-        """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
-        return a.device.type == "cuda" and not self.options.reference
+    def judge(self, site: Site, a: torch.Tensor) -> Choice:
+        """How a planned site runs whose left operand is ``a``."""
+        if self.options.reference:
+            why = refuse("reference-asked", "options['reference'] is set")
+        elif not self._kernels(a):
+            why = refuse("no-kernels-on-device", f"device {a.device.type} has no kernels")
+        else:
+            return select(site, gated=self.options.gate == "auto")
+        return Choice("reference", REFERENCE_CONFIG, why)
 
-    def judge(self, region: Region, program: EpilogueProgram, behind: frozenset[str]) -> Verdict:
-        """How a region runs; ``behind`` as in :class:`~coda_inductor.select.gate.Work`."""
-        a, _ = gemm_inputs(region.anchors[0])
-        if not self._kernels(fake(a)):
-            why = f"device {fake(a).device.type} has no kernels"
-            if self.options.reference:
-                why = "options['reference'] is set"
-            return Verdict("reference", why, str(REFERENCE_CONFIG))
-        m, n, k = region.shape
-        terms, joined = _terms(region)
-        device = fake(a).device
-        major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
-        reason = legality.unsupported(program, n, k, b_major=major, device=device)
-        if reason is not None:
-            return Verdict("unfused", Failure(reason))
-        if self.options.gate == "auto":
-            work = gate.Work(program, hint(m), n, k, terms, behind, joined)
-            reason = gate.loses(work)
-            if reason is not None:
-                return Verdict("unfused", reason)
-        return Verdict("kernel", config=str(choose(program, m, n, k, device, terms)))
-
-    def estimate(
-        self, region: Region, program: EpilogueProgram, behind: frozenset[str]
-    ) -> Estimate:
-        """What :meth:`judge` would say of a region on an H100, whatever device this is. The gate
-        counts only where the options ask for it."""
-        m, n, k = region.shape
-        terms, joined = _terms(region)
-        work = gate.Work(program, hint(m), n, k, terms, behind, joined)
-        unfused = len(program.accs) * sum(model.cublas_us(m, n, each) for each in work.ks)
-        major = b_major(fake(gemm_inputs(region.anchors[0])[1]))
-        reason = legality.unsupported(program, n, k, b_major=major)
-        if reason is not None:
-            return Estimate(unfused, refusal=reason)
-        config = choose(program, m, n, k, terms=terms)
-        fused, unfused = gate.expected(work)
-        loses = gate.loses(work) if self.options.gate == "auto" else None
-        known = model.measured(program, config, m, n, k, terms)
-        return Estimate(unfused, fused, known, str(config), loses or "")
+    def estimate(self, site: Site) -> Estimate:
+        """What would be chosen on an H100, whatever device this is."""
+        found = select(site, gated=self.options.gate == "auto")
+        return Estimate(
+            found.unfused_us, found.fused_us, found.measured, found.config, found.refusal
+        )
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
@@ -195,19 +158,8 @@ class Policy:
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         if symbolic or a.dtype not in HALF:
             return None
-        return Estimate(model.cublas_us(a.shape[0], b.shape[1], b.shape[0]))
+        return Estimate(cublas_us(a.shape[0], b.shape[1], b.shape[0]))
 
-
-def _terms(region: Region) -> tuple[int, tuple[int, ...]]:
-    """How many products one kernel reads in place; else the K of each, whose weights are copied
-    together."""
-    if region.total is None:
-        return 1, ()
-    if in_place(region.anchors):
-        return len(region.anchors), ()
-    return 1, tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
-
-
-def b_major(b: torch.Tensor) -> str:
-    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
-    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"
+    def _kernels(self, a: torch.Tensor) -> bool:
+        """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
+        return a.device.type == "cuda" and not self.options.reference

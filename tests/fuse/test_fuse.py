@@ -15,7 +15,7 @@ from torch import nn
 
 from coda_inductor.fuse import driver
 from coda_inductor.fuse.region import NoRegionError
-from coda_inductor.joint import JointPass
+from coda_inductor.pipeline import on_aten
 
 M, N, K = 6, 10, 8
 
@@ -345,5 +345,5 @@ def test_pass_is_idempotent(monkeypatch):
     leave_custom_ops(monkeypatch)
     harness = check(gate_up, randn(2, 3, K), randn(N, K), randn(N, K))
     before = str(harness.graph)
-    JointPass(harness.options, harness.recorder)(harness.graph)
+    on_aten(harness.graph, harness.record)
     assert str(harness.graph) == before

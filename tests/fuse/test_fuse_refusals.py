@@ -10,8 +10,8 @@ from checking import check, leave_custom_ops, randn, reasons
 from harness import Harness
 
 from coda_inductor import FallbackError
-from coda_inductor.fuse import driver
-from coda_inductor.log import Failure
+from coda_inductor.fuse import driver, lower
+from coda_inductor.refusal import refuse
 from coda_inductor.select.policy import Policy
 
 B, T, N, K = 2, 3, 10, 8
@@ -152,7 +152,9 @@ def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
 
 def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
     """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
-    monkeypatch.setattr(Policy, "legal", lambda *_: Failure("an odd shape"))
+    monkeypatch.setattr(
+        Policy, "legal", lambda *_: refuse("unaligned", "an odd shape", failure=True)
+    )
     harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
     assert reasons(harness) == "nothing to absorb, and an odd shape"
     with pytest.raises(Exception, match="an odd shape"):
@@ -251,10 +253,10 @@ def test_integer_gemm_is_a_named_fallback():
 def test_failure_while_planning_costs_that_site_alone(monkeypatch):
     grow = driver.grow
 
-    def broken(anchors, order):
+    def broken(anchors, *how):
         if anchors[0].meta["val"].shape[-1] == N:
             raise IndexError("a bug of ours")
-        return grow(anchors, order)
+        return grow(anchors, *how)
 
     monkeypatch.setattr(driver, "grow", broken)
     harness = check(
@@ -269,7 +271,7 @@ def test_failure_while_planning_costs_that_site_alone(monkeypatch):
 def test_kernel_that_does_not_compile_costs_that_site_alone(monkeypatch):
     leave_custom_ops(monkeypatch)
     monkeypatch.setattr(
-        driver.pool, "wait",
+        lower.pool, "wait",
         lambda requests: {r: "ptxas said no" if "relu" in r.program else None for r in requests},
     )  # fmt: skip
 

@@ -10,7 +10,8 @@ from checking import leave_custom_ops
 from families import FAMILIES
 from harness import Harness
 
-from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.dynamo.attention import calls
 from coda_inductor.graph.nodes import ALIASES, aten
 from coda_inductor.runtime import linear_cross_entropy
 
@@ -42,10 +43,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
     leave_custom_ops(monkeypatch)
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**12)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
-    simplify = attention.simplify_attention
-    monkeypatch.setattr(
-        attention, "simplify_attention", lambda gm, disabled: simplify(gm, disabled, device="cpu")
-    )
+    monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
     (two, _), (three, harness) = (saved(layers, monkeypatch) for layers in (2, 3))
     wide = 5 + 2 * KV / HEADS  # tensors of width D
     assert three - two == T * (wide * D + 2 * HIDDEN)

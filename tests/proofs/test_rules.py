@@ -17,6 +17,8 @@ from rationals import after, joint, results
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.options import parse
+from coda_inductor.record import Record
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.semantic import layer_norm, rms_norm
 from coda_inductor.semantic.define import DEFINITIONS
@@ -81,8 +83,12 @@ def everywhere(graph):
     return [results(graph, point=point) for point in range(3)]
 
 
-def defer(graph):
-    defer_norms(graph, lambda _gemm: None)
+def by(function):
+    """A pass as one of a graph alone: everything legal is done."""
+    return lambda graph: function(graph, Record(parse(None, {"strict": True}), dry=True))
+
+
+defer = by(defer_norms)
 
 
 def norms(graph):

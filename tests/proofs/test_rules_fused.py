@@ -5,34 +5,29 @@ of two by two and on interleaved pairs of weights, and give the numbers of the g
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import rationals
 import torch
 from checking import swiglu
 from rationals import Kernels, after, joint, results
-from test_rules import SUBJECTS, defer, everywhere, mutate, subject
+from test_rules import SUBJECTS, by, defer, everywhere, mutate, subject
 
 from coda_inductor.fuse import emit
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph import edit
 from coda_inductor.graph.nodes import fake
-from coda_inductor.joint import decompose
-from coda_inductor.options import parse
 from coda_inductor.patterns.equal import difference
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.rewrite.decompose import decompose_most
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.runtime import linear_cross_entropy
-from coda_inductor.select.policy import Policy
 from coda_inductor.semantic import cross_entropy
-from coda_inductor.semantic.loss import row_logsumexp
 
 
 def fuse(graph):
-    decompose(graph, keep=(row_logsumexp,))
-    fuse_gemms(graph, replace(Policy.of(parse(None, {}), graph), dry=True))
+    by(decompose_most)(graph)
+    by(fuse_gemms)(graph)
 
 
 def programs(graph):
@@ -87,8 +82,7 @@ def packed(x, w, wd):
     return swiglu(g, u) @ wd
 
 
-def split(graph):
-    assert split_packed(graph, lambda _gemm: None, lambda _gemm, _training: None) == {}
+split, slice_loss = by(split_packed), by(slice_loss_gradient)
 
 
 def test_halves_of_a_packed_weight_are_two_products(monkeypatch):
@@ -166,7 +160,7 @@ def differ(have, want):
 def test_gradient_of_logits_by_slices(name, monkeypatch):
     """R7, backward: columns of the gradient are made and used two at a time."""
     graph, given = head_graph(name)
-    rewritten = after(graph, slice_loss_gradient)
+    rewritten = after(graph, slice_loss)
     calls = [n for n in rewritten.nodes if "linear_cross_entropy" in str(n.target)]
     assert len(calls) == 1
     want = results(graph, Kernels, **given)
@@ -181,7 +175,7 @@ def test_shift_of_the_penalty_cannot_be_left_out(monkeypatch):
     """``a * exp(lse)`` in place of ``a * exp(lse - b)``."""
     graph, given = head_graph("penalty")
     left_out = mutate(monkeypatch, 0)
-    wrong = results(after(graph, slice_loss_gradient), Kernels, **given)
+    wrong = results(after(graph, slice_loss), Kernels, **given)
     assert left_out
     assert "they differ" in differ(wrong, results(graph, Kernels, **given))
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, check_gradients, leave_custom_ops, randn, reasons
+from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
+from passes import codes
 
+from coda_inductor.refusal import refuse
 from coda_inductor.select.policy import Policy
 
 D, HIDDEN = 16, 24
@@ -123,10 +125,11 @@ def test_weight_that_is_not_k_major_stays_one():
 
 
 def test_refused_with_the_gates_reason(monkeypatch):
-    monkeypatch.setattr(Policy, "split_loses", lambda *_: "too few rows")
+    why = refuse("split-copies-gradient", "too few rows")
+    monkeypatch.setattr(Policy, "split_loses", lambda *_: why)
     harness = check(mlp(CUTS["chunk"], GATES["SwiGLU"], False), randn(2, 5, D))
     assert pairs(harness) == 0
-    assert "too few rows" in reasons(harness)
+    assert "split-copies-gradient" in codes(harness)
 
 
 def test_partials_of_pairs_with_rows(monkeypatch):

@@ -30,7 +30,6 @@ the mode of gradients or autocast changes before the call.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,8 +52,15 @@ from coda_inductor.dynamo.attention.index_values import (
 )
 from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
 from coda_inductor.program.dtypes import HALF
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
 
 NAMES = ("constant_mask", "grouped_heads")
+#: Where repeated heads are worth undoing.
+GROUPS_ON = "cuda"
+#: What a mask means to SDPA, if it is one of the two that it has a flag for.
+CAUSAL, FULL = "causal", "full"
+Verdict = str | Refusal
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _MAX_HEAD = 256
@@ -65,40 +71,33 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
-def simplify_attention(
-    gm: GraphModule, disabled: tuple[str, ...] = (), device: str = "cuda"
-) -> tuple[Counter[str], list[str]]:
-    """Apply both rewrites to every attention call of ``gm`` and its checkpointed regions, in place.
-
-    ``device`` is where repeated heads are worth undoing. Returns how often each rewrite fired, and
-    a line for each near miss.
-    """
-    fired: Counter[str] = Counter()
-    refused: list[str] = []
+def simplify_attention(graph: Graph, record: Record) -> None:
+    """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
+    place."""
     known: dict[int, _Masks] = {}
-    for body in bodies(gm):
+    assert isinstance(graph.owning_module, GraphModule), "Dynamo's graph has an owner"
+    for body in bodies(graph.owning_module):
         around = None if body.around is None else known[id(body.around)]
         masks = known[id(body)] = _Masks(body, around)
-        _simplify(body.graph, masks, disabled, device, fired, refused)
+        _simplify(body.graph, masks, record)
         body.module.recompile()
-    return fired, refused
 
 
 class _Masks:
-    """The verdict on each mask of one graph: ``"causal"``, ``"full"``, or why it stays."""
+    """The verdict on each mask of one graph: :data:`CAUSAL`, :data:`FULL`, or why it stays."""
 
     def __init__(self, body: Body, around: _Masks | None):
         outside: Constants | None = None if around is None else around.constants
         self.constants: Constants = Constants(body.graph, body.outer, outside)
         self.body, self.around = body, around
-        self.known: dict[tuple[Node, str, str], str] = {}
+        self.known: dict[tuple[Node, str, str], Verdict] = {}
 
     @cached_property
     def proof(self) -> IndexProof:
         around = None if self.around is None else self.around.proof
         return IndexProof(self.body.graph, self.constants.changed, self.body.outer, around)
 
-    def verdict(self, mask: Node, queries: Any, keys: Any) -> str:
+    def verdict(self, mask: Node, queries: Any, keys: Any) -> Verdict:
         known_outside = mask in self.body.outer and mask not in self.constants.changed
         if known_outside and self.around is not None:  # evaluated once for all layers
             return self.around.verdict(self.body.outer[mask], queries, keys)
@@ -107,12 +106,12 @@ class _Masks:
             try:
                 self.known[key] = self._classify(mask, queries, keys)
             except (NotConstantError, DataError) as error:
-                self.known[key] = str(error)
+                self.known[key] = error.refusal
             except NotProvenError as error:
-                self.known[key] = f"{_why_a_proof(mask, queries, keys)}, and {error}"
+                self.known[key] = _why_a_proof(mask, queries, keys).within(f"{{}}, and {error}")
         return self.known[key]
 
-    def _classify(self, mask: Node, queries: Any, keys: Any) -> str:
+    def _classify(self, mask: Node, queries: Any, keys: Any) -> Verdict:
         if _static(mask, queries, keys):
             try:
                 return classify(self.constants.value(mask), queries, keys)
@@ -125,44 +124,38 @@ def _static(mask: Node, queries: Any, keys: Any) -> bool:
     return all(isinstance(size, int) for size in (*value(mask).shape, queries, keys))
 
 
-def _why_a_proof(mask: Node, queries: Any, keys: Any) -> str:
+def _why_a_proof(mask: Node, queries: Any, keys: Any) -> Refusal:
     """Why a mask was not evaluated."""
     if _static(mask, queries, keys):
-        return f"it takes more than {constants.MAX_BYTES >> 20} MiB to evaluate"
-    return "its size is symbolic"
+        return constants.too_large()
+    return refuse("mask-size", "its size is symbolic")
 
 
-def _simplify(
-    graph: Graph,
-    masks: _Masks,
-    disabled: tuple[str, ...],
-    device: str,
-    fired: Counter[str],
-    refused: list[str],
-) -> None:
+def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
         arguments = _arguments(node)
         if arguments is None:
             continue
         mask = arguments.get("attn_mask")
-        if mask is not None and "constant_mask" not in disabled:
+        if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(mask, arguments, masks)
-            if verdict in ("causal", "full"):
-                arguments["attn_mask"] = None
-                arguments["is_causal"] = verdict == "causal"
-                fired["constant_mask"] += 1
+            if isinstance(verdict, Refusal):
+                record.refuse("constant_mask", node.name, verdict.within("the mask stays, {}"))
             else:
-                refused.append(f"constant_mask at {node.name}: the mask stays, {verdict}")
-        if "grouped_heads" not in disabled and _flash(arguments, device):
+                arguments["attn_mask"] = None
+                arguments["is_causal"] = verdict == CAUSAL
+                record.fire("constant_mask")
+        if record.enabled("grouped_heads") and _flash(arguments):
             chains = [_repetition(arguments[name]) for name in ("key", "value")]
             if chains[0] is not None and chains[1] is not None:
-                reason = next((why for c in chains if c and (why := c.hazard(node))), None)
-                if reason is None:
+                why = next((why for c in chains if c and (why := c.hazard(node))), None)
+                if why is None:
                     arguments["key"], arguments["value"] = (c.heads(node) for c in chains if c)
                     arguments["enable_gqa"] = True
-                    fired["grouped_heads"] += 1
+                    record.fire("grouped_heads")
                 else:
-                    refused.append(f"grouped_heads at {node.name}: heads stay repeated, {reason}")
+                    why = why.within("heads stay repeated, {}")
+                    record.refuse("grouped_heads", node.name, why)
         node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
         node.kwargs = arguments
 
@@ -173,78 +166,95 @@ def _arguments(node: Node) -> dict[str, Any] | None:
     return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
 
 
-def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> str:
+def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> Verdict:
     if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
-        return "it is no tensor of this graph"
+        return refuse("mask-unknown", "it is no tensor of this graph")
     if arguments.get("is_causal"):
-        return "is_causal is set beside it"
+        return refuse("mask-unknown", "is_causal is set beside it")
     queries, keys = (value(arguments[name]).shape[-2] for name in ("query", "key"))
     return masks.verdict(mask, queries, keys)
 
 
-def classify(mask: torch.Tensor, queries: int, keys: int) -> str:
-    """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA: ``"causal"``,
-    ``"full"``, or why it is neither. True, or 0.0 in an additive mask, lets a query see a key;
-    ``-inf``, or the dtype's lowest number, hides it."""
+def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
+    """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA:
+    :data:`CAUSAL`, :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a
+    query see a key; ``-inf``, or the dtype's lowest number, hides it."""
     seen = _seen(mask)
-    if isinstance(seen, str):
+    if isinstance(seen, Refusal):
         return seen
     if seen.all():
-        return "full"
+        return FULL
     if queries != keys:
-        return f"it is not full, and there are {queries} queries but {keys} keys"
+        return _lengths(queries, keys)
     if seen.dim() < 2 or seen.shape[-2:] != (queries, keys):
-        return "it hides keys from all queries alike"
+        return refuse("mask-form", "it hides keys from all queries alike")
     square = torch.ones(queries, keys, dtype=torch.bool)
     causal = square.tril()
     if torch.equal(seen, causal.expand_as(seen)):
-        return "causal"
+        return CAUSAL
     first = seen.reshape(-1, queries, keys)[0]
     window = int(first[-1].sum())
     if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
-        return f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
-    return "it is constant, but neither causal nor full"
+        text = f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
+        return refuse("mask-form", text)
+    return _neither()
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor | str:
+def _neither() -> Refusal:
+    return refuse("mask-form", "it is constant, but neither causal nor full")
+
+
+def _lengths(queries: Any, keys: Any) -> Refusal:
+    text = f"it is not full, and there are {queries} queries but {keys} keys"
+    return refuse("mask-lengths", text)
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
     """Where ``mask`` lets a query see a key, or why it is no mask."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        return f"a mask of {mask.dtype} is neither boolean nor additive"
+        return refuse("mask-bias", f"a mask of {mask.dtype} is neither boolean nor additive")
     seen = mask == 0
     if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
-        return "it adds numbers other than 0 and -inf"
+        return _adds_numbers()
     return seen
 
 
-def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any) -> str:
+def _adds_numbers() -> Refusal:
+    return refuse("mask-bias", "it adds numbers other than 0 and -inf")
+
+
+def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
     """``classify`` for a mask of symbolic size: ``known`` are its elements by their indices,
     ``mask`` gives its shape and dtype."""
     if isinstance(known, Affine):
-        return "it adds numbers other than 0 and -inf"
+        return _adds_numbers()
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         seen = _seen(torch.tensor([known.yes, known.no], dtype=mask.dtype, device="cpu"))
-        if isinstance(seen, str):
+        if isinstance(seen, Refusal):
             return seen
         yes, no = seen.tolist()
     if yes == no:
-        return "full" if yes else "it is constant, but neither causal nor full"
+        return FULL if yes else _neither()
     when = true_when(Choice(known.when, yes, no))
     causal = index(-2) - index(-1)
     when = frozenset(c for c in when if not _covers(c + causal, queries))
     if not when:
-        return "full"
+        return FULL
     if when == {causal}:
         if not same_size(queries, keys):
-            return f"it is not full, and there are {queries} queries but {keys} keys"
+            return _lengths(queries, keys)
         same = same_size(mask.shape[-2], queries) and same_size(mask.shape[-1], keys)
-        return "causal" if same else "it hides keys from all queries alike"
+        if same:
+            return CAUSAL
+        return refuse("mask-form", "it hides keys from all queries alike")
     for condition in when - {causal}:
         window = condition + causal  # column - row + window - 1 >= 0
         if len(when) == 2 and causal in when and not window.slopes:
-            return f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
-    return "it is constant, but neither causal nor full"
+            text = f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
+            return refuse("mask-form", text)
+    return _neither()
 
 
 def _covers(window: Affine, queries: Any) -> bool:
@@ -252,14 +262,14 @@ def _covers(window: Affine, queries: Any) -> bool:
     return not window.slopes and isinstance(queries, int) and queries <= window.constant + 1
 
 
-def _flash(arguments: dict[str, Any], device: str) -> bool:
+def _flash(arguments: dict[str, Any]) -> bool:
     """Would SDPA run flash attention, and does it not group heads already?"""
     query, key, val = (value(arguments[name]) for name in _ARGUMENTS[:3])
     return (
         arguments.get("attn_mask") is None
         and not arguments.get("enable_gqa")
-        and query.device.type == device
-        and (query.dtype in HALF or device == "cpu")
+        and query.device.type == GROUPS_ON
+        and (query.dtype in HALF or GROUPS_ON == "cpu")
         and query.dim() == key.dim() == val.dim() == 4
         and key.shape[-1] == val.shape[-1] == query.shape[-1]
         and query.shape[-1] <= _MAX_HEAD
@@ -276,7 +286,7 @@ class _Repetition:
     chain: tuple[Node, ...]
     turned: bool
 
-    def hazard(self, call: Node) -> str | None:
+    def hazard(self, call: Node) -> Refusal | None:
         """Why ``call`` must not read the source instead, or None. A copy does not see later
         writes, a view does; after the call, what it saves for the backward pass must not change."""
         nodes, before = (self.source, *self.chain), True
@@ -284,9 +294,11 @@ class _Repetition:
         while node.op != "root":
             before &= node is not call
             if before and changes_mode(node):
-                return f"{node.name} changes the mode of gradients or autocast before the call"
+                text = f"{node.name} changes the mode of gradients or autocast before the call"
+                return refuse("heads-mutated", text)
             if writes_to(node, nodes):
-                return f"{node.name} may change in place what is repeated"
+                text = f"{node.name} may change in place what is repeated"
+                return refuse("heads-mutated", text)
             node = node.next
         return None
 

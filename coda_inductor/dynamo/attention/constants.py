@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from coda_inductor.matching import changes, value
+from coda_inductor.refusal import Refusal, refuse
 
 #: Ops of which the first argument says only dtype, device and shape.
 _LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
@@ -30,15 +31,20 @@ MAX_BYTES = 2**28
 
 
 class NotConstantError(Exception):
-    """Why a node's value is not known; the text is for users."""
+    """A node's value is not known; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(refusal.text)
+        self.refusal = refusal
 
 
 class TooLargeError(NotConstantError):
     """It is constant, but takes too much memory to be evaluated."""
 
 
-class _TooLarge(str):
-    """That reason: it is handed on to what is made of such a value."""
+def too_large() -> Refusal:
+    """That reason."""
+    return refuse("mask-large", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
 
 
 class Constants:
@@ -57,28 +63,30 @@ class Constants:
         around: Constants | None = None,
     ):
         self._outer, self._around = outer or {}, around
-        self._why: dict[Node, str | None] = {}
+        self._why: dict[Node, Refusal | None] = {}
         #: What in-place ops of this graph may write to.
         self.changed = changes(graph)
         for node in graph.nodes:
-            self._why[node] = (
-                "an in-place op changes it" if node in self.changed else self._check(node)
-            )
+            self._why[node] = self._check(node)
 
-    def _check(self, node: Node) -> str | None:
+    def _check(self, node: Node) -> Refusal | None:
+        if node in self.changed:
+            return refuse("mask-mutated", "an in-place op changes it")
         if node in self._outer and self._around is not None:
-            return self._around._why.get(self._outer[node], "it comes from elsewhere")
+            elsewhere = refuse("mask-unknown", "it comes from elsewhere")
+            return self._around._why.get(self._outer[node], elsewhere)
         if node.op in ("placeholder", "get_attr") or not _is_torch(node):
-            return f"it depends on {getattr(node.target, '__name__', node.target)}"
+            text = f"it depends on {getattr(node.target, '__name__', node.target)}"
+            return refuse("mask-data", text)
         for source in _sources(node):
             if self._why[source] is not None:
                 return self._why[source]
         known = value(node)
         sizes = known.shape if isinstance(known, torch.Tensor) else [known]
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            return "its size is symbolic"
+            return refuse("mask-size", "its size is symbolic")
         if isinstance(known, torch.Tensor) and known.numel() * known.itemsize > MAX_BYTES:
-            return _TooLarge(f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
+            return too_large()
         return None
 
     def value(self, node: Node) -> torch.Tensor:
@@ -89,7 +97,7 @@ class Constants:
             NotConstantError: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
-            raise TooLargeError(why) if isinstance(why, _TooLarge) else NotConstantError(why)
+            raise TooLargeError(why) if why.code == "mask-large" else NotConstantError(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), _NoRandom():
@@ -98,9 +106,10 @@ class Constants:
             except NotConstantError:
                 raise
             except Exception as error:  # an op that the CPU lacks: the mask stays as it was
-                raise NotConstantError(f"evaluating it failed: {error}") from error
+                why = refuse("mask-unknown", f"evaluating it failed: {error}")
+                raise NotConstantError(why) from error
         if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-            raise NotConstantError("it cannot be evaluated on the CPU")
+            raise NotConstantError(refuse("mask-unknown", "it cannot be evaluated on the CPU"))
         return result
 
     def _run(self, node: Node) -> Any:
@@ -154,7 +163,7 @@ def _with_ancestors(node: Node) -> set[Node]:
 
 def _is_torch(node: Node) -> bool:
     """Tensor methods and plain functions of torch's and Python's; nothing that has a state of its
-    own, as the functions behind vmap have."""
+    own, as the functions that vmap is made of have."""
     if node.op == "call_method":
         return True
     module = getattr(node.target, "__module__", None) or ""
@@ -179,5 +188,5 @@ class _NoRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotConstantError(f"{func} draws random numbers")
+            raise NotConstantError(refuse("mask-random", f"{func} draws random numbers"))
         return func(*args, **(kwargs or {}))

@@ -50,6 +50,7 @@ from coda_inductor.dynamo.attention.index_values import (
     substitute,
 )
 from coda_inductor.matching import value
+from coda_inductor.refusal import refuse
 
 _POINTWISE = frozenset({"add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "where",
                         "masked_fill"})  # fmt: skip
@@ -100,12 +101,13 @@ class IndexProof:
 
     def _value(self, node: Node) -> Value:
         if node in self._changed:
-            raise DataError("an in-place op changes it")
+            raise DataError(refuse("mask-mutated", "an in-place op changes it"))
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         name = op_name(node)
         if node.op not in ("call_function", "call_method"):
-            raise DataError(f"it depends on {getattr(node.target, '__name__', node.target)}")
+            text = f"it depends on {getattr(node.target, '__name__', node.target)}"
+            raise DataError(refuse("mask-data", text))
         if name in FILLED:
             result = fill(node, name)
         elif name in _POINTWISE:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from coda_inductor.refusal import Refusal
+
 Number: TypeAlias = bool | int | float
 #: Factors and offsets beyond are refused: within, no int64 overflows for indices below 2**40.
 MAX_FACTOR = 2**20
@@ -23,7 +25,11 @@ class NotProvenError(Exception):
 
 
 class DataError(NotProvenError):
-    """Why a value is not known at any size either."""
+    """A value is not known at any size either; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(refusal.text)
+        self.refusal = refusal
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ the products of the slices, and each slice makes rows of dW and elements of db o
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
 Refuses logits of less than ``runtime.loss.SLICE_BYTES`` twice; a gradient that something else
-reads; one that is behind more than ``rewrite.logit_gradients`` knows.
+reads; one with more between it and the linear layer than ``logit_gradients`` knows.
 """
 
 from __future__ import annotations
@@ -32,71 +32,72 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, is_transpose, readers
+from coda_inductor.graph.nodes import aten, fake, is_transpose, readers, renames_or_casts
 from coda_inductor.graph.sizes import hint, same
-from coda_inductor.rewrite.loss.logit_gradients import behind_soft_cap, with_row_term
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.loss.logit_gradients import through_soft_cap, with_row_term
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy_backward
 
 
-def slice_loss_gradient(graph: Graph) -> tuple[int, list[str]]:
-    """Apply the rewrite to every ``cross_entropy_backward``; returns how often, and a line for each
-    near miss."""
-    done, refused = 0, []
+def slice_loss_gradient(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to every ``cross_entropy_backward``."""
+    name = "cross_entropy_backward"
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
-        reason = _slice(graph, node)
-        if reason is None:
-            done += 1
+        if not record.enabled(name):
+            record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
+        elif (why := _slice(graph, node)) is not None:
+            record.refuse(name, node.name, why)
         else:
-            refused.append(f"cross_entropy_backward at {node.name}: {reason}")
-    return done, refused
+            record.fire(name)
 
 
-def _slice(graph: Graph, node: Node) -> str | None:
+def _slice(graph: Graph, node: Node) -> Refusal | None:
     logits = fake(node.args[1])
-    size = hint(logits.numel()) * logits.element_size()
+    size, columns = hint(logits.numel()) * logits.element_size(), logits.shape[-1]
     if size < 2 * linear_cross_entropy.SLICE_BYTES:
-        return f"its logits take {size / 2**20:.0f} MiB only"
+        return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, node.args[1])
-    gradient, cap = behind_soft_cap(gradient, node.args[1])
-    names, users = readers(gradient, through=lambda u: u.target in ALIASES or is_cast(u))
+    gradient, cap = through_soft_cap(gradient, node.args[1])
+    names, users = readers(gradient, renames_or_casts)
     turned = [u for u in users if is_transpose(u)]
     products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
     dgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in names]
     wgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in turned]
-    sums = [p for p in products if _sums_rows(p, logits.shape[-1])]
+    sums = [p for p in products if _sums_rows(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
-            return f"{product.name} ({product.target}) reads it too"
+            return refuse("logits-read", f"{product.name} ({product.target}) reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
-        return "it is not the gradient of one linear layer"
+        return refuse("logits-form", "it is not the gradient of one linear layer")
     widths = [fake(p.args[0]).shape[1] for p in dgrads] + [fake(p.args[0]).shape[0] for p in wgrads]
-    if not all(same(width, logits.shape[-1]) for width in widths):
-        return "its linear layer makes several rows of logits at once"
+    if not all(same(width, columns) for width in widths):
+        return refuse("logits-form", "its linear layer makes several rows of logits at once")
     weight = dgrads[0].args[1] if dgrads else None
     x = wgrads[0].args[1] if wgrads else None
     dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}
     if len(dtypes) != 1:
-        return f"logits, weight and operand differ in dtype ({', '.join(sorted(map(str, dtypes)))})"
-    behind = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
+        differ = ", ".join(sorted(map(str, dtypes)))
+        return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
+    last = max(n for n in (node, weight, x, *(penalty or ())) if n is not None)
     put = Put(graph, like=node)
-    results: list[tuple[Node, Node]] = []
-    with graph.inserting_before(behind.next):
-        how = (*node.args[5:], cap, bool(sums))
+    results: dict[Node, Node] = {}
+    with graph.inserting_before(last.next):
         dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
-        args = (*node.args[:5], weight, x, dlse, *how)
+        args = (*node.args[:5], weight, x, dlse, *node.args[5:], cap, bool(sums))
         call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
-        for i, old in enumerate((dgrads, wgrads, sums)):
-            if old:
-                results.append((old[0], put(operator.getitem, call, i)))
-        if sums:
-            shape = [1] * (fake(sums[0]).dim() - 1) + [-1]
-            viewed = put(aten.view.default, results[-1][1], shape)
-            results[-1] = (sums[0], put.cast(viewed, fake(sums[0]).dtype))
-    for product, output in results:
-        product.replace_all_uses_with(output)
-    settle([output for _, output in results])
-    prune([product for product, _ in results])
+        for i, found in enumerate((dgrads, wgrads, sums)):
+            if found:
+                results[found[0]] = put(operator.getitem, call, i)
+        for bias in sums:
+            shape = [1] * (fake(bias).dim() - 1) + [-1]
+            viewed = put(aten.view.default, results[bias], shape)
+            results[bias] = put.cast(viewed, fake(bias).dtype)
+    for old, new in results.items():
+        old.replace_all_uses_with(new)
+    settle(list(results.values()))
+    prune(list(results))
     return None
 
 

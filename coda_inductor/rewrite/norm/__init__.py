@@ -1,2 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms around GEMMs: RMSNorm by R1 to R4, LayerNorm by R5."""
+"""Norms between GEMMs wait until after the GEMMs that read them: RMSNorm by rules R1 to R4,
+LayerNorm by R5 as well. RMSNorm is LayerNorm with no mean and no shift.
+
+defer      the pass: which norms wait, and why the others do not
+uses       who reads a norm: GEMMs, its gradient, the gradients of weights
+pivot      LayerNorm only: the mean at hand without which its operand would round too much
+forward    one norm: its statistics, the operand of the GEMMs, the GEMMs
+consumers  one of these GEMMs: row scale and shift
+backward   the gradients of the norm and of the weights
+"""

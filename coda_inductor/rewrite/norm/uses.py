@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads a norm: the GEMMs behind it, and in training its own gradient and the weights'.
+"""Who reads a norm: GEMMs, and in training its own gradient and the gradients of weights.
 
 A linear layer z = n @ W gives three nodes that matter here: ``mm(n, W)`` in the forward pass, and
 in the backward ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz)`` or
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs, terms
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, is_transpose
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, terms
+from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.rewrite.norm.consumers import plain_bias
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.norms import layer_norm_backward, rms_norm_backward
 
 
@@ -32,19 +32,21 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
+        pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
 
     gemms: list[Node] = field(default_factory=list)
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
+    pivot: Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What the GEMMs read."""
         return fake(gemm_inputs(self.gemms[0])[0]).dtype
 
-    def products(self, *, biased: bool = False) -> dict[Node, Node] | None:
+    def gradients(self, *, biased: bool) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
         None where they cannot be told apart (a weight is used twice) or z is hidden by a bias;
         ``biased``: a plain bias hides nothing, for the caller subtracts it."""
@@ -64,48 +66,49 @@ class Uses:
         return found
 
 
-def uses(norm: Node, scope: Scope) -> Uses | str:
+def uses(norm: Node, scope: Scope) -> Uses | Refusal:
     """The readers of a norm's node, or the reason why it cannot be deferred."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if 0 not in outputs:
-        return "its result is not read"
+        return refuse("not-read", "its result is not read")
     found = Uses()
-    reason = _readers(outputs[0], scope, found)
     statistics = [output for i, output in outputs.items() if i > 0]
-    if reason is None and statistics:
-        reason = _gradient(statistics, found)
+    why = _readers(outputs[0], scope, found) or _gradient(statistics, found)
+    if why is not None:
+        return why
     dtypes = {fake(gemm_inputs(g)[0]).dtype for g in (*found.gemms, *found.wgrads)}
-    if reason is None and len(dtypes) > 1:
-        reason = "its GEMMs run in different dtypes"
+    if len(dtypes) > 1:
+        return refuse("norm-gemm-dtypes", "its GEMMs run in different dtypes")
     found.gemms.sort()
-    return found if reason is None else reason
+    return found
 
 
-def _readers(output: Node, scope: Scope, found: Uses) -> str | None:
+def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
     width = fake(output).shape[-1]
     todo = [output]
     while todo:
         node = todo.pop()
         for user in node.users:
             if user.target in GEMMS and user.args.count(node) > 1:
-                return f"{user.name} reads it twice"
+                return refuse("norm-squared", f"{user.name} reads it twice")
             if user.target in GEMMS and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
             elif _is_wgrad(user, node):
                 found.wgrads[user] = False
             elif is_transpose(user) and all(_is_wgrad(u, user) for u in user.users):
                 found.wgrads |= dict.fromkeys(user.users, True)
-            elif user.target in ALIASES or is_cast(user):
+            elif renames_or_casts(user):
                 if not same(fake(user).shape[-1], width):
-                    return f"{user.name} reshapes its rows"
+                    return refuse("norm-reshaped", f"{user.name} reshapes its rows")
                 todo.append(user)
             else:
-                return f"{user.name} ({user.target}) reads it and is not a GEMM"
+                text = f"{user.name} ({user.target}) reads it and is not a GEMM"
+                return refuse("norm-read-elsewhere", text)
     return None
 
 
 def _matrix(node: Node) -> tuple[Node, bool]:
-    """The tensor behind transpositions, and whether ``node`` is its transpose."""
+    """What ``node`` is a transpose of, however often, and whether ``node`` is its transpose."""
     turned = False
     while is_transpose(node):
         node, turned = node.args[0], not turned
@@ -121,16 +124,16 @@ def _is_wgrad(user: Node, node: Node) -> bool:
     return user.args[1] is node and is_transpose(user.args[0])
 
 
-def _gradient(statistics: list[Node], found: Uses) -> str | None:
+def _gradient(statistics: list[Node], found: Uses) -> Refusal | None:
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
     if not readers:
         return None
     (found.backward, *others) = readers
     if others or found.backward.target not in (rms_norm_backward, layer_norm_backward):
-        return "its rstd is read"
+        return refuse("norm-statistics-read", "its rstd is read")
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:
-        return "its gradient is not a sum of GEMMs"
+        return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
     if len(found.backward.args[0].users) != 1:
-        return "its gradient is read elsewhere"
+        return refuse("norm-gradient", "its gradient is read elsewhere")
     return None

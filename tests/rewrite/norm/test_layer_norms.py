@@ -23,10 +23,11 @@ from checking import (
     reasons,
 )
 from harness import Harness
+from passes import codes
 from torch import nn
 
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.log import Failure
+from coda_inductor.refusal import refuse
 from coda_inductor.select import gate
 from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.norms import layer_norm, rms_norm
@@ -254,9 +255,9 @@ def read_by_residual(x, w, gamma, beta, a):
 
 
 REFUSALS = {
-    fresh: "no LayerNorm in front of it has computed the mean",
-    not_a_gemm: "its input is not made by a GEMM",
-    read_by_residual: "reads it and is not a GEMM",
+    fresh: "layer-norm-no-mean",
+    not_a_gemm: "norm-input-no-gemm",
+    read_by_residual: "norm-read-elsewhere",
 }
 
 
@@ -264,7 +265,7 @@ REFUSALS = {
 def test_refused_norm_stays_as_it_was(function):
     weights = Weights(function, randn(D, D), randn(D), randn(D), randn(HIDDEN, D))
     harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
-    assert REFUSALS[function] in reasons(harness)
+    assert REFUSALS[function] in codes(harness)
     assert harness.counts["layer_norm"] == harness.counts["layer_norm_backward"] == 0
 
 
@@ -279,10 +280,10 @@ def test_gate_charges_reading_the_weights_again(training):
     n, k = 16384, 4096
     reason = gate.norm_loses(256, n, k, 2, training=training)
     assert reason is not None
-    assert "reading its weights" in reason
-    # So many rows that the weights are little beside them; the gradients behind grow with them.
+    assert reason.code == "layer-norm-slower"
+    # So many rows that the weights are little beside them; gradients grow with them.
     assert (gate.norm_loses(16384, n, k, 2, training=training) is not None) == training
-    assert gate.norm_loses(2**18, k, k, 2, training=True) is None  # few columns behind
+    assert gate.norm_loses(2**18, k, k, 2, training=True) is None  # few columns follow
 
 
 def test_weight_gradients_without_a_kernel_are_no_failure(monkeypatch):
@@ -292,13 +293,14 @@ def test_weight_gradients_without_a_kernel_are_no_failure(monkeypatch):
     def no_weight_gradients(self, gemm):
         # Only a weight's gradient has the number of rows, 10, as its K.
         k = gemm_inputs(gemm)[0].meta["val"].shape[1]
-        return Failure("no kernel") if k == 10 else legal(self, gemm)
+        why = refuse("kernel-dtype", "no kernel", failure=True)
+        return why if k == 10 else legal(self, gemm)
 
     monkeypatch.setattr(Policy, "legal", no_weight_gradients)
     function, x, _ = case("one GEMM")
     harness = check_gradients(function, x)
     assert harness.counts["layer_norm_backward"] == 1
-    assert "no kernel" in reasons(harness)
+    assert "kernel-dtype" in codes(harness)
 
 
 class Block(nn.Module):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, leave_custom_ops, raised, randn, reasons
+from checking import check, leave_custom_ops, raised, randn
+from passes import codes
 from torch import nn
 
+from coda_inductor.refusal import refuse
 from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.norms import rms_norm
 
@@ -223,13 +225,13 @@ def rows_reshaped(x, w, gamma, w2):
 
 
 REFUSALS = {
-    not_a_gemm: "its input is not made by a GEMM",
-    behind_softmax: "its input is not made",
-    read_twice: "reads it and is not a GEMM",
-    returned: "(output) reads it and is not a GEMM",
-    never_multiplied: "reads it and is not a GEMM",
-    both_factors: "reads it",
-    rows_reshaped: "reshapes its rows",
+    not_a_gemm: "norm-input-no-gemm",
+    behind_softmax: "norm-input-elsewhere",
+    read_twice: "norm-read-elsewhere",
+    returned: "norm-read-elsewhere",
+    never_multiplied: "norm-read-elsewhere",
+    both_factors: "norm-read-elsewhere",
+    rows_reshaped: "norm-reshaped",
 }
 
 
@@ -238,7 +240,7 @@ def test_refused_norm_stays_as_it_was(function):
     harness = check(function, randn(2, 4, D), *arguments()[1:])
     assert raised(harness, rms_norm) == 1
     assert harness.counts["rms_norm"] == 0
-    assert REFUSALS[function] in reasons(harness)
+    assert REFUSALS[function] in codes(harness)
     assert harness.ops()["aten.rsqrt.default"] == 1
 
 
@@ -254,27 +256,30 @@ def test_rstd_that_is_read_keeps_the_norm():
         return F.linear(y, w2), rstd
 
     harness = check(function, *arguments())
-    assert "its rstd is read" in reasons(harness)
+    assert "norm-statistics-read" in codes(harness)
     assert harness.counts["rms_norm"] == 0
 
 
 def test_gate_never_refuses_with_the_option_named():
     harness = check(norm_gemm, *arguments(), gate="never")
     assert harness.counts == {}
-    assert "options['gate'] is 'never'" in reasons(harness)
+    assert "gate-never" in codes(harness)
 
 
-@pytest.mark.parametrize(("site", "text"), [(0, "that makes its input"), (1, "its GEMM")])
-def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, site, text):
-    width = (D, HIDDEN)[site]
+@pytest.mark.parametrize("width", [D, HIDDEN])
+def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
+    """The one that makes its input, or the one that reads it: for the cause that the GEMM has."""
 
     def legal(self, gemm):
-        return "out of luck" if gemm.meta["val"].shape[-1] == width else None
+        out_of_luck = gemm.meta["val"].shape[-1] == width
+        return refuse("too-small", "out of luck") if out_of_luck else None
 
     monkeypatch.setattr(Policy, "legal", legal)
     harness = check(norm_gemm, *arguments())
     assert harness.counts["rms_norm"] == 0
-    assert any(text in miss and "out of luck" in miss for miss in harness.report.near_misses)
+    (miss,) = harness.report.refusals
+    assert (miss.code, miss.what, miss.failure) == ("too-small", "rms_norm", False)
+    assert miss.text.endswith("out of luck")
 
 
 def test_disabled_norm_is_neither_raised_nor_deferred():
@@ -286,7 +291,7 @@ def test_disabled_norm_is_neither_raised_nor_deferred():
 def test_float16_needs_the_option():
     harness = check(norm_gemm, *arguments(torch.float16))
     assert harness.counts["rms_norm"] == 0
-    assert "options['fp16_norms']" in reasons(harness)
+    assert "float16-overflow" in codes(harness)
     harness = check(norm_gemm, *arguments(torch.float16), fp16_norms=True)
     assert harness.counts["rms_norm"] == 1
 
@@ -305,7 +310,7 @@ def test_gemms_in_different_dtypes_keep_the_norm():
         return F.linear(n, w2), F.linear(n.float(), w2.float())
 
     harness = check(function, *arguments())
-    assert "different dtypes" in reasons(harness)
+    assert "norm-gemm-dtypes" in codes(harness)
 
 
 @pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)

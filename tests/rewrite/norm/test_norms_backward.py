@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from checking import (
     Weights,
     assert_same,
+    check,
     check_gradients,
     differentiate,
     leave_custom_ops,
     randn,
-    reasons,
 )
 from harness import Harness
+from passes import codes
 
+from coda_inductor.refusal import refuse
 from coda_inductor.select.policy import Policy
 
 D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
@@ -345,12 +347,12 @@ def behind_dropout_mask(x, w, gamma, a):
 
 
 REFUSALS = {
-    reversed_gradient: "its gradient is not a sum of GEMMs",
-    gradient_for_another: "its gradient is read elsewhere",
-    also_returned: "reads it and is not a GEMM",
-    also_elementwise: "reads it and is not a GEMM",
-    not_behind_a_gemm: "its input is not made by a GEMM",
-    behind_dropout_mask: "reads it and is not a GEMM",
+    reversed_gradient: "norm-gradient",
+    gradient_for_another: "norm-gradient",
+    also_returned: "norm-read-elsewhere",
+    also_elementwise: "norm-read-elsewhere",
+    not_behind_a_gemm: "norm-input-no-gemm",
+    behind_dropout_mask: "norm-read-elsewhere",
 }
 
 
@@ -358,7 +360,7 @@ REFUSALS = {
 def test_refused_norm_keeps_eagers_gradients(function):
     weights = Weights(function, randn(D, D), randn(D), randn(HIDDEN, D))
     harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
-    assert REFUSALS[function] in reasons(harness)
+    assert REFUSALS[function] in codes(harness)
     assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
 
 
@@ -369,11 +371,21 @@ def test_switched_off(options):
     assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
 
 
+@pytest.mark.parametrize("case_name", ["SwiGLU", "one GEMM"])
+def test_a_norm_whose_gradient_is_disabled_stays(case_name):
+    """Its gradient is rewritten with it or not at all."""
+    function, x, _ = case(case_name)
+    harness = check_gradients(function, x, disable=["rms_norm_backward"])
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+    assert "disabled" in codes(harness)
+    assert check(function, x.detach(), disable=["rms_norm_backward"]).counts["rms_norm"] == 1
+
+
 def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch):
-    monkeypatch.setattr(Policy, "legal", lambda self, gemm: "out of luck")
+    monkeypatch.setattr(Policy, "legal", lambda self, gemm: refuse("too-small", "out of luck"))
     function, x, _ = case("SwiGLU")
     harness = check_gradients(function, x)
-    assert "out of luck" in reasons(harness)
+    assert "too-small" in codes(harness)
     assert harness.counts == {}
 
 
@@ -382,7 +394,7 @@ def test_float16_needs_the_option():
     args = copy.deepcopy(function).half(), x.detach().half().requires_grad_()
     harness = check_gradients(*args)
     assert harness.counts["rms_norm"] == 0
-    assert "options['fp16_norms']" in reasons(harness)
+    assert "float16-overflow" in codes(harness)
     assert check_gradients(*args, fp16_norms=True).counts["rms_norm_backward"] == 1
 
 

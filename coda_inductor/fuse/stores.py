@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a region leave the tile, and whether they can and should."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from coda_inductor.fuse.elementwise import Value
+from coda_inductor.fuse.region import Region
+from coda_inductor.graph.nodes import ALIASES, elementwise, fake, row_major
+from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.refusal import Refusal, refuse
+
+MAX_STORES = 3
+
+
+def unstorable(region: Region) -> tuple[Node, Refusal] | None:
+    """A node that must leave the region: it would have to be stored, and cannot or need not be."""
+    stored = region.stored()
+    order = list(region.values)
+    for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
+        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
+            text = "its result is read outside and is not a floating tile"
+            return _owner(node, region), refuse("store-dtype", text)
+        if not row_major(fake(node)):
+            text = "its result is not laid out row by row"
+            return _owner(node, region), refuse("store-layout", text)
+        if _only_adds_a_store(value, region, stored):
+            text = "only a store more: its readers are elementwise too"
+            return _owner(node, region), refuse("store-needless", text)
+    if len(stored) > MAX_STORES:
+        last = max((nodes[0] for nodes in stored.values()), key=order.index)
+        text = f"more than {MAX_STORES} tiles would be stored"
+        return _owner(last, region), refuse("epilogue-full", text)
+    return None
+
+
+def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[Node]]) -> bool:
+    """Would Inductor compute ``value`` for free in the kernels that read it? It would, if they are
+    elementwise and all that it is computed from is in memory anyway."""
+    step = next((s for s in region.steps if s.name == value), None)
+    names = {o.name for o in region.operands.values()} | set(stored)
+    if step is None or any(isinstance(a, str) and a not in names for a in step.args):
+        return False
+    inside = {*region.values, *region.reduces}
+    users = [u for n, v in region.values.items() if v == value for u in n.users]
+    return all(u in inside or (elementwise(u) and u.target not in ALIASES) for u in users)
+
+
+def _owner(node: Node, region: Region) -> Node:
+    """The op that an alias renames: banning a view alone would not help."""
+    while node.target in ALIASES and node.args[0] in region.values:
+        node = node.args[0]
+    return node

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All passes, in order: the only list of them. ``backend``, ``explain``, ``check`` and the tests
+run this one.
+
+A pass is a function ``(graph, record) -> None`` that changes the graph in place and tells the
+record what it did. One that fails costs its own work, with one warning: the others run as if it
+were not in the list. Every pass, every pattern and every counter has a name, and any of
+these may stand in ``options["disable"]``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+from torch.fx import Graph, GraphModule
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+from coda_inductor import patterns
+from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.idioms import raise_idioms
+from coda_inductor.errors import CodaError, FallbackError, OptionError
+from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.graph.sides import training
+from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.log import count, logger, warn_once
+from coda_inductor.matching import bodies
+from coda_inductor.record import Record
+from coda_inductor.refusal import failed
+from coda_inductor.report import record as keep_report
+from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.decompose import decompose, decompose_most
+from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.loss.slices import slice_loss_gradient
+from coda_inductor.rewrite.noops import remove_noops
+from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.rewrite.packed import split_packed
+from coda_inductor.rewrite.recompute import recompute_in_backward
+from coda_inductor.rewrite.tables import keep_tables
+from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
+from coda_inductor.runtime import pool
+from coda_inductor.select.policy import Policy
+
+
+def _always(_graph: Graph, _record: Record) -> bool:
+    return True
+
+
+def _fuses(_graph: Graph, record: Record) -> bool:
+    return record.policy.fuses
+
+
+def _trains(graph: Graph, _record: Record) -> bool:
+    return training(graph)
+
+
+def _fuses_gradients(graph: Graph, record: Record) -> bool:
+    return _fuses(graph, record) and training(graph)
+
+
+def _recomputes(graph: Graph, record: Record) -> bool:
+    """Only kernels compute activations for nothing; a CPU's passes stand for theirs."""
+    return _fuses_gradients(graph, record) and record.policy.no_kernels is None
+
+
+def _decide(graph: Graph, record: Record) -> None:
+    """What may be fused in this graph; start the compile workers, which takes a while."""
+    record.policy = Policy.of(record.options, graph, dry=record.dry)
+    if record.policy.compiles and not record.dry:
+        pool.warm_up()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline.
+
+    Attributes:
+        name: for logs, the debug folder and ``options["disable"]``.
+        run: changes the graph in place.
+        when: does it run on this graph?
+        counts: the counters it fires under, beside the names of patterns.
+        needed: the graph is wrong or slower without it, so that it cannot be disabled.
+        stage: the debug folder gets the graph under this name before the pass.
+    """
+
+    name: str
+    run: Callable[[Graph, Record], None]
+    when: Callable[[Graph, Record], bool] = _always
+    counts: tuple[str, ...] = ()
+    needed: bool = False
+    stage: str = ""
+
+
+#: On Dynamo's graph, where an idiom still looks as its author wrote it.
+ON_DYNAMO = (
+    Pass("idioms", raise_idioms, stage="0_before"),
+    Pass("attention", attention.simplify_attention, counts=attention.NAMES),
+    Pass("late_gradients", late_gradients.separate),
+)
+#: On the aten graph, joint or inference, before it is partitioned.
+ON_ATEN = (
+    Pass("policy", _decide, needed=True),
+    Pass("noops", remove_noops),
+    Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
+    Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
+    Pass("packed", split_packed),
+    Pass("norm", defer_norms),
+    Pass("decompose", decompose_most, needed=True),
+    Pass("tables", keep_tables, _fuses),
+    Pass("recompute", recompute_in_backward, _recomputes),
+    Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
+    Pass("decompose_rest", decompose, needed=True),
+    Pass("views", reshapes_to_views, _trains, needed=True),
+    Pass("borders", save_borders, _trains),
+    Pass("refresh_views", refresh_views, needed=True),
+)
+
+
+def check_names(record: Record) -> None:
+    """Load the patterns, and compare ``options["disable"]`` with what there is.
+
+    Raises:
+        OptionError: nothing has that name, or a needed pass does.
+        PatternError: with ``strict``, when a pattern file does not load.
+    """
+    loaded = [p.name for p in patterns.load(record.options.patterns, strict=record.options.strict)]
+    passes = (*ON_DYNAMO, *ON_ATEN)
+    names = {*loaded, *(f"{name}_backward" for name in loaded)}
+    names |= {name for each in passes for name in each.counts}
+    for name in record.options.disable:
+        if any(each.needed and each.name == name for each in passes):
+            raise OptionError(f"option 'disable': the pass {name!r} cannot be done without")
+    names |= {each.name for each in passes if not each.needed}
+    if unknown := set(record.options.disable) - names:
+        raise OptionError(
+            f"option 'disable': nothing is called {', '.join(map(repr, sorted(unknown)))}; "
+            f"known are {', '.join(sorted(names))}"
+        )
+
+
+@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
+def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]], Any]:
+    """Run the passes on Dynamo's graph ``gm``. Returns what to wrap around the compiled graph.
+
+    Raises:
+        OptionError: see :func:`check_names`.
+        PatternError: see :func:`check_names`.
+        FallbackError: with ``strict``, when a pass or a pattern fails.
+    """
+    check_names(record)
+    _run(ON_DYNAMO, gm.graph, record)
+    record.folder.graph("1_raised", gm)
+    _count(record)
+
+    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        for wrap in record.around:
+            compiled = wrap(compiled)
+        return compiled
+
+    return around
+
+
+def on_aten(graph: Graph, record: Record) -> None:
+    """Run the passes on a joint or inference graph, in place.
+
+    Raises:
+        FallbackError: with ``strict``, when a pass fails or a site falls back for a failure.
+    """
+    _run(ON_ATEN, graph, record)
+    record.folder.graph("4_fused", _owner(graph))
+    record.folder.finish(record.report)
+    _count(record)
+    if not record.dry:
+        keep_report(record.report)
+        logger.info("%s: %s", record.report.name, record.report.summary)
+
+
+class _FailedError(Exception):
+    """A pass failed: which one, and why."""
+
+    def __init__(self, failing: Pass, error: Exception):
+        super().__init__(failing.name)
+        self.failing, self.error = failing, error
+
+
+def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
+    """Run ``passes``; one that fails as if it were not in the list.
+
+    A copy of the graph before each pass would take a third of all our time. There is one, from
+    before the first: after a failure, which is rare, the others run again from there.
+    """
+    kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
+    without: list[_FailedError] = []
+    while True:
+        try:
+            with record.undone_on_error():
+                _run_all(passes, graph, record, [f.failing for f in without])
+        except _FailedError as error:
+            without.append(error)
+            for module, inner, old in kept:
+                restore(inner, old)
+                if module is not None:
+                    module.recompile()
+        else:
+            break
+    heard = len(record.report.refusals)
+    for failure in without:
+        record.refuse("pass", failure.failing.name, failed(failure.error))
+        record.failed = True
+    _announce(heard, record)
+
+
+def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:
+    record.folder.begin(again=bool(without))
+    for each in passes:
+        if each.stage:
+            record.folder.graph(each.stage, _owner(graph))
+        only = each.counts if len(each.counts) == 1 else ()
+        if each in without or not all(map(record.enabled, (each.name, *only))):
+            continue
+        before, heard = record.folder.ops(graph), len(record.report.refusals)
+        try:
+            if each.when(graph, record):
+                _observed(each, graph, record)
+                record.folder.passed(each.name, before, graph)
+        except Exception as error:
+            if record.options.strict:
+                if isinstance(error, CodaError):
+                    raise
+                raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
+            logger.debug("pass %s failed", each.name, exc_info=True)
+            raise _FailedError(each, error) from error
+        _announce(heard, record)
+
+
+def _observed(each: Pass, graph: Graph, record: Record) -> None:
+    """Run a pass under its own name, so that provenance tracking and
+    ``torch._inductor.config.disabled_passes`` see it. It must leave an aten graph in order."""
+    if each not in ON_ATEN or graph.owning_module is None:
+        each.run(graph, record)
+    else:
+        observer = GraphTransformObserver(graph.owning_module, f"coda_{each.name}")
+        observer.apply_graph_pass(lambda g: each.run(g, record))
+    if each in ON_ATEN:
+        graph.lint()
+
+
+def _announce(heard: int, record: Record) -> None:
+    """One warning a cause for what failed since; an error instead when strict."""
+    for refusal in record.report.refusals[heard:]:
+        if refusal.failure and not record.dry:
+            if record.options.strict:
+                raise FallbackError(str(refusal))
+            warn_once(refusal.what, refusal.text, first=refusal.where)
+
+
+def _count(record: Record) -> None:
+    if not record.dry:
+        for name, times in record.fired.items():
+            count(name, times)
+    record.fired = Counter()
+
+
+def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | None, Graph]]:
+    """What passes may change: an aten graph; a Dynamo graph with its checkpointed regions."""
+    if passes is ON_ATEN:
+        return [(None, graph)]
+    return [(body.module, body.graph) for body in bodies(_owner(graph))]
+
+
+def _owner(graph: Graph) -> GraphModule:
+    module = graph.owning_module
+    return module if module is not None else GraphModule({}, graph)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Semantic ops that no rewrite took become the aten ops that define them: what is left is what
+Inductor would have compiled without us.
+
+Before::
+
+    y, rstd = coda_inductor.rms_norm(x, weight, eps, dtype)
+
+After::
+
+    pow, mean, add, rsqrt, mul, mul            as the definition of the op says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.elementwise import REDUCTIONS
+from coda_inductor.graph.edit import splice
+from coda_inductor.record import Record
+from coda_inductor.semantic.define import DEFINITIONS
+
+
+def decompose(graph: Graph, _record: Record) -> None:
+    """Apply the rewrite to every semantic op, in place."""
+    _decompose(graph, ())
+
+
+def decompose_most(graph: Graph, _record: Record) -> None:
+    """The same, but for reductions that an epilogue may take."""
+    _decompose(graph, REDUCTIONS)
+
+
+def _decompose(graph: Graph, keep: Collection[object]) -> None:
+    while todo := [n for n in graph.nodes if n.target in DEFINITIONS and n.target not in keep]:
+        for node in todo:
+            _decompose_one(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _decompose_one(graph: Graph, node: Node) -> None:
+    definition = DEFINITIONS[node.target]
+    counted = not definition.counted_by_rewrite
+    meta = {"coda_pattern": (definition.name, node.name)} if counted else None
+    result = splice(graph, node, definition.function, node.args, like=node, meta=meta)
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which LayerNorms round no worse when they wait: those with a mean at hand.
+
+The operand of the GEMMs is h = v * gamma with v = x - pivot, in 16 bits; so v should be small. The
+pivot is the mean of the residual stream x0 that x was made from by adding terms; the LayerNorm that
+read x0 has computed it. What is left in v is bounded by x0's deviation and the terms t: rounding h
+costs at most u (|x0 - pivot| + sum |t|), u being the unit roundoff. Eager rounds the terms
+themselves, u |t| each, and n, u |n|: the same bound. What cancels after that (h @ W - m colsum,
+mean(v * v) - m**2) does so in float32, at a relative error of about 2**-22 (1 + m**2 / var), which
+is less as long as the terms are in bfloat16, and has a floor where it is not. Hence the refusals:
+
+- no pivot: v would round at the size of the mean;
+- a term that eager keeps in float32: nothing bounds what rounding v costs;
+- a float32 product: it cancels at the precision of everything else (4.7e-2 where Inductor has 7e-5,
+  at a mean of 1000 deviations), and there is no kernel to gain by it. Float64 stays, for proofs;
+- a product that is rounded before the epilogue, as plain ops do on a CPU: it cancels in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.graph.edit import insert
+from coda_inductor.graph.nodes import aten, fake, source
+from coda_inductor.graph.sides import checkpoint
+from coda_inductor.graph.sizes import same
+from coda_inductor.program.dtypes import HALF
+from coda_inductor.refusal import Refusal, refuse
+
+
+class Means:
+    """The row means that LayerNorms have computed so far, by the tensor that they are of."""
+
+    def __init__(self) -> None:
+        self.known: dict[Node, Node] = {}
+
+    def note(self, x: Node, mean: Node) -> None:
+        """Remember ``mean`` (..., 1), that of ``x``."""
+        self.known[source(x)] = mean
+
+    def stays(self, norm: Node) -> None:
+        """Remember what a LayerNorm that stays returns beside its result: its mean."""
+        mean = next((u for u in norm.users if u.args[1] == 1), None)
+        if mean is None:
+            with norm.graph.inserting_after(norm):
+                mean = insert(norm.graph, operator.getitem, (norm, 1), like=norm)
+        self.note(norm.args[0], mean)
+
+    def find(self, norm: Node) -> tuple[Node, list[Node]] | None:
+        """The mean of a tensor that the norm's input was made from by adding terms, and these."""
+        todo: list[tuple[Node, list[Node]]] = [(source(norm.args[0]), [])]
+        seen = set()
+        while todo:
+            node, terms = todo.pop()
+            mean = self.known.get(node)
+            if mean is not None and _fits(mean, norm):
+                return mean, terms
+            if node not in seen and node.target is aten.add.Tensor:
+                seen.add(node)
+                parts = [source(n) for n in node.all_input_nodes]
+                todo += [(part, [*terms, *(p for p in parts if p is not part)]) for part in parts]
+        return None
+
+    def choose(self, norm: Node, dtype: torch.dtype, rounded: bool) -> Node | Refusal:
+        """The pivot of a LayerNorm that GEMMs read in ``dtype``, or why it must not wait.
+        ``rounded``: their products are rounded before the mean is taken away from them."""
+        if dtype == torch.float32:
+            return refuse(
+                "layer-norm-wide",
+                "float32: where a row's mean is large against its deviation, the deferred product "
+                "would lose digits, and float32 GEMMs have no kernel",
+            )
+        if rounded and dtype in HALF:
+            return refuse(
+                "layer-norm-rounds",
+                "plain ops round its product before the mean is taken away from it "
+                "(options['reference'] does not, as kernels do not)",
+            )
+        found = self.find(norm)
+        if found is None:
+            return refuse(
+                "layer-norm-no-mean",
+                "no LayerNorm in front of it has computed the mean of a tensor that its input is "
+                "made from: its operand would round at the size of the mean",
+            )
+        pivot, terms = found
+        wide = next((t for t in terms if fake(t).dtype not in HALF), None)
+        if wide is not None and dtype != torch.float64:
+            return refuse(
+                "layer-norm-wide",
+                f"{wide.name}, a {fake(wide).dtype} value, is added to the tensor whose mean is "
+                "known: its operand would round at the size of that value",
+            )
+        return pivot
+
+
+def _fits(mean: Node, norm: Node) -> bool:
+    """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
+    rows = math.prod(fake(norm.args[0]).shape[:-1])  # Size.numel() would make a size a number
+    return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decision is about: a program, its sizes and what stands around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from coda_inductor.program import EpilogueProgram
+
+
+@dataclass(frozen=True)
+class Site:
+    """``program`` on (m, k) x (k, n); N is one weight's for pairs.
+
+    Attributes:
+        terms: how many products one kernel reads where they lie; ``k`` is the sum of all their K's.
+        copied: instead of ``terms``, the K of each product whose weights are copied together at
+            every call.
+        after: the stores that an elementwise kernel reads which runs anyway (a norm that no GEMM
+            reads, say). Unfused, it reads the products instead and writes the others.
+        b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
+        device: where it runs; None for the GPU that was measured.
+    """
+
+    program: EpilogueProgram
+    m: int
+    n: int
+    k: int
+    terms: int = 1
+    copied: tuple[int, ...] = ()
+    after: frozenset[str] = frozenset()
+    b_major: str = "k"
+    device: torch.device | None = None
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """K of each product that the accumulator is the sum of."""
+        return self.copied or (self.k // self.terms,) * self.terms

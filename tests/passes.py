@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one pass on a graph that is made by hand; the codes of what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coda_inductor.options import parse
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal
+from coda_inductor.select.policy import Policy
+
+
+def aten_graph(function: Callable[..., Any], *args: torch.Tensor) -> Graph:
+    """The aten graph of ``function``, with recorded values as AOTAutograd leaves them."""
+    return make_fx(function, tracing_mode="fake")(*args).graph
+
+
+def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any) -> Record:
+    """Apply one pass with these options; what it said. The graph must be in order then."""
+    record = Record(parse(None, options))
+    record.policy = Policy.of(record.options, graph)
+    run(graph, record)
+    graph.lint()
+    return record
+
+
+def codes(of: Any) -> set[str]:
+    """The codes of all that a record, or a harness, has refused: near misses, and GEMMs that were
+    not fused."""
+    sites = [site.refusal for site in of.report.sites if not site.fused]
+    return {why.code for why in (*of.report.refusals, *sites) if isinstance(why, Refusal)}

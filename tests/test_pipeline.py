@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of passes: one vocabulary of names, each of which can be disabled; what the debug folder
+says of them; and that there is no second list."""
+
+import ast
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same
+from harness import Harness
+from torch import nn
+
+import coda_inductor
+from coda_inductor import OptionError, pipeline
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.dynamo.attention import calls
+from coda_inductor.rewrite import embedding, tables
+from coda_inductor.runtime import linear_cross_entropy
+
+V, D, WIDE, H, T = 96, 16, 24, 2, 6
+#: What the model below makes every rewrite do.
+COUNTERS = [
+    "constant_mask", "cross_entropy", "cross_entropy_backward", "embedding_backward", "epilogue",
+    "grouped_heads", "residual", "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward",
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    """One layer in which every rewrite finds something to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(V, D)
+        self.q, self.kv = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.o, self.down = nn.Linear(D, D, bias=False), nn.Linear(WIDE, D, bias=False)
+        self.gate, self.up = nn.Linear(D, WIDE, bias=False), nn.Linear(D, WIDE, bias=False)
+        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
+
+    def forward(self, tokens, labels):
+        x = self.table(tokens)
+        batch = x.shape[0]
+        q = self.q(x).relu().view(batch, T, H, D // H).transpose(1, 2)
+        kv = self.kv(x).view(batch, T, 2, D // 2)
+        k, v = (kv[:, :, i, None].transpose(1, 2) for i in range(2))
+        mask = torch.arange(T)[:, None] >= torch.arange(T)
+        y = F.scaled_dot_product_attention(
+            q, *(t.expand(batch, 1, T, D // 2).repeat_interleave(H, 1) for t in (k, v)), mask
+        )
+        x = x + self.o(y.transpose(1, 2).reshape(batch, T, D))
+        h = self.norm1(x)
+        x = self.norm2(x + self.down(F.silu(self.gate(h)) * self.up(h)))
+        logits = F.linear(x, self.table.weight)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small tensors count as large."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tables, "LEAST_READS", 1)
+    monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
+    monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
+
+
+def train(**options):
+    """The harness after a step; loss and gradients are eager's."""
+    torch.manual_seed(0)
+    ours, harness = Model().double(), Harness(**options)
+    eager = copy.deepcopy(ours)
+    tokens = torch.arange(2 * T).view(2, T) % 7
+    have = harness.train(ours, tokens, tokens.roll(1, 1))
+    want = eager(tokens, tokens.roll(1, 1))
+    for loss in (have, want):
+        loss.backward()
+    assert_same(
+        (have, [p.grad for p in ours.parameters()]), (want, [p.grad for p in eager.parameters()])
+    )
+    return harness
+
+
+def test_the_model_fires_every_counter():
+    assert sorted(train().counts) == COUNTERS
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_disabled_counter_stays_at_zero(name):
+    counts = train(disable=[name]).counts
+    assert name not in counts
+    assert counts, "the others fire"
+
+
+PASSES = [*pipeline.ON_DYNAMO, *pipeline.ON_ATEN]
+
+
+@pytest.mark.parametrize("name", [each.name for each in PASSES if not each.needed])
+def test_a_disabled_pass_does_not_run(name, monkeypatch):
+    ran = []
+    for stage in ("ON_DYNAMO", "ON_ATEN"):
+        watched = tuple(
+            pipeline.Pass(**{**vars(p), "run": lambda g, r, p=p: (ran.append(p.name), p.run(g, r))})
+            for p in getattr(pipeline, stage)
+        )
+        monkeypatch.setattr(pipeline, stage, watched)
+    train(disable=[name])
+    assert ran == [each.name for each in PASSES if each.name != name]
+
+
+@pytest.mark.parametrize("name", [each.name for each in PASSES if each.needed])
+def test_what_is_needed_cannot_be_disabled(name):
+    with pytest.raises(Exception, match=f"the pass '{name}' cannot be done without") as caught:
+        train(disable=[name])
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), OptionError)
+
+
+def test_names_are_unique():
+    names = [each.name for each in PASSES]
+    assert len(names) == len({*names, *COUNTERS}) - len(COUNTERS)
+
+
+def test_the_debug_folder_says_what_each_pass_changed(tmp_path):
+    train(debug=True, debug_dir=str(tmp_path))
+    (text,) = [path.read_text() for path in tmp_path.rglob("passes.txt")]
+    said = [line for line in text.splitlines() if not line.startswith("  ")]
+    assert said == [each.name for each in PASSES]
+    fused = text[text.index("\nfuse\n") : text.index("\ndecompose_rest\n")]
+    assert "  aten.rsqrt.default: " not in fused, "statistics are finished outside"
+    norm = text[text.index("\nnorm\n") : text.index("\ndecompose\n")]
+    assert "  coda_inductor.rms_norm.default: 2 -> 1" in norm
+
+
+def test_passes_are_called_from_the_list_only():
+    """No other module runs a pass, but through the list."""
+    package = Path(coda_inductor.__file__).parent
+    functions = {getattr(each.run, "__name__", "") for each in PASSES} - {"<lambda>", "_decide"}
+    callers = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and {a.name for a in node.names} & functions:
+                callers.add(path.relative_to(package).as_posix())
+    assert callers == {"pipeline.py", "dynamo/attention/__init__.py"}
