@@ -17,9 +17,9 @@ After::
 Why it is valid: both sides are (x - mean) / sqrt(var + eps) * weight + bias; the casts only say in
 which precision. The op computes in float32 (float64 for float64), never less than the idiom did.
 
-What it enables (coda_inductor.rewrite.norm.layer): rule R5,
+What it enables (coda_inductor.rewrite.norm): rule R5,
 LN(x) W = D_rstd ((x.weight) W - mean (weight^T W)) + bias^T W: both statistics leave the GEMM
-in front as partials and are applied behind the GEMMs that read the norm.
+before it as partials and are applied after the GEMMs that read the norm.
 
 Refuses: statistics not over the whole last dimension; an unbiased variance; eps that is not a
 number; a weight or bias that is not one value a column; a result whose shape is not x's; an input

@@ -17,7 +17,7 @@ Why it is valid: both sides are x * rsqrt(mean(x^2) + eps) * weight; the casts o
 precision. The op computes in float32 (float64 for float64), never less than the idiom did.
 
 What it enables (coda_inductor.rewrite.norm): rule R1, (D_r X) W = D_r (X W): the row scale rstd
-moves past the GEMM that follows; rule R2: its statistics leave the GEMM in front as partials.
+moves past the GEMM that follows; rule R2: its statistics leave the GEMM before it as partials.
 
 Refuses: statistics not over the whole last dimension; eps that is not a number (a tensor, or read
 from one); a weight that is not one value a column; a result whose shape is not x's; an input

@@ -185,6 +185,20 @@ def test_gradients_that_are_not_needed_are_empty(tmp_path):
     assert backward(dy, gate, up, [False, False])[0].numel() == 0
 
 
+def test_reason_of_a_condition_is_a_refusal(tmp_path):
+    """A text of the user's becomes one; conditions of ours say what can be done."""
+    extra = "    conditions=(never,),\n)\n"
+    text = MISH.rstrip().removesuffix(")").rstrip().rstrip(",") + ",\n" + extra
+    text = text.replace("PATTERN =", "def never(match):\n    return 'not today'\n\n\nPATTERN =")
+    path = write(tmp_path, text)
+    harness = check(lambda g, u: F.mish(g) * u, randn(4, D), randn(4, D), patterns=[path])
+    (found,) = (r for r in harness.report.refusals if r.what == "mish_glu")
+    assert (found.code, found.text) == ("condition", "not today")
+    harness = check(lambda g, u: F.silu(g) * u[..., :1], randn(4, D), randn(4, D))
+    (found,) = (r for r in harness.report.refusals if r.what == "swiglu")
+    assert (found.code, found.remedy.possible) == ("gate-shape", True)
+
+
 REFUSED = {
     "broadcast": (lambda g, u: F.mish(g) * u[..., :1], MISH, "gate (4, 16) and up (4, 1) differ"),
     "not floating": (
