@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch._inductor.config as inductor_config
-from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from coda_inductor import op_by_op
+from coda_inductor.compat import compile_fx, inductor_config, lacking, lookup_backend
 from coda_inductor.joint import JointPass
-from coda_inductor.log import logger
+from coda_inductor.log import logger, warn_once
 from coda_inductor.options import parse
 from coda_inductor.pipeline import on_dynamo
 from coda_inductor.record import Record
-from coda_inductor.runtime import notice, op
+from coda_inductor.runtime import launch, notice
 
 
 def coda(
@@ -45,9 +44,11 @@ def coda(
         PatternError: a pattern file is missing, or with ``options={"strict": True}`` does not load.
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
+    if missing := lacking():
+        return _stock(gm, inputs, missing)
     settings = parse(mode, options)
     record = Record(settings, name or "graph")
-    op.set_strict(settings.strict)
+    launch.forget_failures()
     notice.before_compile(gm, inputs, settings)
     around = on_dynamo(gm, record)
     key = "joint_custom_pre_pass"
@@ -58,3 +59,9 @@ def coda(
     if not ours.ran:
         logger.info("%s: from torch's compile cache, neither counted nor reported", record.name)
     return around(cast(Callable[..., Any], compiled))
+
+
+def _stock(gm: GraphModule, inputs: Sequence[Any], missing: list[str]) -> Callable[..., Any]:
+    """Plain Inductor with its own defaults, after one warning."""
+    warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
+    return lookup_backend("inductor")(gm, inputs)

@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Entry:
 
     Attributes:
         kind: "kernel", "marker" (where a kernel is), "source", "proof" or "temporary" (what a
-            process that was killed left behind).
+            killed process left).
         version: of what it belongs to, as far as its name tells.
         files: of a kernel the object, its checksum and its lock.
         size: bytes.
@@ -170,15 +171,13 @@ def clear(base: Path, *, older: float | None = None) -> tuple[int, int]:
 
 
 def _files(base: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for top in (base, *_folders(base)):
-        try:
-            with os.scandir(top) as listing:
-                for item in listing:
-                    with contextlib.suppress(OSError):  # another process deleted it
-                        if item.is_file(follow_symlinks=False):
-                            yield Path(item.path), item.stat(follow_symlinks=False)
-        except OSError:
-            continue
+    for folder in (base, *_folders(base)):
+        with contextlib.suppress(OSError):  # another process deletes, too
+            for path in list(folder.iterdir()):
+                with contextlib.suppress(OSError):
+                    info = path.lstat()
+                    if stat.S_ISREG(info.st_mode):
+                        yield path, info
 
 
 def _folders(base: Path) -> list[Path]:

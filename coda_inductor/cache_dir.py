@@ -149,9 +149,9 @@ def share(path: Path) -> None:
             path.chmod(wanted)
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Write a file, atomically: several processes, of several containers, may write it at the same
-    time. Its mode follows the umask, and nothing is left behind where writing fails.
+    time. Its mode follows the umask, and no part of it is left where writing fails.
 
     Raises:
         OSError: it cannot be written.
@@ -162,8 +162,8 @@ def write(path: Path, text: str) -> None:
     part = temporary(path)
     try:
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):

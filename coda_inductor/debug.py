@@ -13,10 +13,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule
 
 from coda_inductor.codegen.render import render
+from coda_inductor.compat import trace_structured
 from coda_inductor.errors import KernelError, OptionError
 from coda_inductor.log import logger
 from coda_inductor.program import EpilogueProgram

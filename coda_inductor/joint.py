@@ -10,10 +10,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from coda_inductor import patterns
+from coda_inductor.compat import CustomGraphPass
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.runtime.versions import identity

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from torch._dynamo.utils import counters
-from torch._logging._internal import register_log
+from coda_inductor.compat import counters, register_log
 
 logger = logging.getLogger("coda_inductor")
 register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_inductor" known to torch

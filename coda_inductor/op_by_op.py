@@ -10,20 +10,18 @@ included, also runs by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch._inductor.config as inductor_config
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.exc import InductorError
 from torch.fx import Graph, GraphModule
 
+from coda_inductor.compat import InductorError, compile_fx_inner, inductor_config, make_boxed_func
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import logger, warn_once
 
-_NO_CACHES = partial(inductor_config.patch, force_disable_caches=True)
+
+def _no_caches() -> AbstractContextManager[None]:
+    return inductor_config.patch(force_disable_caches=True)
 
 
 def compiler(
@@ -40,7 +38,7 @@ def compiler(
         untouched.output(untouched.graph_copy(gm.graph, {}))
         try:
             # What failed once, in torch's cache, would have failed for ever.
-            with _NO_CACHES() if failed() else nullcontext():
+            with _no_caches() if failed() else nullcontext():
                 return compile_fx_inner(gm, inputs, **how)
         except InductorError as error:
             part = "backward pass" if how.get("is_backward") else "forward pass"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch._inductor
-
+from coda_inductor.compat import list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError
 
 GATES = ("auto", "always", "never")
@@ -76,7 +75,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         "patterns": _env_patterns(),
     }
     inductor = dict(_mode_options(mode))
-    known_to_inductor = set(torch._inductor.list_options())
+    known_to_inductor = set(list_options())
     for key, value in (options or {}).items():
         if key == "patterns":  # in front of those of the environment
             own[key] = tuple(dict.fromkeys((*_check(key, value), *own[key])))
@@ -112,7 +111,7 @@ def _env_flag(name: str) -> bool:
 def _mode_options(mode: str | None) -> Mapping[str, Any]:
     if mode is None or mode == "default":
         return {}
-    known = torch._inductor.list_mode_options()
+    known = list_mode_options()
     if mode not in known:
         names = ", ".join(dict.fromkeys(("default", *known)))
         raise OptionError(f"unknown mode {mode!r}; known modes are {names}")

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
+from coda_inductor.compat import without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.errors import CodaError, FallbackError, OptionError
@@ -141,7 +141,7 @@ def check_names(record: Record) -> None:
         )
 
 
-@_disable_saved_tensors_hooks_during_tracing()  # a user's would be given our fake tensors
+@without_saved_tensors_hooks()  # a user's would be given our fake tensors
 def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]], Any]:
     """Run the passes on Dynamo's graph ``gm``. Returns what to wrap around the compiled graph.
 

@@ -36,6 +36,11 @@ class Refusal:
         return f"{self.what} at {self.where}: {self.text}" if self.what else self.text
 
     @property
+    def reason(self) -> str:
+        """The text, under the name that it has in reports."""
+        return self.text
+
+    @property
     def remedy(self) -> Remedy:
         """What a user can do about it."""
         return REMEDIES[self.code]

@@ -121,7 +121,6 @@ _NOTHING = {
     "empty": "there is nothing to compute",
     "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
     "change it",
-    "expected-more-traffic": f"fusing would move more bytes than it saves. {_ALWAYS}",
     "statistics-only": "the norm stands before a residual, whose kernel reads the product",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
     "and in training sums its gradients (options={'gate': 'always'} does it)",

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
+
+#: How a site runs, for people.
+RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
+#: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
+_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "copy"})
 
 
 @dataclass(frozen=True)
@@ -19,14 +25,15 @@ class Estimate:
     Attributes:
         unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
         fused_us: the generated kernel; None where there can be none, or nothing is fused.
-        measured: the shipped measurements hold this (N, K); else a model fitted to them says so.
+        ground: what the times rest on: "measured", "modelled" (sizes like the measured ones),
+            "larger" (than anything measured, so about) or "smaller" (a guess; not to be shown).
         config: the config that the kernel would have.
         refusal: why it would not run as a kernel on an H100; None if it would.
     """
 
     unfused_us: float
     fused_us: float | None = None
-    measured: bool = False
+    ground: str = "modelled"
     config: str = ""
     refusal: Refusal | None = None
 
@@ -74,6 +81,12 @@ class SiteReport:
         return self.how != "unfused"
 
     @property
+    def idle(self) -> bool:
+        """Is it a weight's gradient that has nothing to absorb, as almost all are?"""
+        code = "" if self.fused or self.refusal is None else self.refusal.code
+        return self.role == "weight gradient" and code in _IDLE
+
+    @property
     def reason(self) -> str:
         """Why it is not fused, or why not as a kernel, for people; empty otherwise."""
         return "" if self.refusal is None else self.refusal.text
@@ -115,37 +128,55 @@ class GraphReport:
 
     @property
     def summary(self) -> str:
-        """``15 of 29 GEMMs fused``; where some only could be, that and why not."""
+        """``15 of 29 GEMMs fused``; where no kernel runs, what is legal and why it runs as plain
+        ops."""
+        if not self.sites:
+            return "no GEMM in this graph"
         plain = [site for site in self.sites if site.how == "reference"]
         said = []
         if self.kernels or not plain:
             said.append(f"{self.kernels} of {len(self.sites)} GEMMs fused")
         if plain:
-            can = f"{len(plain)} of {len(self.sites)} GEMMs can be fused"
-            said.append(f"{can}; they run as plain ops here: {plain[0].reason}")
+            legal = f"{len(plain)} of {len(self.sites)} GEMMs"
+            said.append(f"{legal}: legal, runs as plain ops here ({plain[0].reason})")
         return ", ".join(said)
 
     def table(self) -> str:
-        """The GEMMs as a text table: site, shape, patterns, absorbed ops, bytes saved or reason.
-        Where no kernel runs, the bytes are those that one would save, and the column says so."""
+        """The GEMMs as a text table: site, pass, shape, patterns, absorbed ops, bytes saved or
+        reason. Weight gradients with nothing to absorb are one line below it. Where no kernel runs,
+        the bytes are those that one would move less."""
         rows = [
             (
                 s.site,
+                s.role,
                 "x".join(str(v) for v in s.shape),
                 ", ".join(s.patterns),
-                s.how,
+                RUNS_AS[s.how],
                 ", ".join(s.absorbed),
-                f"{s.bytes_saved / 1e6:.2f}" if s.fused else "",
+                less(s.bytes_saved) if s.fused else "",
                 s.reason,
             )
             for s in self.sites
+            if not s.idle
         ]
-        saved = "MB saved" if self.kernels else "MB a kernel saves"
-        heads = ["GEMM", "M x N x K", "patterns", "runs as", "absorbed", saved, "why not"]
-        widths = [42, 18, 20, 10, 40, 9, 40]
+        saved = "MB saved" if self.kernels else "MB less as kernel"
+        heads = ["GEMM", "pass", "M x N x K", "patterns", "runs as", "absorbed", saved, "why not"]
+        widths = [42, 8, 18, 20, 10, 40, 9, 40]
         text = tabulate(rows, headers=heads, maxcolwidths=widths, tablefmt="simple")
-        misses = "".join(f"\nnear miss: {miss}" for miss in self.near_misses)
-        return f"{text}{misses}"
+        lines = [text, *idle_lines(self.sites), *(f"near miss: {m}" for m in self.near_misses)]
+        return "\n".join(lines)
+
+
+def less(saved: int) -> str:
+    """Megabytes; ``0.13 more`` where a site moves more fused than unfused."""
+    return f"{saved / 1e6:.2f}" if saved >= 0 else f"{-saved / 1e6:.2f} more"
+
+
+def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
+    """One line that counts the weight gradients left out of a table; none if there are none."""
+    count = sum(site.idle for site in sites)
+    what = "weight gradients that have" if count > 1 else "weight gradient that has"
+    return [f"and {count} {what} nothing to absorb"] if count else []
 
 
 _REPORTS: deque[GraphReport] = deque(maxlen=256)

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.compat import (
+    aot_autograd,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+)
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Traced:
 
     Attributes:
         call: runs it, op by op.
-        whole: the inference graph or the joint one, behind ``passes``.
+        whole: the inference graph or the joint one, after ``passes``.
         graphs: the inference graph, or the forward and the backward one.
         saved: what the forward pass leaves for the backward.
         training: whether there is a backward pass.

@@ -108,10 +108,10 @@ def show_report(console: Console, found: dict[str, Any]) -> None:
                  for how in ("kernel", "reference")}  # fmt: skip
         if saved["kernel"]:
             console.print(f"memory traffic saved: {saved['kernel']:.1f} MB a call")
-        elif saved["reference"]:
+        elif saved["reference"] > 0:
             console.print(
-                "No kernel runs here, so nothing is saved: Inductor compiles the programs as plain "
-                f"ops. As kernels, they would move {saved['reference']:.1f} MB less a call."
+                "No kernel runs here: what is legal runs as plain ops, which Inductor compiles. As "
+                f"kernels, they would move {saved['reference']:.1f} MB less a call."
             )
 
 
@@ -122,9 +122,9 @@ def table_of(sites: list[dict[str, Any]]) -> Table:
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("GEMM", overflow="fold", max_width=30)
     table.add_column("M x N x K", overflow="fold")
-    table.add_column("runs as", no_wrap=True)
+    table.add_column("runs as", max_width=10)
     table.add_column("absorbs, or why not", overflow="fold")
-    table.add_column("MB saved" if kernels else "MB a kernel saves", justify="right", max_width=8)
+    table.add_column("MB saved" if kernels else "MB less as kernel", justify="right", max_width=8)
     alike: dict[str, list[dict[str, Any]]] = {}
     for site in sites:
         same = {key: site[key] for key in ("shape", "how", "patterns", "absorbed", "reason")}
@@ -133,12 +133,12 @@ def table_of(sites: list[dict[str, Any]]) -> Table:
         first = group[0]
         fused = first["how"] != "unfused"
         names = f"{', '.join(first['patterns'])}: " if first["patterns"] else ""
-        how = {"kernel": "kernel", "reference": "plain ops", "unfused": "unfused"}[first["how"]]
+        how = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
         table.add_row(
             f"{len(group)} x",
             escape(first["site"].removeprefix("model.")),
             first["shape"],
-            how,
+            how[first["how"]],
             escape(names + ", ".join(first["absorbed"]) if fused else first["reason"]),
             f"{sum(s['bytes'] for s in group) / 1e6:.2f}" if fused else "",
         )

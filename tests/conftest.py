@@ -8,6 +8,8 @@ for Hopper where there is no GPU; QuACK and CuTeDSL read that once, when they ar
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,29 @@ if not torch.cuda.is_available():
     os.environ.setdefault("QUACK_ARCH", "90")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
+COMPILER = shutil.which("g++")
+if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is imported
+    os.environ |= {"CXX": str(Path(__file__).parent / "cxx/g++"), "CODA_TESTS_CXX": COMPILER}
+
+
+#: Files that take longest, the longest first: pytest-xdist gives a file to one process, and a long
+#: one that starts last keeps that process busy after the others have ended.
+SLOW = (
+    "test_benchmarks_train", "test_benchmarks", "test_compile", "test_failing_passes",
+    "test_fuzz_training", "test_fuzz_inference", "test_inductor", "test_training_contexts",
+    "test_torch_tests", "test_demo",
+)  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """By default pytest-xdist starts with the files that hold most tests, however short."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with a reason, where there is no GPU."""
+    """Slow files come first. Tests marked ``gpu`` are skipped, with a reason, without a GPU."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

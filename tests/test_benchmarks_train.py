@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training suites measure and render, at a size for CPUs.
 
-Each suite runs once through the real command line; what needs a GPU or Liger there is tested with
+The suites run once through the real command line; what needs a GPU or Liger there is tested with
 stand-ins.
 """
 
@@ -31,47 +31,29 @@ from benchmarks import (
 )
 from benchmarks.runner import Job
 
-TINY = "--sizes tiny --rows 32 --llama tiny --train-tokens 16 --rounds 2"
+SUITES = ["layer_train", "model_train", "kernels"]
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
+
+TINY = (
+    f"--suite {','.join(SUITES)} --sizes tiny --rows 32 --models tiny --train-tokens 16 --rounds 2 "
+    "--optimizer --without rms_norm --skip max_autotune,compile_checkpoint"
+)
 LAYERS = "o_proj norm1 gate_proj up_proj down_proj norm2 q_proj k_proj v_proj"
 # Embedding (tied), then 2 layers of attention, MLP and two norms, and the last norm.
 TINY_WEIGHTS = 256 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
 LIGER = "pip install liger-kernel"
 
 
-def run(tmp_path_factory, suite: str, *options: str) -> dict:
-    """The results of one suite."""
-    out = tmp_path_factory.mktemp(suite) / "out"
-    done = benchmarks("--out", str(out), "--suite", suite, *TINY.split(), *options)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One run of the training suites."""
+    out = tmp_path_factory.mktemp("benchmarks_train") / "out"
+    done = benchmarks("--out", str(out), *TINY.split(), forking=True)
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())
-    assert list(results) == ["environment", suite]
+    assert list(results) == ["environment", *SUITES]
     assert done.stdout.endswith(report.short(results) + "\n")
     return results
-
-
-@pytest.fixture(scope="module")
-def layer_results(tmp_path_factory):
-    return run(tmp_path_factory, "layer_train", "--skip", "max_autotune")
-
-
-@pytest.fixture(scope="module")
-def llama_results(tmp_path_factory):
-    return run(
-        tmp_path_factory,
-        "model_train",
-        "--optimizer",
-        "--models",
-        "tiny",
-        "--skip",
-        "compile_checkpoint",
-        "--without",
-        "rms_norm",
-    )
-
-
-@pytest.fixture(scope="module")
-def kernel_results(tmp_path_factory):
-    return run(tmp_path_factory, "kernels")
 
 
 def measured(result: dict, *names: str) -> None:
@@ -82,8 +64,8 @@ def measured(result: dict, *names: str) -> None:
         assert 0 < variant["p20_ms"] <= variant["median_ms"] <= variant["p80_ms"]
 
 
-def test_layer_train_times_steps_and_names_what_was_skipped(layer_results):
-    result = layer_results["layer_train"]["tiny"]
+def test_layer_train_times_steps_and_names_what_was_skipped(results):
+    result = results["layer_train"]["tiny"]
     measured(result, "eager", "gemms", "gemms_fused", "compile", "coda")
     assert result["errors"] == {"max_autotune": "left out by --skip"}
     assert result["shape"] == {"M": 32, "d": 64, "f": 128, "kv": 32, "norm": "hf"}
@@ -92,16 +74,16 @@ def test_layer_train_times_steps_and_names_what_was_skipped(layer_results):
     assert sum(kernel["calls"] for kernel in products) > 14  # of 21; the first may be addmm
 
 
-def test_layer_train_has_the_error_of_every_gradient(layer_results):
-    accuracy = layer_results["layer_train"]["tiny"]["accuracy"]
+def test_layer_train_has_the_error_of_every_gradient(results):
+    accuracy = results["layer_train"]["tiny"]["accuracy"]
     assert list(accuracy) == ["eager", "compile", "coda"]
     for found in accuracy.values():
         assert list(found) == ["x0", "y", *LAYERS.split()]
         assert all(0 < error < 0.05 for error in found.values())
 
 
-def test_model_train_steps_with_an_optimizer_that_moves_the_weights(llama_results):
-    result = llama_results["model_train"]["tiny 16"]
+def test_model_train_steps_with_an_optimizer_that_moves_the_weights(results):
+    result = results["model_train"]["tiny 16"]
     measured(result, "eager", "compile", "coda", "coda_checkpoint", "coda without rms_norm")
     assert result["errors"].pop("compile_checkpoint") == "left out by --skip"
     assert all("liger" in name and LIGER in why for name, why in result["errors"].items())
@@ -113,9 +95,9 @@ def test_model_train_steps_with_an_optimizer_that_moves_the_weights(llama_result
         assert 3 < variant["model_mib"] * 2**20 / (TINY_WEIGHTS * 2) < 3.01
 
 
-def test_kernels_time_each_block_forward_and_as_a_step(kernel_results):
-    assert list(kernel_results["kernels"]) == [f"{block} tiny" for block in blocks.BLOCKS]
-    for result in kernel_results["kernels"].values():
+def test_kernels_time_each_block_forward_and_as_a_step(results):
+    assert list(results["kernels"]) == [f"{block} tiny" for block in blocks.BLOCKS]
+    for result in results["kernels"].values():
         names = ("eager", "gemms", "compile", "coda")
         assert set(result["variants"]) == {*names, *(name + kernels.STEP for name in names)}
         assert set(result["errors"]) == {"liger", "liger" + kernels.STEP}
@@ -124,8 +106,8 @@ def test_kernels_time_each_block_forward_and_as_a_step(kernel_results):
             assert variant["median_ms"] > 0
 
 
-def test_kernels_have_the_errors_of_outputs_and_gradients(kernel_results):
-    result = kernel_results["kernels"]["residual_norm tiny"]
+def test_kernels_have_the_errors_of_outputs_and_gradients(results):
+    result = results["kernels"]["residual_norm tiny"]
     tensors = ["x", "normed", "gradient of residual", "gradient of y"]
     tensors += ["gradient of o_proj", "gradient of norm"]
     assert list(result["accuracy"]) == ["eager", "compile", "coda"]
@@ -243,18 +225,20 @@ def test_ligers_blocks_are_ours_even_where_they_overwrite_their_inputs(
     assert all(0 < error < 0.02 for error in result["accuracy"]["liger"].values())
 
 
-def test_report_renders_all_training_suites(layer_results, llama_results, kernel_results, tmp_path):
+def test_report_renders_all_training_suites(results, tmp_path):
+    """Also where they come from runs of their own."""
     sources = []
-    for index, results in enumerate((layer_results, llama_results, kernel_results)):
-        sources.append(tmp_path / f"{index}.json")
-        sources[-1].write_text(json.dumps(results))
+    for suite in SUITES:
+        sources.append(tmp_path / f"{suite}.json")
+        one = {name: results[name] for name in ("environment", suite)}
+        sources[-1].write_text(json.dumps(one))
     paths = [plots.write(sources, tmp_path / name) for name in ("one", "two")]
     names = ["layer_train", "kernels", "model_train"]
     images = [f"benchmarks_{name}.svg" for name in names]
     assert [path.name for path in paths[0]] == ["benchmarks.md", *images]
     assert [p.read_text() for p in paths[0]] == [p.read_text() for p in paths[1]]
     page = paths[0][0].read_text()
-    for results, suite in zip((layer_results, kernel_results, llama_results), names, strict=True):
+    for suite in names:
         for result in results[suite].values():
             assert f"{result['variants']['coda']['median_ms']:.3f}" in page
         assert f"({f'benchmarks_{suite}.svg'})" in page

@@ -247,7 +247,7 @@ def test_a_groups_folder_stays_the_groups(place, monkeypatch, umask):
     assert mode(folder("kernels", "version")) == 0o775
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_files(tmp_path, monkeypatch):
     target = tmp_path / "new" / "file"
 
     def full(*_):

@@ -24,7 +24,7 @@ D = 8
 
 
 class Block(nn.Module):
-    """A residual GEMM, a norm, GEMMs behind it, and a buffer that is changed in place."""
+    """A residual GEMM, a norm, GEMMs that read it, and a buffer that is changed in place."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatc
         uncached.append(True)
         yield
 
-    monkeypatch.setattr(op_by_op, "_NO_CACHES", no_caches)
+    monkeypatch.setattr(op_by_op, "_no_caches", no_caches)
     model, x = Block().bfloat16(), torch.randn(5, D, dtype=torch.bfloat16)
     compiled = torch.compile(model, backend="coda", options={"gate": "always"})
     compiled(x).sum().backward()

@@ -44,7 +44,7 @@ class Layer:
         self.model = model
         self.x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
         self.dy = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         coda = functools.partial(backend.coda, options={"patterns": [path]})
         self.variants: dict[str, Callable[[Tensor], Tensor]] = {
             "eager": model,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
+from coda_inductor.compat import counters
 from coda_inductor.options import parse
 from coda_inductor.patterns import Pattern
 from coda_inductor.patterns.meaning import Signature
@@ -108,7 +108,7 @@ def try_out(
     model = Example(idiom, example_of(pattern), K, N).to(dtype)
     x = torch.randn(ROWS, K, dtype=dtype)
     backend = _Passes(pattern, path)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters["coda"].clear()
     rewritten = _run(torch.compile(model, backend=backend), model, x)
     rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])

@@ -26,6 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor import patterns
+from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger
 from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
@@ -55,7 +56,7 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
     epoch = epochs(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(list(graph.nodes)):
-        if root._erased or root.op not in ("call_function", "call_method"):
+        if erased(root) or root.op not in ("call_function", "call_method"):
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)

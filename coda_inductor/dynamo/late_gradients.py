@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.sizes import hint
 from coda_inductor.matching import changes, normalize, value
 from coda_inductor.record import Record
@@ -187,10 +188,10 @@ def _watch(results: list[Any], place: int) -> None:
     """Going back may read the logits again, which the user holds too: notice if they were changed.
     As with torch.compile, that is no error where the loss does not need them."""
     kept = [results[place]]  # until then, which is as long as the backward pass keeps them anyway
-    version = kept[0]._version
+    before = version(kept[0])
 
     def check(_gradients: tuple[Any, ...]) -> None:
-        if kept and (logits := kept.pop())._version != version and _saves(logits):
+        if kept and version(logits := kept.pop()) != before and _saves(logits):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: output {place} of the compiled model; change a clone of it"
@@ -202,7 +203,5 @@ def _watch(results: list[Any], place: int) -> None:
 
 def _saves(tensor: Tensor) -> bool:
     """Does the node whose gradient is about to be computed read the memory of ``tensor``?"""
-    node: Any = torch._C._current_autograd_node()
-    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
-    memory = tensor.untyped_storage()._cdata
-    return any(t.untyped_storage()._cdata == memory for t in saved if t is not None)
+    memory = storage(tensor)
+    return any(storage(t) == memory for t in saved_tensors())

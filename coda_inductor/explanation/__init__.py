@@ -6,10 +6,9 @@ kernels    which kernels a graph runs as, and what each moves through memory
 block      one repeated block of the model as a graph of kernels
 naming     what a person would call these
 folding    identical layers are one row
-remedies   what to do about each reason
 build      all of it -> Explanation
 result     Explanation: attributes, table, page
-layout     a layered layout
+layout     a layered layout, with networkx
 diagram    block -> SVG
 page       Explanation -> one HTML page
 

@@ -2,7 +2,7 @@
 """One repeated block of a model as a small graph of kernels: what the diagram shows.
 
 The block is the middle one of the modules that repeat (``model.layers.8`` of 16), so that neither
-the embedding in front nor the head behind is in it. A small model without repetition is one block.
+the embedding before nor the head after is in it. A small model without repetition is one block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_KERNELS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """A box: a kernel, or (kind "outside") what lies before or behind the block.
+    """A box: a kernel, or (kind "outside") what lies before or after the block.
 
     Attributes:
         kind: "gemm", "fused", "attention", "memory", "small", "other" or "outside".
@@ -135,29 +135,32 @@ def block(
     read_outside = {n for k in everything if k not in keys for n in k.reads}
     leaving = [n for k in inside for n in k.writes if n in read_outside]
     stream = max(map(size, leaving), default=0)  # the residual stream, or its gradient
+    residuals = frozenset(s.site for s in sites if "residual" in s.patterns and not backward)
+    arrows: Counter[tuple[str, str]] = Counter()  # one a pair of kernels
     sources: dict[Node, str] = {}
     for kernel in inside:
         for tensor, read in kernel.reads.items():
             producer = owner.get(tensor)
             if producer in keys:
-                result.arrows.append(Arrow(keys[producer], keys[kernel], read))
+                arrows[keys[producer], keys[kernel]] += read
             elif _arrives(tensor, producer, backward) and size(tensor) * 2 >= stream:
                 key = sources.setdefault(tensor, f"in{len(sources)}")
-                result.arrows.append(Arrow(key, keys[kernel], read))
+                arrows[key, keys[kernel]] += read
     for tensor, key in sources.items():
         title = _origin(tensor, [k for k in inside if tensor in k.reads], backward, name)
         result.parts.append(Part(key, "outside", title))
     for kernel in inside:
+        kind = "small" if is_small(kernel, largest) else kernel.kind
+        words = _words(kernel, kind, sites, residuals, backward)
         note = _note(kernel, largest, owner, frozenset(saved), backward)
-        result.parts.append(_part(kernel, keys[kernel], sites, largest, note, backward))
-    for kernel in inside:
+        result.parts.append(Part(keys[kernel], kind, *words, note, kernel.bytes))
         passed = sum(b for n, b in kernel.writes.items() if n in read_outside)
         if passed * 2 >= stream > 0:
-            result.arrows.append(Arrow(keys[kernel], "out", passed))
-    if any(arrow.target == "out" for arrow in result.arrows):
+            arrows[keys[kernel], "out"] += passed
+    if any(target == "out" for _, target in arrows):
         after = "gradient for the layer before" if backward else "to the next layer"
         result.parts.append(Part("out", "outside", after if name else "output"))
-    result.arrows = _merged(result.arrows)
+    result.arrows = [Arrow(*ends, count) for ends, count in arrows.items()]
     return result
 
 
@@ -166,17 +169,13 @@ def _within(path: str, name: str) -> bool:
 
 
 def _arrives(tensor: Node, producer: Kernel | None, backward: bool) -> bool:
-    """Is a tensor from outside worth an arrow? Parameters and saved tensors are not."""
-    if producer is not None:
-        return True
-    return backward and "tangents" in str(tensor.target)
+    """Is a tensor from outside worth an arrow? Parameters and kept tensors are not."""
+    return producer is not None or (backward and "tangents" in str(tensor.target))
 
 
 def _origin(tensor: Node, readers: list[Kernel], backward: bool, name: str | None) -> str:
-    if backward and name is None:
-        return "gradient of the output"
     if backward:
-        return "gradient from the layer behind"
+        return "gradient from the layer after" if name else "gradient of the output"
     if all(k.kind == "attention" or "softmax" in kernel_title(k, backward=False) for k in readers):
         return "attention mask"
     plain = any(k.kind == "gemm" for k in readers)
@@ -184,25 +183,22 @@ def _origin(tensor: Node, readers: list[Kernel], backward: bool, name: str | Non
     return "from the layer before" if plain or tensor in factors else "residual stream"
 
 
-def _part(
+def _words(
     kernel: Kernel,
-    key: str,
+    kind: str,
     sites: Sequence[SiteReport],
-    largest: int,
-    note: str,
+    residuals: frozenset[str],
     backward: bool,
-) -> Part:
+) -> tuple[str, str, tuple[str, ...]]:
+    """Title, detail and the work of its epilogue."""
     if kernel.site is not None and kernel.site < len(sites):
         site = sites[kernel.site]
         work = tuple(epilogue_work(site)) if kernel.kind == "fused" else ()
-        shape = shape_text(site)
-        return Part(key, kernel.kind, gemm_title(site), shape, work, note, kernel.bytes)
-    kind = "small" if is_small(kernel, largest) else kernel.kind
+        return gemm_title(site), shape_text(site), work
     if kernel.kind == "gemm" and (found := product(kernel, backward=backward)) is not None:
-        return Part(key, "gemm", *found, (), note, kernel.bytes)
-    title = kernel_title(kernel, backward=backward, small=kind == "small")
-    detail = f"moves {readable_bytes(kernel.bytes)}"
-    return Part(key, kind, title, detail, (), note, kernel.bytes)
+        return (*found, ())
+    title = kernel_title(kernel, backward=backward, small=kind == "small", residuals=residuals)
+    return title, f"moves {readable_bytes(kernel.bytes)}", ()
 
 
 def _note(
@@ -212,21 +208,14 @@ def _note(
     saved: frozenset[Node],
     backward: bool,
 ) -> str:
+    """Bytes kept for the backward pass, or read of what was, where they count."""
     if backward:
-        read = sum(b for n, b in kernel.reads.items() if n not in owner and _is_saved(n))
-        return f"reads {readable_bytes(read)} saved" if read * 64 >= largest else ""
+        read = sum(b for n, b in kernel.reads.items() if n not in owner and _is_kept(n))
+        return f"reads {readable_bytes(read)} kept" if read * 64 >= largest else ""
     kept = sum(b for n, b in kernel.writes.items() if saved.intersection(names(n)))
     return f"keeps {readable_bytes(kept)}" if kept * 64 >= largest else ""
 
 
-def _is_saved(node: Node) -> bool:
+def _is_kept(node: Node) -> bool:
     """An activation from the forward pass, not a parameter: parameters keep their name."""
     return node.op == "placeholder" and not str(node.target).startswith(("primals", "tangents"))
-
-
-def _merged(arrows: list[Arrow]) -> list[Arrow]:
-    """One arrow a pair of kernels."""
-    total: Counter[tuple[str, str]] = Counter()
-    for arrow in arrows:
-        total[arrow.source, arrow.target] += arrow.bytes
-    return [Arrow(source, target, count) for (source, target), count in total.items()]

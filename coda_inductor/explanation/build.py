@@ -12,7 +12,7 @@ from torch.fx import Node
 from coda_inductor.explanation.block import Block, block, repeated
 from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.kernels import kernels
-from coda_inductor.explanation.result import Explanation, NearMiss, Saved, Totals
+from coda_inductor.explanation.result import Explanation, Saved, Totals
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import ALIASES, fake, module_path
@@ -28,7 +28,7 @@ def build(name: str, found: Capture, options: Options) -> Explanation:
     result = Explanation(name, _device(graphs), any(g.training for g in graphs))
     for captured in graphs:
         result.sites += captured.report.sites
-        result.near_misses += [_near_miss(text) for text in captured.report.near_misses]
+        result.near_misses += captured.report.refusals
         result.before += _totals(captured.stock)
         result.after += _totals(captured.ours)
         result.saved_before += _saved(captured.stock)
@@ -46,13 +46,6 @@ def _device(graphs: list[Captured]) -> str:
             values = (fake(node) for node in graph.nodes)
             devices.update(v.device.type for v in values if isinstance(v, torch.Tensor))
     return devices.most_common(1)[0][0] if devices else "cpu"
-
-
-def _near_miss(text: str) -> NearMiss:
-    """``rms_norm at model.norm: no GEMM reads it`` as an object."""
-    head, _, reason = text.partition(": ")
-    what, _, where = head.partition(" at ")
-    return NearMiss(what, where, reason)
 
 
 def _totals(parts: Traced) -> Totals:
@@ -98,8 +91,8 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
     notes = []
     if result.device != "cuda" and result.fused:
         text = (
-            f"The tensors are on {result.device}, where no kernels run: shown is every fusion that "
-            "is legal."
+            f"The tensors are on {result.device}, where no kernels run: what is shown as a kernel "
+            "is legal, and runs as plain ops."
         )
         notes.append(f"{text} {_forecast(result, graphs, options)}")
     if breaks:
@@ -115,13 +108,17 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     """What an H100 would make of it, by the cost model that the gate asks."""
     if options.gate == "auto" and (small := gate.host_bound(_shapes(graphs))) is not None:
         return f"On an H100 the gate would leave all of it to Inductor: {small}."
-    refused = Counter(str(s.estimate.refusal or "") for s in result.fused if s.estimate)
-    kernels_ = refused.pop("", 0)
+    estimates = [s.estimate for s in result.fused if s.estimate]
+    refused: dict[str, list[str]] = {}
+    for why in (e.refusal for e in estimates if e.refusal):
+        refused.setdefault(why.code, []).append(why.text)
     if not refused:
         return "On an H100 all of them would run as kernels."
-    text = f"On an H100, {kernels_} of these {len(result.fused)} would run as kernels"
-    why = "; ".join(f"{reason} ({times})" for reason, times in refused.most_common(3))
-    return f"{text}. The others would not: {why}."
+    left = sum(map(len, refused.values()))
+    text = f"On an H100, {len(estimates) - left} of these {len(estimates)} would run as kernels"
+    commonest = sorted(refused.values(), key=len, reverse=True)[:3]
+    said = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
+    return f"{text}. The others would not: {said}."
 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:

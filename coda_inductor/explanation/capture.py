@@ -16,9 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch.fx import GraphModule
 
+from coda_inductor.compat import (
+    BackendCompilerFailed,
+    DeletedGuardManagerWrapper,
+    Unsupported,
+    debug_get_cache_entry_list,
+    dynamo_config,
+    functorch_config,
+    pgo,
+    register_bytecode_hook,
+)
 from coda_inductor.errors import ExplainError
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
@@ -101,7 +110,7 @@ def _broken(
     on code objects, so that our entries are taken out one by one."""
     backend = _Backend(options, stop=False)
     codes: list[Any] = []
-    hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda old, _new: codes.append(old))
+    hook = register_bytecode_hook(lambda old, _new: codes.append(old))
     try:
         function, args, kwargs = copy.deepcopy((function, args, kwargs))
         torch.compile(function, backend=backend)(*args, **kwargs)
@@ -122,10 +131,7 @@ def _forget(code: Any, backend: _Backend) -> None:
     """Invalidate the cache entries of ``backend`` in ``code``. Private names of torch's: where they
     are gone, the entries stay, and a later compile of the same code checks one guard more."""
     with contextlib.suppress(AttributeError, ImportError):
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-        from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-        for entry in _debug_get_cache_entry_list(code):
+        for entry in debug_get_cache_entry_list(code):
             if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 deleted = DeletedGuardManagerWrapper("coda_inductor.explain has ended")
                 state: Any = entry.guard_manager.extra_state
@@ -138,8 +144,8 @@ def _undisturbed() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
         torch.random.fork_rng(devices),
-        torch._dynamo.config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(suppress_errors=False, automatic_dynamic_shapes=False),
+        functorch_config.patch(enable_autograd_cache=False),
         _own_sizes(),
     ):
         yield
@@ -149,8 +155,6 @@ def _undisturbed() -> Iterator[None]:
 def _own_sizes() -> Iterator[None]:
     """Give Dynamo a memory of sizes of its own. A private name of torch's (2.11 to 2.13): where it
     is gone, a size seen here may become dynamic in the user's next compile of the same code."""
-    from torch._dynamo import pgo
-
     if not hasattr(pgo, "_CODE_STATE"):
         yield
         return

@@ -73,8 +73,7 @@ def draw(block: Block) -> Drawing:
                 1.0 if tiny else 1.2 + 4.3 * (arrow.bytes / most) ** 0.5,
             )
         )
-    ordered = _topological(drawing)
-    drawing.width, drawing.height = layout(ordered, drawing.edges)
+    drawing.width, drawing.height = layout(list(drawing.boxes.values()), drawing.edges)
     return drawing
 
 
@@ -96,20 +95,6 @@ def render(drawing: Drawing, title: str) -> str:
         "</g></svg>",
     ]
     return "\n".join(lines)
-
-
-def _topological(drawing: Drawing) -> list[Box]:
-    inputs: dict[str, set[str]] = {key: set() for key in drawing.boxes}
-    for edge in drawing.edges:
-        inputs[edge.target].add(edge.source)
-    ordered: list[Box] = []
-    done: set[str] = set()
-    while len(done) < len(inputs):
-        ready = [key for key, needs in inputs.items() if key not in done and needs <= done]
-        assert ready, "kernels form no cycle"
-        done.update(ready)
-        ordered += [drawing.boxes[key] for key in ready]
-    return ordered
 
 
 def _lines(part: Part) -> tuple[list[Text], float, float]:
@@ -143,7 +128,7 @@ def _lines(part: Part) -> tuple[list[Text], float, float]:
 
 
 def _wrap(title: str) -> list[str]:
-    """Long titles break behind ``+`` or a comma."""
+    """Long titles take several lines."""
     if len(title) <= _MOST_CHARS:
         return [title]
     lines = [""]

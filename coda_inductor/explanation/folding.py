@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from coda_inductor.explanation.block import split
@@ -29,12 +29,12 @@ class Row:
 
 
 def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site."""
+    """Rows in the order of their first site, without weight gradients that have no work."""
     groups: dict[Hashable, list[SiteReport]] = {}
-    for site in sites:
+    for site in (site for site in sites if not site.idle):
         same = (
             general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
-            site.absorbed, general_reason(site.reason), site.bytes_before, site.bytes_after,
+            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
             site.program.key if site.program else None,
         )  # fmt: skip
         groups.setdefault(same, []).append(site)
@@ -42,7 +42,7 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
     for found in groups.values():
         name = found[0].site if len(found) == 1 else general_path(found[0].site)
         indices = [split(site.site.split(" + ")[0])[1] for site in found]
-        rows.append(Row(name, tuple(found), ranges(i for i in indices if i is not None)))
+        rows.append(Row(name, tuple(found), ", ".join(str(i) for i in indices if i is not None)))
     return rows
 
 
@@ -50,19 +50,3 @@ def general_path(path: str) -> str:
     """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
     A path that is nothing but a number stays."""
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", path, count=1)
-
-
-def general_reason(reason: str) -> str:
-    """``reason`` without the numbers of graph nodes: ``mm_12`` and ``mm_19`` are both ``mm``."""
-    return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """``0-3, 7`` for 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

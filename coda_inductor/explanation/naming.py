@@ -6,21 +6,30 @@ Names are for reading: they come from the ops and the modules' names and decide 
 
 from __future__ import annotations
 
-from collections import Counter
-
-import torch
-from torch.fx import Node
-
 from coda_inductor.explanation.kernels import Kernel, base
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
-from coda_inductor.graph.nodes import aten, fake, is_transpose, module_path
+from coda_inductor.graph.nodes import fake, is_transpose, module_path
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import SiteReport
+from coda_inductor.select.model import UNSURE
 
-_ACTIVATIONS = (
-    ("silu", "SiLU"), ("gelu", "GELU"), ("erf", "GELU"), ("tanh", "GELU (tanh)"),
-    ("sigmoid", "sigmoid"), ("relu", "ReLU"), ("threshold_backward", "ReLU"),
+#: Ops that a kernel must have, and what it is then called: the first of each group.
+_BY_OPS = (
+    (("embedding", "embedding"),),
+    (
+        ("rsqrt var_mean", "LayerNorm"), ("rsqrt var", "LayerNorm"), ("rsqrt mean", "RMSNorm"),
+        ("rsqrt", "finish row statistics"),
+    ),
+    (("neg cat", "rotary"), ("neg slice_scatter", "rotary")),
+    (
+        ("exp amax log", "cross entropy"), ("exp amax", "softmax"),
+        ("exp neg div mul", "SiLU * up"), ("exp neg reciprocal mul", "SiLU * up"),
+        ("exp neg div", "SiLU"), ("exp neg reciprocal", "SiLU"), ("silu", "SiLU"),
+        ("gelu", "GELU"), ("erf", "GELU"), ("tanh", "GELU (tanh)"), ("sigmoid", "sigmoid"),
+        ("relu", "ReLU"), ("threshold_backward", "ReLU"),
+    ),
 )  # fmt: skip
+_COPIES = {"clone", "_to_copy", "convert_element_type", "cat"}
 _SUMS = {"sum", "amax", "convert_element_type"}
 #: Work that a pattern's name says better than its steps do.
 _BY_PATTERN = {
@@ -79,6 +88,34 @@ def shape_text(site: SiteReport) -> str:
     return " x ".join(str(extent) for extent in site.shape)
 
 
+def traffic_words(site: SiteReport) -> tuple[str, str]:
+    """Bytes that one site moves, and "more" where fusing it adds some: ("3 MB -> 2 MB", "")."""
+    after = readable_bytes(site.bytes_after)
+    if not site.fused:
+        return after, ""
+    more = "more than before" if site.bytes_after > site.bytes_before else ""
+    return f"{readable_bytes(site.bytes_before)} -> {after}", more
+
+
+def time_words(site: SiteReport) -> tuple[str, str]:
+    """Expected microseconds on an H100, and what they rest on: ("16.2 -> 12.1", "modelled"). No
+    number where the model has no ground."""
+    found = site.estimate
+    if found is None:
+        return "unknown", ""
+    if found.ground == "smaller":
+        return "unknown", "smaller than anything measured"
+    rests_on = UNSURE.get(found.ground, found.ground)
+    if not site.fused:
+        return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"
+    if found.fused_us is None:
+        return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
+    if found.fused_us > found.unfused_us:
+        left = "the gate leaves it to cuBLAS" if found.refusal else "the gate was not asked"
+        rests_on = f"{rests_on}; slower: {left}"
+    return f"{found.unfused_us:.1f} -> {found.fused_us:.1f}", rests_on
+
+
 def epilogue_work(site: SiteReport) -> list[str]:
     """What the epilogue of a fused site does, a phrase each, in its own order."""
     program = site.program
@@ -86,7 +123,7 @@ def epilogue_work(site: SiteReport) -> list[str]:
         return []
     named = [_BY_PATTERN[p] for p in site.patterns if p in _BY_PATTERN]
     backward = site.role != "forward"
-    found = _steps(program, quiet=bool(named), backward=backward)
+    found = _steps(site, program, quiet=bool(named), backward=backward)
     rows = sum(r.axis == "row" for r in program.reduces)
     columns = len(program.reduces) - rows
     found += named
@@ -94,17 +131,16 @@ def epilogue_work(site: SiteReport) -> list[str]:
     return list(dict.fromkeys(found)) or ["cast"]
 
 
-def _steps(program: EpilogueProgram, *, quiet: bool, backward: bool) -> list[str]:
+def _steps(site: SiteReport, program: EpilogueProgram, *, quiet: bool, backward: bool) -> list[str]:
     """``quiet``: a pattern's name stands for the arithmetic, only additions are worth saying."""
-    reads = Counter(a for s in program.steps for a in s.args)
     kinds = {o.name: o.kind for o in program.operands}
     ops = {s.op for s in program.steps}
     found = []
     for step in program.steps:
         arg = next((a for a in step.args if a in kinds), "")
         kind = kinds.get(str(arg))
-        if step.op in ("add", "sub") and kind == "tile" and reads[arg] == 1:
-            found.append("+ residual")  # what is read again is no residual: GELU's x and its cube
+        if step.op in ("add", "sub") and kind == "tile" and "residual" in site.patterns:
+            found.append("+ residual")
         elif step.op in ("add", "sub") and kind == "row" and not backward:
             found.append("+ bias")
         elif step.op == "mul" and kind == "col" and not quiet:
@@ -122,27 +158,28 @@ def _steps(program: EpilogueProgram, *, quiet: bool, backward: bool) -> list[str
     return found
 
 
-def kernel_title(kernel: Kernel, *, backward: bool, small: bool = False) -> str:
-    """What a kernel without a GEMM does. ``small``: it handles vectors only."""
+def kernel_title(
+    kernel: Kernel, *, backward: bool, small: bool = False, residuals: frozenset[str] = frozenset()
+) -> str:
+    """What a kernel without a GEMM does. ``small``: it handles vectors only. ``residuals``: the
+    modules whose product meets a residual."""
     targets = kernel.targets
     if kernel.kind == "attention":
         return "attention gradient" if backward else "attention"
     if kernel.kind != "memory":
         name = next(iter(targets), "kernel").strip("_")
         return "attention product" if name == "bmm" else name.replace("_", " ")
-    words = _forward_words(kernel)
+    words = _forward_words(kernel, residuals)
     if not backward:
         return " + ".join(words) or _ops(kernel)
-    if kernel.bytes and all(w in ("copy", "concatenate") for w in words) and words:
+    if kernel.bytes and words and set(words) <= {"copy", "concatenate"}:
         return " + ".join(words)
     if "rotary" in words:
         return "rotary gradient"
     if small:
         return "finish sums" if set(targets) <= _SUMS else "row factors"
     where = _modules(kernel)
-    if where:
-        return f"{where} gradient"
-    return _ops(kernel)
+    return f"{where} gradient" if where else _ops(kernel)
 
 
 def is_small(kernel: Kernel, largest: int) -> bool:
@@ -150,31 +187,15 @@ def is_small(kernel: Kernel, largest: int) -> bool:
     return kernel.kind == "memory" and kernel.bytes * 32 < largest
 
 
-def _forward_words(kernel: Kernel) -> list[str]:
+def _forward_words(kernel: Kernel, residuals: frozenset[str]) -> list[str]:
     targets = kernel.targets
-    words: list[str] = []
-    norm = targets["rsqrt"] and (targets["mean"] or targets["var_mean"] or targets["var"])
-    if norm:
-        layer_norm = targets["var_mean"] or targets["var"] or targets["native_layer_norm"]
-        words.append("LayerNorm" if layer_norm else "RMSNorm")
-    elif targets["rsqrt"]:
-        words.append("finish row statistics")
-    if _rotates(kernel):
-        words.append("rotary")
-    if targets["exp"] and targets["amax"]:
-        words.append("cross entropy" if targets["log"] else "softmax")
-    elif targets["exp"] and targets["neg"] and (targets["div"] or targets["reciprocal"]):
-        words.append("SiLU * up" if targets["mul"] else "SiLU")
-    else:
-        words += list(dict.fromkeys(name for op, name in _ACTIVATIONS if targets[op]))[:1]
-    shaped = _rotates(kernel) or any(name in words for _, name in _ACTIVATIONS)
-    if _adds_residual(kernel) and not shaped:  # a GELU adds x and its cube
-        words.insert(0, "residual")
-    if _drops(kernel):
-        words.insert(0, "dropout")
-    if targets["embedding"]:
-        words.insert(0, "embedding")
-    if not words and set(targets) <= {"clone", "_to_copy", "convert_element_type", "cat"}:
+    words = []
+    for group in _BY_OPS:
+        words += [name for ops, name in group if targets.keys() >= set(ops.split())][:1]
+    products = (module_path(node) for node in kernel.reads if node.target in GEMMS)
+    residual = targets["add"] and residuals.intersection(products)
+    words = ["dropout"] * _drops(kernel) + ["residual"] * bool(residual) + words
+    if not words and set(targets) <= _COPIES:
         words.append("concatenate" if targets["cat"] else "copy" if targets["clone"] else "cast")
     return words
 
@@ -188,26 +209,6 @@ def _drops(kernel: Kernel) -> bool:
         for source in (mask, *mask.all_input_nodes)
         for name in random
     )
-
-
-def _rotates(kernel: Kernel) -> bool:
-    targets = kernel.targets
-    return bool(targets["neg"] and (targets["cat"] or targets["slice_scatter"]))
-
-
-def _adds_residual(kernel: Kernel) -> bool:
-    inside = set(kernel.nodes)
-    return any(
-        node.target is aten.add.Tensor
-        and all(_full(a, kernel.space) for a in node.args)
-        and any(base(a) not in inside for a in node.args)
-        for node in kernel.nodes
-    )
-
-
-def _full(arg: object, space: int) -> bool:
-    value = fake(arg)
-    return isinstance(arg, Node) and isinstance(value, torch.Tensor) and value.numel() == space
 
 
 def _modules(kernel: Kernel) -> str:

@@ -21,15 +21,20 @@ from coda_inductor.errors import KernelError
 from coda_inductor.explanation.block import Block
 from coda_inductor.explanation.diagram import draw, render
 from coda_inductor.explanation.folding import Row, general_path
-from coda_inductor.explanation.naming import epilogue_work, readable_bytes, shape_text
-from coda_inductor.explanation.result import Explanation, Saved, advised, gemm_count, places
+from coda_inductor.explanation.naming import (
+    epilogue_work,
+    readable_bytes,
+    shape_text,
+    time_words,
+    traffic_words,
+)
+from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
 
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Drawings wider than this stand below each other, not side by side.
 _HALF_PAGE = 690
 _ROLES = {"forward": "Forward", "input gradient": "Backward", "weight gradient": "Backward"}
-_HOW = {"kernel": "kernel", "reference": "fused", "unfused": "not fused"}
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,8 @@ def page(explanation: Explanation) -> str:
         groups=groups,
         shape=shape_text,
         work=epilogue_work,
-        time=_time,
-        how=_HOW,
-        gemm_count=gemm_count,
-        advised=advised([*explanation.near_misses, *explanation.unfused]),
+        time=time_words,
+        traffic=traffic_words,
         places=places,
         sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
@@ -101,28 +104,15 @@ def _figure(before: Block, after: Block) -> Figure:
         Markup(render(d, f"{title}, {when}"))  # noqa: S704 (our own SVG, its texts are escaped)
         for d, when in zip(drawings, ("before", "after"), strict=True)
     ]
-    facts = (_facts(before), _facts(after))
+    facts = (_facts(before, before), _facts(after, before))
     stacked = max(d.width for d in drawings) > _HALF_PAGE
     return Figure(title, texts[0], texts[1], facts, stacked)
 
 
-def _facts(block: Block) -> str:
-    return f"{block.count} kernels, {readable_bytes(block.moved)} through memory"
-
-
-def _time(row: Row) -> dict[str, Any] | None:
-    """Expected microseconds on an H100, for one site of the row."""
-    estimate = row.site.estimate
-    if estimate is None:
-        return None
-    return {
-        "fused": estimate.fused_us,
-        "unfused": estimate.unfused_us,
-        "source": "measured shape" if estimate.measured else "modelled",
-        "config": estimate.config,
-        "refusal": estimate.refusal,
-        "sort": estimate.fused_us or estimate.unfused_us,
-    }
+def _facts(block: Block, before: Block) -> str:
+    kernels = " (more than before)" if block.count > before.count else ""
+    moved = " (more than before)" if block.moved > before.moved else ""
+    return f"{block.count} kernels{kernels}, {readable_bytes(block.moved)} through memory{moved}"
 
 
 def _sources(rows: list[Row]) -> list[Source]:
@@ -167,7 +157,7 @@ def _code_css() -> Markup:
 
 
 def _breakable(path: str) -> Markup:
-    """A dotted path that may break behind its dots."""
+    """A dotted path that may break after its dots."""
     return (
         Markup("<wbr>").join(f"{part}." for part in path.split(".")[:-1])
         + Markup("<wbr>")
@@ -176,7 +166,7 @@ def _breakable(path: str) -> Markup:
 
 
 def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]:
-    """Saved tensors by module (layers folded), shape and dtype: how many and how large."""
+    """Kept tensors by module (layers folded), shape and dtype: how many and how large."""
     counts: dict[tuple[str, tuple[int, ...], str], Counter[str]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:

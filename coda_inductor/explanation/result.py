@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -12,24 +12,10 @@ from pathlib import Path
 from tabulate import tabulate
 
 from coda_inductor.explanation.block import Block
-from coda_inductor.explanation.folding import Row, fold, general_path, general_reason
-from coda_inductor.explanation.naming import readable_bytes, shape_text
-from coda_inductor.explanation.remedies import Remedy, remedy
-from coda_inductor.report import SiteReport
-
-
-@dataclass(frozen=True)
-class NearMiss:
-    """A place that was not rewritten or fused: the first side condition that failed, and what to
-    do about it. ``what`` is a pattern's name, or ``"gemm"``."""
-
-    what: str
-    where: str
-    reason: str
-
-    @property
-    def remedy(self) -> Remedy:
-        return remedy(self.reason)
+from coda_inductor.explanation.folding import Row, fold, general_path
+from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
+from coda_inductor.refusal import Refusal
+from coda_inductor.report import SiteReport, idle_lines
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class Explanation:
     device: str
     training: bool
     sites: list[SiteReport] = field(default_factory=list)
-    near_misses: list[NearMiss] = field(default_factory=list)
+    near_misses: list[Refusal] = field(default_factory=list)
     before: Totals = field(default_factory=Totals)
     after: Totals = field(default_factory=Totals)
     saved_before: list[Saved] = field(default_factory=list)
@@ -93,9 +79,14 @@ class Explanation:
         return [site for site in self.sites if site.fused]
 
     @property
-    def unfused(self) -> list[NearMiss]:
+    def unfused(self) -> list[Refusal]:
         """Every GEMM that is not fused, with the first reason."""
-        return [NearMiss("gemm", s.site, s.reason) for s in self.sites if not s.fused]
+        return _refusals(site for site in self.sites if not site.fused)
+
+    @property
+    def plain(self) -> bool:
+        """Is nothing a kernel here, though something may be: it is legal, and runs as plain ops?"""
+        return {site.how for site in self.fused} == {"reference"}
 
     @property
     def gemms(self) -> int:
@@ -123,50 +114,75 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One sentence with the numbers."""
+        """A sentence or two with the numbers."""
+        if not self.gemms:
+            return "There is no GEMM in it, so there is nothing to fuse."
         if not self.fused:
-            return f"None of {self.gemms} GEMMs absorbed anything."
+            return f"{self.gemms} GEMM{'s' * (self.gemms > 1)}, of which none absorbs anything."
         ops = sum(len(site.absorbed) for site in self.fused)
+        which = f"{self.gemms_fused} of {self.gemms} GEMMs"
+        text = f"{which} absorbed {ops} ops; "
+        if self.plain:
+            text = f"{which} may absorb {ops} ops: legal, runs as plain ops here. As kernels, "
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
-        text = f"{self.gemms_fused} of {self.gemms} GEMMs absorbed {ops} ops; "
         before, after = readable_bytes(self.bytes_before), readable_bytes(self.bytes_after)
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} gone"
+            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
+            text += "would be gone" if self.plain else "gone"
         else:
             text += f"memory traffic per {step} rises from {before} to {after}"
+        if self.after.kernels > self.before.kernels:
+            text += f"; kernels rise from {self.before.kernels} to {self.after.kernels}"
         if self.training:
             text += (
-                f"; saved for backward {readable_bytes(self.saved_bytes_before)} -> "
+                f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
                 f"{readable_bytes(self.saved_bytes_after)}"
             )
         return f"{text}."
 
     @property
     def rows(self) -> list[Row]:
-        """The GEMMs with identical layers folded."""
+        """The GEMMs with identical layers folded, without :attr:`idle` ones."""
         return fold(self.sites)
 
+    @property
+    def idle(self) -> list[str]:
+        """A line that counts the weight gradients with nothing to absorb; empty without any."""
+        return idle_lines(self.sites)
+
+    @property
+    def advised(self) -> dict[str, list[Refusal]]:
+        """What was refused, by its code: what can be helped first, then the commonest."""
+        left = [site for site in self.sites if not site.fused and not site.idle]
+        groups: dict[str, list[Refusal]] = {}
+        for miss in (*self.near_misses, *_refusals(left)):
+            groups.setdefault(miss.code, []).append(miss)
+        order = sorted(groups.values(), key=lambda g: (not g[0].remedy.possible, -len(g)))
+        return {group[0].code: group for group in order}
+
     def __str__(self) -> str:
-        heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "before", "after"]
+        heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "traffic of one",
+                 "us on an H100"]  # fmt: skip
         table = [
             (
                 row.name, row.times, shape_text(row.site), row.site.role,
                 ", ".join(row.site.absorbed) if row.site.fused else row.site.reason,
-                readable_bytes(row.site.bytes_before), readable_bytes(row.site.bytes_after),
+                " ".join(traffic_words(row.site)), ": ".join(filter(None, time_words(row.site))),
             )
             for row in self.rows
         ]  # fmt: skip
-        widths = [40, 5, 20, 15, 44, 9, 9]
+        widths = [40, 5, 20, 8, 40, 18, 24]
         lines = [
             f"{self.name} on {self.device}: {self.summary}",
             *self.notes,
             "",
             tabulate(table, headers=heads, maxcolwidths=widths, tablefmt="simple"),
+            *self.idle,
         ]
-        for (reason, advice), found in advised([*self.near_misses, *self.unfused]).items():
-            if advice.possible:
-                lines += ["", f"{places(found)}: {reason}", f"  -> {advice.text}"]
+        for found in self.advised.values():
+            if found[0].remedy.possible:
+                lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -195,17 +211,11 @@ def gemm_count(site: SiteReport) -> int:
     return site.site.count(" + ") + 1
 
 
-def advised(misses: Sequence[NearMiss]) -> dict[tuple[str, Remedy], list[NearMiss]]:
-    """Near misses by their reason (without node numbers) and its remedy; what can be helped first,
-    then the commonest."""
-    groups: dict[tuple[str, Remedy], list[NearMiss]] = {}
-    for miss in misses:
-        groups.setdefault((general_reason(miss.reason), miss.remedy), []).append(miss)
-    ordered = sorted(groups, key=lambda key: (not key[1].possible, -len(groups[key])))
-    return {key: groups[key] for key in ordered}
+def _refusals(sites: Iterable[SiteReport]) -> list[Refusal]:
+    return [site.refusal.at("gemm", site.site) for site in sites if site.refusal]
 
 
-def places(misses: Sequence[NearMiss]) -> str:
+def places(misses: Sequence[Refusal]) -> str:
     """``lm_head, rms_norm at model.layers.*.norm (x 16)``: where, with layers folded."""
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:

@@ -63,7 +63,8 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
             assert site.program is not None, "a fused site has a program"
             done |= set(region.anchors)
             fired |= _patterns(region)
-            call = emit(graph, region, site.program, choice.config)
+            strict = record.options.strict
+            call = emit(graph, region, site.program, choice.config, site=site.site, strict=strict)
             calls[call] = len(sites)
             planner.scope.refresh(graph)
         call.meta[SITE] = len(sites)

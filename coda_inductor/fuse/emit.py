@@ -7,7 +7,7 @@ Before::
 
 After::
 
-    gemm_epilogue([a], [b], [residual, gamma], program, config) -> getitem 0, 1, 2
+    gemm_epilogue([a], [b], [residual, gamma], program, config, site, strict) -> getitem 0, 1, 2
     view (residual stream), view (operand of the next GEMM), sum of the partials / N
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, settle, splice
@@ -29,11 +30,20 @@ from coda_inductor.refusal import refuse
 from coda_inductor.runtime import op
 from coda_inductor.semantic.loss import row_logsumexp
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
-def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) -> Node:
+def emit(
+    graph: Graph,
+    region: Region,
+    program: EpilogueProgram,
+    config: str,
+    *,
+    site: str = "",
+    strict: bool = False,
+) -> Node:
     """Replace ``region`` by a call of ``coda_inductor::gemm_epilogue``; returns the call.
+    ``config``, ``site`` and ``strict`` as that op takes them.
 
     The graph is in order afterwards and the region's nodes are gone.
     """
@@ -45,7 +55,7 @@ def emit(graph: Graph, region: Region, program: EpilogueProgram, config: str) ->
     with graph.inserting_before(end):
         as_, bs = factors(graph, region)
         operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
-        args = (as_, bs, operands, program.to_json(), config)
+        args = (as_, bs, operands, program.to_json(), config, site, strict)
         call = insert(graph, op.OP, args, like=anchor)
         outputs = [
             insert(graph, operator.getitem, (call, i), like=anchor)
@@ -86,7 +96,7 @@ def check_views(region: Region) -> None:
 def expand(graph: Graph, call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
-    as_, bs, operands, text, _ = call.args
+    as_, bs, operands, text = call.args[:4]
     program = EpilogueProgram.from_json(text)
 
     def reference_gemm(as_, bs, operands):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
@@ -381,7 +382,7 @@ class _Grower:
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):
-            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            with unset_fake_temporarily():
                 wide = [torch.tensor(a, dtype=torch.float64) for a in args]
                 return float(OPS[op].torch(*wide))
         name = f"v{len(self.region.steps)}"

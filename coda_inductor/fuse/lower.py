@@ -60,5 +60,5 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
 
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
-    as_, bs, _, program, config = call.args
+    as_, bs, _, program, config = call.args[:5]
     return requests([fake(a) for a in as_], [fake(b) for b in bs], program, config)

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from coda_inductor.graph.nodes import aten, fake, prims
+from coda_inductor.compat import (
+    select_decomp_table,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from coda_inductor.graph.nodes import aten, erased, fake, prims
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 _KEPT_META = (
@@ -111,8 +117,6 @@ def splice(
     Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
     Inductor's: the result is what it would have compiled had the user written the function's body.
     """
-    from torch._inductor.decomposition import select_decomp_table
-
     flat, spec = tree_flatten(list(args))
     slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
     nodes = [flat[i] for i in slots]
@@ -201,7 +205,7 @@ def prune(nodes: Sequence[Node]) -> None:
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node._erased or node.users or node.op != "call_function" or node.is_impure():
+        if erased(node) or node.users or node.op != "call_function" or node.is_impure():
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
@@ -21,7 +22,7 @@ prims = torch.ops.prims
 #: clones wants memory of its own.
 ALIASES = frozenset(
     {
-        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default,
+        aten.view.default, aten.reshape.default, unsafe_view, aten.alias.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default,
     }
 )  # fmt: skip
@@ -44,7 +45,7 @@ def constant(node: Node) -> float | None:
         return None
     if not isinstance(number, (int, float)) or fake(node).is_complex():
         return None
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         try:
             return float(torch.full((), number, dtype=fake(node).dtype, device="cpu"))
         except RuntimeError:  # the dtype cannot hold it: the program itself will say so
@@ -63,6 +64,11 @@ def module_path(node: Node) -> str:
 def place(node: Node) -> str:
     """Where ``node`` is, for people: its module's path, or its own name where none is known."""
     return module_path(node) or node.name
+
+
+def erased(node: Node) -> bool:
+    """Was it taken out of its graph? Its neighbours no longer know it then."""
+    return node.prev.next is not node
 
 
 def row_major(tensor: torch.Tensor) -> bool:
@@ -84,7 +90,7 @@ def is_cast(node: Any) -> bool:
     """A pure dtype change between the float types that epilogues compute through."""
     if not isinstance(node, Node) or node.target not in (
         prims.convert_element_type.default,
-        aten._to_copy.default,
+        to_copy,
     ):
         return False
     source, result = fake(node.args[0]), fake(node)
@@ -167,5 +173,5 @@ def may_view(node: Node) -> bool:
     """May the result of ``node`` share memory with what it reads?"""
     if renames(node) or node.target is operator.getitem:
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    said = schema(node.target)
+    return said is not None and any(r.alias_info is not None for r in said.returns)

@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from coda_inductor.compat import missing_from_libraries
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
 from coda_inductor.refusal import Refusal, refuse
 
@@ -42,6 +43,14 @@ def library_stack() -> Refusal | None:
         text = (
             "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
             "pip install --force-reinstall 'coda-inductor[cuda]'"
+        )
+        return refuse("no-kernel-stack", text)
+    if (name := missing_from_libraries()) is not None:
+        package = CUTEDSL if name.startswith("cutlass") else QUACK
+        version = importlib.metadata.version(package.package)
+        text = (
+            f"{package.package} {version} has no {name}, which coda_inductor needs: another "
+            f"version of {package.spec} may have it"
         )
         return refuse("no-kernel-stack", text)
     if (cache := os.environ.get("QUACK_CACHE_ENABLED", "1")) != "1":  # as QuACK reads it

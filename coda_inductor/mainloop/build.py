@@ -4,29 +4,32 @@
 from __future__ import annotations
 
 import torch
-from quack.gemm_runtime.host import GemmEpiPlan
+from quack.cute_dsl_utils import get_device_capacity
+from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.mod import load
 from coda_inductor.mainloop.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
 
+__all__ = ["build", "dummy_arguments", "run_gemm_epi_plan"]
+
 
 def build(
     program: EpilogueProgram,
     config,
-    *,
     a_major: str = "k",
     b_major: str = "k",
     swap_lanes: bool = False,
     joined: str = "",
+    *,
     device: torch.device | str = "meta",
 ) -> GemmEpiPlan:
     """Compile for any M, N, K: only dtypes, majors and the config are compiled in.
 
     ``a_major``/``b_major``: which dimension of A (M x K) and B (K x N) has stride 1: "m", "k", "n".
     ``swap_lanes``, of paired programs: the second weight lies lower in memory. ``joined``: A and B
-    are the two terms of a sum, read in place as ``kernels.join`` says, whose addresses have the
+    are the two terms of a sum, read in place as ``mainloop.join`` says, whose addresses have the
     same order ("straight") or not ("crossed"); "" for one product.
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
@@ -86,6 +89,4 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
 
 
 def _arch(device) -> int:
-    from quack.cute_dsl_utils import get_device_capacity
-
     return get_device_capacity(torch.device(device))[0]

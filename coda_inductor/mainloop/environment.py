@@ -38,16 +38,17 @@ def label() -> str:
     """The same in a folder's name, without the options: ``x86_64-quack0.6.5-cutlass4.8.1-cu12``."""
     parts = [platform.machine() or "machine"]
     for short, name in (("quack", "quack-kernels"), ("cutlass", "nvidia-cutlass-dsl")):
-        parts.append(f"{short}{_version(name)}")
+        parts.append(f"{short}{version(name)}")
     return "-".join([*parts, *(v.split()[0].rsplit("-", 1)[1] for v in _variants() if "cu1" in v)])
 
 
 def _variants() -> list[str]:
-    found = [(name, _version(name)) for name in _VARIANTS]
-    return [f"{name} {version}" for name, version in found if version != "absent"]
+    found = [f"{name} {version(name)}" for name in _VARIANTS]
+    return [each for each in found if not each.endswith(" absent")]
 
 
-def _version(library: str) -> str:
+def version(library: str) -> str:
+    """Of an installed library, or "absent"."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

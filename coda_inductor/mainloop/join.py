@@ -31,7 +31,7 @@ _STEP = 64
 DISTANCES = (Distance("join_delta_a"), Distance("join_delta_b"))
 
 
-class JoinedTerms:  # a mixin in front of a QuACK kernel class
+class JoinedTerms:  # a mixin for QuACK kernel classes
     """Lays K of A and B out as (f, 2) right after they have crossed into the trace with K = f."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):

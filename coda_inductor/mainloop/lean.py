@@ -16,11 +16,11 @@ import cutlass.cute as cute
 _COLUMNS = 16
 _STAGES = 2
 _MAX_LOAD_STAGES = 5
-#: Barriers, and the alignment of A and B behind the epilogue's buffers.
+#: Barriers, and the alignment of A and B, which follow the epilogue's buffers.
 _RESERVED_BYTES = 2048
 
 
-class LeanEpilogue:  # a mixin in front of a QuACK kernel class
+class LeanEpilogue:  # a mixin for QuACK kernel classes
     """Does nothing unless ``lean`` is set on the kernel object before it is traced: on Hopper, for
     programs that load tiles."""
 

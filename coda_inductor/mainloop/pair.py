@@ -32,7 +32,7 @@ from coda_inductor.mainloop.resources import DELTA_DIVISOR, Distance
 DISTANCE = Distance("pair_delta")
 
 
-class PairedWeights:  # a mixin in front of a QuACK kernel class
+class PairedWeights:  # a mixin for QuACK kernel classes
     """Lays B out as ((2, N), K) right after it has crossed into the trace."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):

@@ -27,7 +27,6 @@ import hashlib
 import io
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -205,12 +204,7 @@ def _copy(source: Path, target: Path) -> None:
         OSError: it is not there, or cannot be copied.
     """
     for suffix in (".sum", ".o"):
-        part = temporary(target)
-        try:
-            shutil.copyfile(source.with_suffix(suffix), part)
-            os.replace(part, target.with_suffix(suffix))
-        finally:
-            part.unlink(missing_ok=True)
+        write(target.with_suffix(suffix), source.with_suffix(suffix).read_bytes())
 
 
 def _digest(path: Path) -> str:

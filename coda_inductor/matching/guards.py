@@ -14,8 +14,15 @@ from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from coda_inductor.compat import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    schema,
+    storage,
+    tree_leaves,
+)
 from coda_inductor.matching.bodies import bodies, nested, passed
 from coda_inductor.matching.normalize import value
 
@@ -43,21 +50,27 @@ def mutates(node: Node) -> bool:
         return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS
     if node.op != "call_function":
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return bool(_written_inside(node))
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
         return True
     if _inplace_flag(node):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverload):
+        return _mutable(node.target)
+    if isinstance(node.target, OpOverloadPacket):
         packet = node.target
-        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
+        return any(_mutable(getattr(packet, name)) for name in packet.overloads())
     name = getattr(node.target, "__name__", "")
     if getattr(operator, name, None) is node.target:
         return False  # and_, or_, not_: only named so because the plain word is Python's
     return name.endswith("_") and not name.endswith("__")
+
+
+def _mutable(op: object) -> bool:
+    """May an overload change its arguments? One that says nothing may."""
+    said = schema(op)
+    return said is None or said.is_mutable
 
 
 def _inplace_flag(node: Node) -> bool:
@@ -73,7 +86,7 @@ def _inplace_flag(node: Node) -> bool:
 
 def written(node: Node) -> set[Node]:
     """What a node that ``mutates`` may write to: its tensors, and what those may be views of."""
-    higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    higher = isinstance(node.target, HigherOrderOperator)
     inputs = _written_inside(node) if higher else node.all_input_nodes
     return {node}.union(*map(_bases, inputs))
 
@@ -152,9 +165,7 @@ def _memory(node: Node) -> set[int] | None:
     if known is None:
         return None
     try:
-        return {
-            t.untyped_storage()._cdata for t in tree_leaves(known) if isinstance(t, torch.Tensor)
-        }
+        return {storage(t) for t in tree_leaves(known) if isinstance(t, torch.Tensor)}
     except NotImplementedError:  # sparse tensors have none
         return None
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import sympy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import make_wrapper_subclass, tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.formulas import FORMULAS, number
 from coda_inductor.semantic.define import DEFINITIONS, isolated
@@ -54,7 +54,7 @@ class Exact(Tensor):
 
     @staticmethod
     def __new__(cls, cells: list[Any], at: Tensor, dtype: torch.dtype) -> Any:
-        made: Any = Tensor._make_wrapper_subclass(cls, at.shape, strides=at.stride(), dtype=dtype)
+        made: Any = make_wrapper_subclass(cls, at.shape, strides=at.stride(), dtype=dtype)
         made.cells, made.at = cells, at
         return made
 
@@ -100,7 +100,7 @@ class Exact(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
+        name, _, overload = func.name().partition("::")[2].partition(".")
         if func in DEFINITIONS:
             with isolated():
                 return DEFINITIONS[func].function(*args, **kwargs)
@@ -110,8 +110,8 @@ class Exact(Tensor):
             return cls.specials[name](cls, *args, **kwargs)
         if name in cls.formulas:
             return cls._elementwise(cls.formulas[name], args, **kwargs)
-        if func._schema.is_mutable and hasattr(aten, name[:-1]):  # masked_fill_, add_
-            plain = getattr(getattr(aten, name[:-1]), func._overloadname)
+        if name.endswith("_") and hasattr(aten, name[:-1]):  # masked_fill_, add_
+            plain = getattr(getattr(aten, name[:-1]), overload or "default")
             return args[0].write(plain(*args, **kwargs))
         found = func.decompose(*args, **kwargs)
         if found is NotImplemented:

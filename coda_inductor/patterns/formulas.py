@@ -17,8 +17,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import normalize
 

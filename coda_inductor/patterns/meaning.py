@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import OpOverload, tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, value
 from coda_inductor.patterns.conditions import constant, number
@@ -85,7 +85,7 @@ class Signature:
 
 def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """The semantic op of ``meaning``, made on the first call for its name and content.
 
     Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import unsafe_index_put
+from coda_inductor.compat import unsafe_masked_index_put_accumulate as MASKED
 from coda_inductor.graph.edit import prune, splice
 from coda_inductor.graph.nodes import aten, fake, is_cast
 from coda_inductor.graph.sizes import hint, same
@@ -42,8 +44,7 @@ from coda_inductor.record import Record
 #: other, so that a table has to be some times larger.
 LEAST_ROWS = 2
 
-_MASKED = aten._unsafe_masked_index_put_accumulate.default
-_PLAIN = (aten.index_put.default, aten._unsafe_index_put.default)
+_PLAIN = (aten.index_put.default, unsafe_index_put)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
     if not record.enabled("embedding_backward"):
         return
-    for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
+    for node in [n for n in graph.nodes if n.target is MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
             old = found.result
             args = (found.tokens, found.dy, found.mask, found.other, found.rows, found.dtype)
@@ -98,7 +99,7 @@ def _gradient(
 
 def _lookup(node: Node) -> Lookup | None:
     """The gradient that ``node`` scatters into zeros, if it pays to gather it first."""
-    if node.target is _MASKED:
+    if node.target is MASKED:
         zeros, mask, indices, dy = node.args
     elif node.target in _PLAIN and len(node.args) == 4 and node.args[3] is True:
         (zeros, indices, dy), mask = node.args[:3], None

@@ -4,9 +4,9 @@ after our hook."""
 
 from __future__ import annotations
 
-from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx import Graph
 
+from coda_inductor.compat import remove_noop_ops
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 

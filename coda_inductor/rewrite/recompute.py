@@ -25,9 +25,9 @@ by ``x == x.amax(-1)``.
 
 from __future__ import annotations
 
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import stable_topological_sort
 from coda_inductor.fuse.elementwise import computes
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import (

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map
 
+from coda_inductor.compat import storage, tree_leaves, tree_map
 from coda_inductor.graph.edit import fake_mode
 from coda_inductor.graph.nodes import aten, fake, may_view, row_major
 from coda_inductor.record import Record
@@ -75,4 +75,4 @@ def _needs_no_copy(node: Node) -> bool:
 def _storages(value: Any) -> set[int]:
     tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
     strided = [t for t in tensors if t.layout == torch.strided]
-    return {t.untyped_storage()._cdata for t in strided}
+    return {storage(t) for t in strided}

@@ -20,12 +20,12 @@ import queue
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
-from coda_inductor.runtime.server import Lines, send
 
 _PROGRAM = Path(__file__).with_name("server.py")
 _MOST = 16  # workers of one process, unless CODA_COMPILE_WORKERS says more
@@ -43,16 +43,17 @@ class Server:
     """
 
     def __init__(self, arch: str):
+        self._connection, theirs = Pipe()
         command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
         command += [str(_PROGRAM), str(os.getpid()), str(max(1, workers())), arch]
-        self._process = subprocess.Popen(  # noqa: S603 (our own module)
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=_environment(arch),
-            start_new_session=True,  # a terminal's Ctrl-C is not for it
-        )
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 (our own module)
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,  # what libraries print is for nobody
+                env=_environment(arch),
+                start_new_session=True,  # a terminal's Ctrl-C is not for it
+            )
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._futures: dict[int, concurrent.futures.Future] = {}
@@ -107,21 +108,17 @@ class Server:
         """In a fork of this process: leave the server to the process that it belongs to, and let
         it notice that one's end."""
         self.ended = True
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._connection.close()
         self._process.returncode = 0  # else Popen warns that it was not waited for
 
     def _write(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as pipe:
+        with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
-                send(pipe.fileno(), message)
+                self._connection.send(message)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            for message in Lines(pipe.fileno()):
+        with contextlib.suppress(EOFError, OSError):
+            while message := self._connection.recv():
                 if "failed" in message:
                     self._failed = message["failed"]
                     continue

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to a launched kernel. The only module of the runtime that needs QuACK."""
+"""From tensors to a launched kernel."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
+import math
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from coda_inductor.codegen.ports import ports
+from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Reduce
 from coda_inductor.runtime.tensors import (
     UnpairableError,
@@ -24,6 +28,15 @@ from coda_inductor.runtime.tensors import (
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 
+#: What a machine gets over: a full disk, too many open files, a cache that is not answering.
+_PASSING = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO,
+     errno.EINTR, errno.ESTALE, errno.ETIMEDOUT}
+)  # fmt: skip
+#: Seconds until a kernel that could not be had for such a reason is asked for again: it may take
+#: seconds to fail once more.
+_RETRY_SECONDS = 60.0
+
 
 class Kernel:
     """One program with one config. Kernels are compiled per majors of A and B, how these are read
@@ -34,52 +47,65 @@ class Kernel:
         self.config = config
         self.mapping = ports(program)
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
+        # (A's major, B's, lanes swapped?, how two terms are read, device) -> a launch plan
         self._plans: dict[tuple, object] = {}
+        # the same -> why it could not be built, and until when that is not tried again
+        self._unbuilt: dict[tuple, tuple[str, float]] = {}
 
     def launch(
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Fill ``outputs``, allocated by the caller as ``reference.output_shapes`` says.
 
-        Raises whatever building the kernel raises, and UnpairableError if the weights of a paired
-        program cannot be read as one operand.
+        Raises:
+            KernelError: the kernel cannot be built. That takes seconds to find out, so it is known
+                from then on: for a minute where it may pass, else until :func:`forget_failures`.
+            UnpairableError: the weights of a paired program cannot be read as one operand.
+            Exception: whatever the launch raises.
         """
         values: dict[str, object] = {}
         a, b, swap_lanes, joined = self._bind_inputs(as_, bs, values)
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
         majors = ("k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k")
-        plan = self._plan(*majors, swap_lanes, joined, a.device)
+        key = (*majors, swap_lanes, joined, a.device)
+        plan = self._plans.get(key) or self._built(key)
         with _on_device(a.device):
             _quack_launcher()(plan, a, b, d, c, values)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
-    def _plan(
-        self, a_major: str, b_major: str, swap_lanes: bool, joined: str, device: torch.device
-    ):
-        key = (a_major, b_major, swap_lanes, joined, device.index)
-        plan = self._plans.get(key)
-        if plan is None:
-            from coda_inductor.mainloop.build import build
+    def forget_failures(self) -> None:
+        """Build again what could not be built."""
+        self._unbuilt.clear()
 
-            # What the next call reads may lie in the other order, and while a CUDA graph is
-            # captured no kernel can be loaded.
-            lanes = (False, True) if self.program.paired else (swap_lanes,)
-            ways = ("straight", "crossed") if joined else ("",)
-            for swap, way in itertools.product(lanes, ways):
-                with _on_device(device):
-                    self._plans[a_major, b_major, swap, way, device.index] = build(
-                        self.program,
-                        self.config,
-                        a_major=a_major,
-                        b_major=b_major,
-                        swap_lanes=swap,
-                        joined=way,
-                        device=device,
-                    )
-            plan = self._plans[key]
-        return plan
+    def _built(self, key: tuple) -> object:
+        why, until = self._unbuilt.get(key, ("", -math.inf))
+        if time.monotonic() < until:
+            raise KernelError(why)
+        try:
+            self._build(*key)
+        except torch.OutOfMemoryError:  # the next call may find room
+            raise
+        except Exception as error:
+            pause = _RETRY_SECONDS if _passes(error) else math.inf
+            self._unbuilt[key] = repr(error), time.monotonic() + pause
+            raise KernelError(repr(error)) from error
+        return self._plans[key]
+
+    def _build(
+        self, a_major: str, b_major: str, swap_lanes: bool, joined: str, device: torch.device
+    ) -> None:
+        from coda_inductor.mainloop.build import build
+
+        # What the next call reads may lie in the other order, and while a CUDA graph is captured
+        # no kernel can be loaded.
+        lanes = (False, True) if self.program.paired else (swap_lanes,)
+        ways = ("straight", "crossed") if joined else ("",)
+        for swap, way in itertools.product(lanes, ways):
+            with _on_device(device):
+                plan = build(self.program, self.config, a_major, b_major, swap, way, device=device)
+                self._plans[a_major, b_major, swap, way, device] = plan
 
     def _bind_inputs(self, as_, bs, values) -> tuple[Tensor, Tensor, bool, str]:
         """(A, B, swap_lanes, joined): the operands as the kernel wants them, and the variant of it
@@ -133,10 +159,34 @@ class Kernel:
         return d, interleaved
 
 
-@functools.cache
+# Plans of this process. What a kernel is depends on its program and config, not on who calls it.
+_kernels: dict[tuple[str, str], Kernel] = {}
+
+
 def kernel(program: str, config: str) -> Kernel:
     """The kernel of a serialized program with a config in text form."""
-    return Kernel(EpilogueProgram.from_json(program), Config.parse(config))
+    found = _kernels.get((program, config))
+    if found is None:
+        made = Kernel(EpilogueProgram.from_json(program), Config.parse(config))
+        found = _kernels.setdefault((program, config), made)
+    return found
+
+
+def forget_failures() -> None:
+    """Let what could not be built be tried again: whoever compiles may have mended the cause."""
+    for known in list(_kernels.values()):
+        known.forget_failures()
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Is ``error``, or what caused it, gone by itself later on? Libraries wrap what they catch."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def requests(
@@ -161,7 +211,7 @@ def requests(
 
 @functools.lru_cache(maxsize=1)
 def _quack_launcher():
-    from quack.gemm_runtime.host import run_gemm_epi_plan
+    from coda_inductor.mainloop.build import run_gemm_epi_plan
 
     return run_gemm_epi_plan
 

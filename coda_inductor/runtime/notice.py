@@ -41,8 +41,8 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
     if "kernels" not in told and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
             "kernels",
-            f"no GEMM becomes a kernel here: {reason}. Results are right all the same, but no faster "
-            "than torch.compile's. If that is meant, options={'reference': True} says so",
+            f"no GEMM becomes a kernel here: {reason}. Results are right all the same, but no "
+            "faster than torch.compile's. If that is meant, options={'reference': True} says so",
         )
 
 

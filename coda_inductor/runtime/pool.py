@@ -126,13 +126,13 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
 
 
 def _start(request: KernelRequest) -> None:
-    import quack.cache
+    from coda_inductor.mainloop.ahead import cache_folder
 
     assert request.arch is not None
     job = {
         "request": dataclasses.asdict(request),
         "marker": str(_marker(request)),
-        "folder": quack.cache.CACHE_DIR,
+        "folder": cache_folder(),
     }
     server = _server(request.arch)
     _jobs[request] = server, server.submit(job)
@@ -177,12 +177,9 @@ def _request_hash(request: KernelRequest) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _marker_folder() -> Path:
-    """Markers hold for one version of everything that turns a program into code."""
-    from quack.cache.jit import _compute_source_fingerprint, get_cache_path
+    from coda_inductor.mainloop.ahead import marker_folder
 
-    from coda_inductor.mainloop.mod import codegen_hash
-
-    return get_cache_path() / _compute_source_fingerprint() / f"coda_{codegen_hash()}"
+    return marker_folder()
 
 
 @functools.lru_cache(maxsize=1)

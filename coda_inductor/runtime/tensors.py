@@ -49,7 +49,7 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     """(b1 lies lower, the distance in elements) of two weights, each (K, N) and K-major.
 
     Raises:
-        UnpairableError: naming the condition of ``kernels.pair`` that does not hold.
+        UnpairableError: naming the condition of ``mainloop.pair`` that does not hold.
     """
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
@@ -130,7 +130,7 @@ def joint_view(
     """(A, B, delta_a, delta_b, crossed) for two terms, each (M, f) times (f, N), of one sum.
 
     A and B are the terms' operands at the lower addresses, the deltas the distances to the others
-    in elements; ``crossed`` says that these two are not of one term. See ``kernels.join``.
+    in elements; ``crossed`` says that these two are not of one term. See ``mainloop.join``.
 
     Raises:
         UnpairableError: naming the condition that does not hold.

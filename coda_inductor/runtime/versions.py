@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 
 import torch
 
 from coda_inductor.mainloop.availability import kernel_stack, library_stack
-from coda_inductor.mainloop.environment import environment
+from coda_inductor.mainloop.environment import environment, version
 
 _LIBRARIES = ("quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -19,17 +18,12 @@ def identity() -> tuple[str, ...]:
     """Versions of torch and of the kernel libraries, what else goes into a kernel's code, and the
     GPUs' names; "absent" for what is not there; why there are no kernels on each. Part of the joint
     pass's cache key: another version or GPU must not hit old entries."""
-    versions = [f"torch {torch.__version__}"]
-    for library in _LIBRARIES:
-        try:
-            versions.append(f"{library} {importlib.metadata.version(library)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{library} absent")
-    gpus = ["gpu absent"]
-    if torch.cuda.is_available():
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        gpus = [
-            f"gpu {torch.cuda.get_device_name(d)}: {kernel_stack(d) or 'runs'}" for d in devices
-        ]
+    versions = [f"{library} {version(library)}" for library in _LIBRARIES]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [
+        f"gpu {torch.cuda.get_device_name(d)}: {kernel_stack(d) or 'runs'}"
+        for d in (torch.device("cuda", i) for i in range(count))
+    ]
     machine = f"machine {' '.join(environment())}"
-    return (*versions, machine, *gpus, f"kernels {library_stack() or 'compile'}")
+    kernels = f"kernels {library_stack() or 'compile'}"
+    return (f"torch {torch.__version__}", *versions, machine, *(gpus or ["gpu absent"]), kernels)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ class KernelRequest:
 
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``swap_lanes`` and ``joined``: how A and B
-    are read, as ``kernels.build`` takes them. ``arch``: compute capability, e.g. "90"; None is this
-    machine's.
+    are read, as ``mainloop.build`` takes them. ``arch``: compute capability, e.g. "90"; None is
+    this machine's.
     """
 
     program: str
@@ -31,11 +32,9 @@ class KernelRequest:
 
 def prepare(arch: str) -> None:
     """Import what compiling for ``arch`` needs, before workers fork."""
-    from quack.cache.async_compile import _pool_initializer
+    from coda_inductor.mainloop import ahead
 
-    import coda_inductor.mainloop.build  # noqa: F401
-
-    _pool_initializer(arch, f"sm_{arch}a")
+    ahead.prepare(arch)
 
 
 def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> str | None:
@@ -53,41 +52,11 @@ def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> 
 
 
 def _compile(request: KernelRequest, folder: str | None) -> Path:
-    import quack.cache
-    import quack.cache.jit
-    import quack.gemm_runtime.host
-
-    from coda_inductor.mainloop.build import build
-    from coda_inductor.mainloop.mod import load
+    from coda_inductor.mainloop.ahead import compile_to_disk
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.select.config import Config
 
-    # The server may have started under another environment.
-    quack.cache.CACHE_DIR = folder
-    # Only a launch needs this number, and only a GPU knows it.
-    quack.gemm_runtime.host.get_max_active_clusters = lambda *_, **__: 0
-    program = EpilogueProgram.from_json(request.program)
-    # A kernel that this worker has in memory would be neither hashed nor saved again.
-    load(program, request.swap_lanes, request.joined)._plan_cache.clear()
-    quack.gemm_runtime.host._compile_gemm_epi.cache_clear()
-    names: list[str] = []
-    key_to_hash = quack.cache.jit._key_to_hash
-
-    def record(key: tuple) -> str:
-        names.append(key_to_hash(key))
-        return names[-1]
-
-    quack.cache.jit._key_to_hash = record
-    try:
-        build(
-            program,
-            Config.parse(request.config),
-            a_major=request.a_major,
-            b_major=request.b_major,
-            swap_lanes=request.swap_lanes,
-            joined=request.joined,
-        )
-    finally:
-        quack.cache.jit._key_to_hash = key_to_hash
-    cache = quack.cache.jit
-    return cache.get_cache_path() / cache._compute_source_fingerprint() / f"{names[-1]}.o"
+    how = dataclasses.asdict(request)
+    del how["arch"]  # this process has one
+    program = EpilogueProgram.from_json(how.pop("program"))
+    return compile_to_disk(program, Config.parse(how.pop("config")), folder, **how)

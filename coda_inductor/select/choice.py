@@ -18,7 +18,7 @@ from coda_inductor.select import gate
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.model import cublas_us, kernel_us, measured
+from coda_inductor.select.model import UNSURE, cublas_us, ground, kernel_us
 from coda_inductor.select.site import Site
 
 
@@ -32,7 +32,7 @@ class Choice:
         refusal: why it is no kernel.
         fused_us: expected microseconds of the kernel; None where the model knows none.
         unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
-        measured: the shipped measurements hold this (N, K) and about this M.
+        ground: what these times rest on, see ``model.ground``.
     """
 
     how: str
@@ -40,7 +40,7 @@ class Choice:
     refusal: Refusal | None = None
     fused_us: float | None = None
     unfused_us: float = 0.0
-    measured: bool = False
+    ground: str = "modelled"
 
 
 def select(site: Site, *, gated: bool) -> Choice:
@@ -50,14 +50,17 @@ def select(site: Site, *, gated: bool) -> Choice:
     plain = len(program.accs) * sum(cublas_us(m, n, each) for each in site.ks)
     why = unsupported(program, n, k, b_major=site.b_major, device=site.device)
     if why is not None:
-        return Choice("unfused", refusal=why, unfused_us=plain)
+        plain_ground = ground(None, None, m, n, site.ks[0])
+        return Choice("unfused", refusal=why, unfused_us=plain, ground=plain_ground)
     config = choose(program, m, n, k, site.device, site.terms)
     fused, unfused = gate.expected(site, config)
     why = gate.loses(site, fused, unfused) if gated else None
-    known = measured(program, config, m, n, k, site.terms)
+    rests_on = ground(program, config, m, n, k, site.terms)
+    if why is not None and why.code == "expected-slower" and rests_on in UNSURE:
+        why = why.within(f"{{}} ({UNSURE[rests_on]})")
     us = fused if math.isfinite(fused) else None
     how = "kernel" if why is None else "unfused"
-    return Choice(how, str(config), why, us, unfused, known)
+    return Choice(how, str(config), why, us, unfused, rests_on)
 
 
 def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> Config:

@@ -37,6 +37,11 @@ _TABLE = Path(__file__).parent / "tables" / "h100.json"
 _PLAIN_BYTES = 2.0  # one 16-bit store an element
 #: Thousand million multiplications up to which a GEMM counts as small.
 SMALL_GMACS = 40.0
+#: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
+UNSURE = {
+    "smaller": "a guess: smaller than anything measured",
+    "larger": "about: larger than anything measured",
+}
 
 
 @functools.lru_cache(maxsize=1)
@@ -90,11 +95,33 @@ def kernel_us(
     return _kernel_us(kind, str(config), m, n, k, traffic(program)) + extra
 
 
-def measured(program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1) -> bool:
-    """Do the shipped measurements hold a program of this kind with this (N, K), config and about
-    this M? Else :func:`kernel_us` is the fitted model's word alone."""
-    rows = table()["kernels"].get((kind_of(program, terms), n, k), ())
-    return _nearest(rows, hint(m), str(config)) is not None
+def ground(
+    program: EpilogueProgram | None, config: Config | None, m, n: int, k: int, terms: int = 1
+) -> str:
+    """What :func:`kernel_us` (without program and config: :func:`cublas_us`) rests on:
+
+    "measured"  a program of this kind, with this (N, K), config and about this M
+    "modelled"  the model, whose measurements had such sizes, within a factor of two
+    "larger"    the model; nothing as large was measured, and it goes on linearly
+    "smaller"   nothing: a few tiles on an idle GPU take what starting and ending a kernel takes.
+                The model's constant for that is what is left over at thousands of tiles, so that
+                for pairs it is 0, and N counts for nothing below one wave
+    """
+    if program is None or config is None:
+        rows, every = table()["products"].get((n, k), ()), table()["shapes"]
+    else:
+        kind = kind_of(program, terms)
+        rows = table()["kernels"].get((kind, n, k), ())
+        group = family(program)
+        every = [row for row in table()["shapes"] if family(kinds()[row["kind"]]) == group]
+    if _nearest(rows, hint(m), "cublas" if config is None else str(config)) is not None:
+        return "measured"
+    sizes = {"m": hint(m), "n": n, "k": k}
+    if any(2 * size < min(row[key] for row in every) for key, size in sizes.items()):
+        return "smaller"
+    if any(size > 2 * max(row[key] for row in every) for key, size in sizes.items()):
+        return "larger"
+    return "modelled"
 
 
 def cublas_us(m, n: int, k: int) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import inductor_config
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint, same
@@ -25,7 +26,7 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
-from coda_inductor.select.model import cublas_us
+from coda_inductor.select.model import cublas_us, ground
 from coda_inductor.select.site import Site
 
 _STORE = Store("out0", "acc", "bfloat16")
@@ -54,7 +55,7 @@ class Policy:
     @staticmethod
     def of(options: Options, graph: Graph, *, dry: bool = False) -> Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
-        config = torch._inductor.config.triton
+        config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
         pairs = [(fake(a), fake(b)) for a, b in pairs if fake(a).is_cuda]
@@ -148,9 +149,7 @@ class Policy:
     def estimate(self, site: Site) -> Estimate:
         """What would be chosen on an H100, whatever device this is."""
         found = select(site, gated=self.options.gate == "auto")
-        return Estimate(
-            found.unfused_us, found.fused_us, found.measured, found.config, found.refusal
-        )
+        return Estimate(found.unfused_us, found.fused_us, found.ground, found.config, found.refusal)
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
@@ -158,7 +157,8 @@ class Policy:
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
         if symbolic or a.dtype not in HALF:
             return None
-        return Estimate(cublas_us(a.shape[0], b.shape[1], b.shape[0]))
+        (m, k), n = a.shape, b.shape[1]
+        return Estimate(cublas_us(m, n, k), ground=ground(None, None, m, n, k))
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""

@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+
+from coda_inductor.compat import (
+    ForceDispatchKeyGuard,
+    OpOverload,
+    disable_current_modes,
+    dispatch_keyset_full,
+    dispatch_tls_local_include_set,
+    storage,
+    tree_map,
+)
+from coda_inductor.compat import schema as schema_of
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 
@@ -39,7 +48,7 @@ class Definition:
 
 
 #: Every semantic op.
-DEFINITIONS: dict[torch._ops.OpOverload, Definition] = {}
+DEFINITIONS: dict[OpOverload, Definition] = {}
 
 
 def define(
@@ -52,7 +61,7 @@ def define(
     name: str = "",
     pointwise: bool = False,
     counted_by_rewrite: bool = False,
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it.
 
     Args:
@@ -79,11 +88,9 @@ def define(
     return op
 
 
-def _differentiable(
-    op: torch._ops.OpOverload, gradient: Callable[..., Any], of: tuple[str, ...]
-) -> None:
+def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str, ...]) -> None:
     names = parameters(op)
-    statistics = [result.name for result in op._schema.returns[1:]]
+    statistics = [result.name for result in schema_of(op).returns[1:]]
     wanted = parameters(gradient)[1:]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -104,13 +111,15 @@ def _differentiable(
         by_name = {k: g for k, g, need in zip(of, found, needs, strict=True) if need}
         return tuple(by_name.get(key) for key in names)
 
-    torch.library.register_autograd(op._schema.name, differentiate, setup_context=save, lib=LIB)
+    torch.library.register_autograd(
+        op.name().partition(".")[0], differentiate, setup_context=save, lib=LIB
+    )
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters of a plain function, or of an op."""
-    if isinstance(function, torch._ops.OpOverload):
-        return tuple(argument.name for argument in function._schema.arguments)
+    if isinstance(function, OpOverload):
+        return tuple(argument.name for argument in schema_of(function).arguments)
     code = function.__code__
     return code.co_varnames[: code.co_argcount]
 
@@ -120,10 +129,10 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     a gradient such as that of ``gate + up`` is one."""
 
     def call(*arguments: Any) -> Any:
-        taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
+        taken = {storage(a) for a in arguments if isinstance(a, Tensor)}
         with isolated():
             results = function(*arguments)
-            return tree_map(lambda r: r.clone() if _storage(r) in taken else r, results)
+            return tree_map(lambda r: r.clone() if storage(r) in taken else r, results)
 
     return call
 
@@ -132,18 +141,14 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 def isolated() -> Iterator[None]:
     """As if called at top level: a dispatch mode around the call has seen the op, and in its
     handler functorch's keys are off, without which there is no gradient inside a kernel."""
-    full = torch._C._dispatch_keyset_full()
-    include = torch._C._dispatch_tls_local_include_set()
+    full = dispatch_keyset_full()
+    include = dispatch_tls_local_include_set()
     with (
         torch.no_grad(),
-        _disable_current_modes(),
-        torch._C._ForceDispatchKeyGuard(include, full - full),
+        disable_current_modes(),
+        ForceDispatchKeyGuard(include, full - full),
     ):
         yield
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

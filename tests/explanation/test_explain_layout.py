@@ -7,7 +7,7 @@ import pytest
 from test_explain_page import apart, label, rectangle
 
 from coda_inductor.explanation.block import repeated, split
-from coda_inductor.explanation.layout import Box, Edge, _crossings, _isotonic, layout
+from coda_inductor.explanation.layout import Box, Edge, _crossings, _shortest, layout
 
 
 def random_graph(seed):
@@ -68,10 +68,20 @@ def test_crossings_are_undone():
     assert _crossings(rows, links) == 0
 
 
-def test_isotonic_regression():
-    assert _isotonic([1, 2, 3]) == [1, 2, 3]
-    assert _isotonic([3, 1, 2]) == [2, 2, 2]
-    assert _isotonic([1, 4, 2, 5]) == [1, 3, 3, 5]
+def test_the_least_total_length_is_found():
+    """Three boxes in a row, 10 apart; the heaviest pulls win, the others give way."""
+    gaps = {("a", "b"): 10, ("b", "c"): 10}
+    x = _shortest("abcst", gaps, {("s", "a"): 1, ("s", "c"): 5, ("t", "c"): 5, ("t", "b"): 1})
+    assert x["b"] - x["a"] == x["c"] - x["b"] == 10
+    assert x["s"] == x["t"] == x["c"]
+
+
+def test_a_long_edge_hangs_straight():
+    boxes = [Box(str(i), 60.0 + 20 * (i % 3), 30.0) for i in range(5)]
+    edges = [Edge(str(i), str(i + 1)) for i in range(4)]
+    edges.append(Edge("0", "4", "8.4 MB", 50.0))
+    layout(boxes, edges)
+    assert len({x for x, _ in edges[-1].points[1:-1]}) == 1
 
 
 def test_what_repeats_is_found():

@@ -26,19 +26,22 @@ class Checker(HTMLParser):
     def __init__(self):
         super().__init__()
         self.open, self.problems, self.ids, self.links, self.text = [], [], [], [], []
+        self.wide = []  # what may be wider than a screen, and the classes of what holds it
 
     def handle_starttag(self, tag, attrs):
         found = dict(attrs)
         self.ids += [found["id"]] if "id" in found else []
         self.links += [found["href"][1:]] if "href" in found else []
+        if tag in ("table", "svg"):
+            self.wide.append((tag, [name for _, held in self.open for name in held.split()]))
         if tag not in VOID:
-            self.open.append(tag)
+            self.open.append((tag, found.get("class") or ""))
 
     def handle_startendtag(self, tag, attrs):
         pass
 
     def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
+        if not self.open or self.open.pop()[0] != tag:
             self.problems.append(f"</{tag}> at {self.getpos()}")
 
     def handle_data(self, data):
@@ -65,11 +68,33 @@ def test_page_is_well_formed_self_contained_and_complete(name):
     assert all(row.name in text for row in found.rows)
     assert all(s.program is None or f"p-{s.program.key}" in checker.ids for s in found.sites)
     assert found.summary in text
-    times = [row.site.estimate for row in found.rows if row.site.fused and row.site.estimate]
-    slower = [t for t in times if t.fused_us is not None and t.fused_us > t.unfused_us]
-    assert page.count("slower: on a GPU the gate leaves it") == len(slower)
     assert page.count('role="img"') == 2 * len(found.blocks)
     assert page.count("<svg") == page.count("<title>") - page.count('<g class="box') - 1
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_wide_scrolls_and_drawings_zoom(name):
+    _, page = explained(name)
+    wide = checked(page).wide
+    assert {tag for tag, _ in wide} == {"table", "svg"}
+    assert all("scroll" in held for _, held in wide)
+    assert all("zoom" in held for tag, held in wide if tag == "svg")
+    style, script = page[: page.index("</style>")], page[page.index("<script>") :]
+    assert ".scroll { overflow-x: auto;" in style
+    assert ".scroll.more::before { content:" in style  # says that there is more
+    assert 'classList.toggle("more"' in script
+    assert 'querySelectorAll(".zoom")' in script
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_contents_lead_to_every_section_and_rows_filter(name):
+    _, page = explained(name)
+    contents = page[page.index('<nav class="toc"') : page.index("</nav>")]
+    linked = re.findall(r'href="#([\w-]+)"', contents)
+    assert linked == re.findall(r'<section id="([\w-]+)"', page)
+    assert len(linked) >= 4
+    assert page.count('<input type="search"') == 1
+    assert 'querySelectorAll("table.gemms tbody tr")' in page
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

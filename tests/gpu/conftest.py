@@ -7,7 +7,6 @@ import pytest
 
 from coda_inductor import report
 from coda_inductor.log import forget_warnings
-from coda_inductor.runtime.op import set_strict
 
 
 @pytest.fixture
@@ -15,11 +14,3 @@ def fresh():
     """No reports and no warnings of the test before."""
     forget_warnings()
     report.forget()
-
-
-@pytest.fixture
-def strict():
-    """A kernel that does not run must fail the test, not fall back."""
-    set_strict(True)
-    yield
-    set_strict(False)

@@ -8,6 +8,7 @@ computation (which rounds the product before the epilogue), plus float32 noise. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -15,6 +16,9 @@ from coda_inductor.program import Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
+
+#: The op, without a fallback: a kernel that does not run must fail the test.
+launched = functools.partial(gemm_epilogue, strict=True)
 
 
 def config_for(program) -> Config:
@@ -33,9 +37,9 @@ def combined(program, outputs):
     return result
 
 
-def check(program, as_, bs, operands, config=None):
+def check(program, as_, bs, operands, config=None, call=launched):
     """Run the op and hold it to the rule; returns its outputs."""
-    got = gemm_epilogue(as_, bs, operands, program, config or config_for(program))
+    got = call(as_, bs, operands, program, config or config_for(program))
     torch.cuda.synchronize()
     unrounded = tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
     exactly = dataclasses.replace(program, stores=unrounded)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import check, config_for
+from oracle import check, config_for, launched
 from programs import activation_chain, inputs
 
 from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.runtime.launch import requests
-from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.pool import KernelRequest, wait
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import arch_of
@@ -76,7 +75,7 @@ def test_as_if_concatenated_in_every_order(in_place, b_major, order, m, k):
     whole_a = in_place(as_[::step], 1)
     whole_b = in_place(bs[::step], 0)
     whole_b = whole_b.t().contiguous().t() if b_major == "k" else whole_b
-    whole = gemm_epilogue([whole_a], [whole_b], operands, program, config_for(program))
+    whole = launched([whole_a], [whole_b], operands, program, config_for(program))
     for x, y in zip(got, whole, strict=True):
         assert torch.equal(x, y)
 
@@ -117,13 +116,13 @@ def test_a_captured_call_may_find_its_tensors_in_the_other_order(in_place, other
     config = legal_configs(program, arch_of())[1 if other == "straight" else 2]
     assert not any(wait(requests(as_, bs, program.to_json(), str(config))).values())
     first, second = (as_[::-1], as_) if other == "straight" else (as_, as_[::-1])
-    gemm_epilogue(first, bs, operands, program, config)
+    launched(first, bs, operands, program, config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gemm_epilogue(second, bs, operands, program, config)
+        captured = launched(second, bs, operands, program, config)
     graph.replay()
     torch.cuda.synchronize()
-    for x, y in zip(captured, gemm_epilogue(second, bs, operands, program, config), strict=True):
+    for x, y in zip(captured, launched(second, bs, operands, program, config), strict=True):
         assert torch.equal(x, y)
 
 
@@ -131,10 +130,10 @@ def test_a_captured_call_may_find_its_tensors_in_the_other_order(in_place, other
 def test_launch_in_a_cuda_graph(in_place, order):
     program, as_, bs, operands = terms("norm_bwd", 500, 256)
     as_, bs = as_[:: order[0]], bs[:: order[1]]
-    expected = gemm_epilogue(as_, bs, operands, program, config_for(program))
+    expected = launched(as_, bs, operands, program, config_for(program))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gemm_epilogue(as_, bs, operands, program, config_for(program))
+        captured = launched(as_, bs, operands, program, config_for(program))
     for output in captured:
         output.zero_()
     graph.replay()

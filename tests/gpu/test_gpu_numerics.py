@@ -21,7 +21,7 @@ from coda_inductor import reports
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("fresh", "strict"),
+    pytest.mark.usefixtures("fresh"),
 ]
 
 D, HIDDEN, ROWS, V = 256, 640, 264, 2056

@@ -301,9 +301,9 @@ def test_keys_hold_machine_options_and_cuda_variant(monkeypatch):
         patch.setattr(environment.platform, "machine", lambda: "aarch64")
         assert fresh() != before
         assert label().startswith("aarch64-quack")
-    version = environment._version
+    version = environment.version
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "_version", lambda n: "9" if "cu13" in n else version(n))
+        patch.setattr(environment, "version", lambda n: "9" if "cu13" in n else version(n))
         assert fresh() != before
         assert label().endswith("-cu13")
     assert fresh() == before

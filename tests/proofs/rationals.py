@@ -68,8 +68,8 @@ class Kernels(Exact):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if (into := kwargs.pop("out", None)) is not None:
-            overload = {"out": "default", "IntList_out": "dim_IntList"}[func._overloadname]
-            name = func._schema.name.partition("::")[2]
+            name, overload = func.name().partition("::")[2].split(".")
+            overload = {"out": "default", "IntList_out": "dim_IntList"}[overload]
             return into.write(getattr(getattr(aten, name), overload)(*args, **kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import backend
-from coda_inductor.joint import JointPass
+from coda_inductor.errors import FallbackError
 from coda_inductor.mainloop import availability, requirements
 from coda_inductor.options import parse
-from coda_inductor.report import GraphReport, SiteReport
+from coda_inductor.pipeline import on_aten
+from coda_inductor.record import Record
+from coda_inductor.refusal import refuse
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
 
@@ -35,7 +37,8 @@ def warnings(monkeypatch, caplog):
 
 
 def stack(monkeypatch, why):
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: why)
+    refusal = None if why is None else refuse("no-kernel-stack", why)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: refusal)
 
 
 def compiled(function, x, **options):
@@ -113,12 +116,12 @@ def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x: (x @ x).relu(), tracing_mode="fake"
     )(torch.ones(8, 8))
-    recorder = backend.Recorder("test", None)
-    JointPass(parse(None, None), recorder)(graph.graph)
-    assert [site.reason for site in recorder.report.sites] == [REASONS[2]]
+    record = Record(parse(None, None))
+    on_aten(graph.graph, record)
+    assert [site.reason for site in record.report.sites] == [REASONS[2]]
     assert warnings() == []
-    with pytest.raises(backend.FallbackError, match="quack-kernels is not installed"):
-        JointPass(parse(None, {"strict": True}), backend.Recorder("test", None))(graph.graph)
+    with pytest.raises(FallbackError, match="quack-kernels is not installed"):
+        on_aten(graph.graph, Record(parse(None, {"strict": True})))
 
 
 def test_a_newer_torch_is_told_once(warnings, monkeypatch):
@@ -154,21 +157,6 @@ def test_readme_names_the_tested_versions():
     text = (ROOT / "README.md").read_text()
     *first, last = requirements.TESTED_TORCH
     assert f"{', '.join(first)} and {last}" in text
-
-
-def test_the_log_says_what_runs():
-    fused, plain = SiteReport("a", (8, 8, 8), how="kernel"), SiteReport("b", (8, 8, 8))
-    reference = SiteReport("c", (8, 8, 8), how="reference", reason="device cpu has no kernels")
-    assert GraphReport("g", [fused, plain]).summary == "1 of 2 GEMMs fused"
-    assert GraphReport("g", [plain]).summary == "0 of 1 GEMMs fused"
-    only = GraphReport("g", [plain, reference])
-    can = "1 of 2 GEMMs can be fused; they run as plain ops here: device cpu has no kernels"
-    assert only.summary == can
-    assert "MB saved" not in only.table()
-    assert "MB a" in only.table()
-    both = GraphReport("g", [fused, reference])
-    assert both.summary == f"1 of 2 GEMMs fused, {can}"
-    assert "MB saved" in both.table()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")

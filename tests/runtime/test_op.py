@@ -12,12 +12,14 @@ import time
 
 import pytest
 import torch
+from checking import leave_custom_ops
 from programs import inputs, paired_sums, programs
 
+from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
 from coda_inductor.log import forget_warnings
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, reference
-from coda_inductor.runtime import op
+from coda_inductor.runtime import launch, op
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.tensors import UnpairableError, pair_order, tma_matrix, vector
@@ -91,38 +93,47 @@ def test_compiles_with_a_dynamic_row_count():
         torch.testing.assert_close(cols, exact.amax(0))
 
 
-class Broken(Kernel):
-    def launch(self, *arguments):
-        raise RuntimeError("no such instruction")
+SITE = "layers.0.mlp.down_proj"
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    """The CUDA path with a kernel that cannot be launched, run on CPU tensors."""
-    program = both_reductions("bfloat16")
-    monkeypatch.setattr(op, "kernel", lambda *texts: Broken(program, CONFIG))
+    """The CUDA path with kernels that cannot be built, run on CPU tensors; gives a program."""
+    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(op, "_unsupported", lambda *arguments: None)
+    fails_with(monkeypatch, RuntimeError("no such instruction"))
     forget_warnings()
-    yield program
-    op.forget_failures()
-    op.set_strict(False)
+    yield both_reductions("bfloat16")
     forget_warnings()
+
+
+def fails_with(monkeypatch, error, cause=None):
+    """Building a kernel raises ``error``; gives the list of attempts."""
+    builds = []
+
+    def build(self, *key):
+        builds.append(key)
+        raise error from cause
+
+    monkeypatch.setattr(Kernel, "_build", build)
+    return builds
 
 
 def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
     expected = gemm_epilogue(*arguments[:3], broken, CONFIG)
     with caplog.at_level(logging.WARNING, "coda_inductor"):
-        for _ in range(3):
-            for x, y in zip(op._cuda(*arguments), expected, strict=True):
+        for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
+            for x, y in zip(op._cuda(*arguments, site), expected, strict=True):
                 assert torch.equal(x, y)
-    assert [r.name for r in caplog.records].count("coda_inductor") == 1
-    assert broken.key in caplog.text
-    assert "no such instruction" in caplog.text
+    (said,) = caplog.messages
+    assert broken.key in said
+    assert SITE in said
+    assert "no such instruction" in said
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-FAILURES = {  # error -> launches of three calls, and of three more two minutes later
+FAILURES = {  # error -> builds of three calls, and of three more two minutes later
     "out of memory": (torch.OutOfMemoryError("no room"), 3, 6),
     "full disk": (FULL, 1, 2),
     "full disk, wrapped": (RuntimeError("could not save the kernel"), 1, 2),
@@ -134,41 +145,112 @@ FAILURES = {  # error -> launches of three calls, and of three more two minutes 
 @pytest.mark.parametrize("name", FAILURES)
 def test_only_what_cannot_get_better_is_remembered(broken, monkeypatch, name):
     error, at_once, later = FAILURES[name]
-    launches = []
-
-    def launch(self, *_):
-        launches.append(self)
-        raise error from (FULL if "wrapped" in name else None)
-
-    monkeypatch.setattr(Broken, "launch", launch)
+    builds = fails_with(monkeypatch, error, FULL if "wrapped" in name else None)
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
     for _ in range(3):
         op._cuda(*arguments)
-    assert len(launches) == at_once
+    assert len(builds) == at_once
     now = time.monotonic()
-    monkeypatch.setattr(op.time, "monotonic", lambda: now + 120)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now + 120)
     for _ in range(3):
         op._cuda(*arguments)
-    assert len(launches) == later
+    assert len(builds) == later
+
+
+def test_a_launch_that_fails_is_tried_again(broken, monkeypatch):
+    """It costs microseconds, and the next call has other tensors."""
+    launches = []
+    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
+    monkeypatch.setattr(launch, "_on_device", torch.device)
+    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: launches.append(1) or 1 / 0)
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    expected = gemm_epilogue(*arguments[:3], broken, CONFIG)
+    for _ in range(2):
+        assert torch.equal(op._cuda(*arguments)[0], expected[0])
+    assert len(launches) == 2
 
 
 def test_strict_raises_every_time(broken):
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    op.set_strict(True)
     for _ in range(2):
-        with pytest.raises(KernelError, match="no such instruction"):
-            op._cuda(*arguments)
+        with pytest.raises(KernelError, match=f"at {SITE} .*no such instruction"):
+            op._cuda(*arguments, SITE, True)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(64, 128, bias=False)
+        self.down = torch.nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+@pytest.fixture
+def on_gpu(broken, monkeypatch):
+    """Fused sites stay calls, and CPU tensors go where CUDA tensors go while "on" is in the set."""
+    leave_custom_ops(monkeypatch)
+    on = {"on"}
+    library = torch.library.Library("coda_inductor", "IMPL")
+
+    def call(*arguments):
+        return (op._cuda if on else op._reference)(*arguments)
+
+    library.impl("gemm_epilogue", call, "CPU")
+    yield on
+    library._destroy()
+
+
+@pytest.mark.parametrize("first", ["strict", "lenient"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
+    """Compiling one model changes nothing for the other, whichever is compiled first; backward
+    graphs, which run on autograd's own threads, too."""
+    x = torch.randn(16, 64, requires_grad=True)
+
+    def runs(model):
+        on_gpu.clear()
+        if direction == "forward":
+            on_gpu.add("on")
+        loss = model(x).sum()
+        on_gpu.add("on")
+        loss.backward()
+
+    models = {
+        name: torch.compile(Mlp(), backend=coda, options={"strict": name == "strict"})
+        for name in (first, "strict", "lenient")
+    }
+    for name in (*models, *models):
+        if name == "lenient":
+            runs(models[name])
+        else:
+            with pytest.raises(KernelError, match=r"program \w+ at .*(up|down).*such instruction"):
+                runs(models[name])
+
+
+def test_a_compilation_tries_failed_kernels_again(broken, monkeypatch):
+    """Whoever compiles may have mended the cause."""
+    builds = fails_with(monkeypatch, RuntimeError("no such instruction"))
+    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
+    for count in (1, 1):
+        op._cuda(*arguments)
+        assert len(builds) == count
+    torch.compile(torch.sin, backend=coda)(torch.ones(2))
+    op._cuda(*arguments)
+    assert len(builds) == 2
 
 
 def test_unsupported_names_the_dtype():
     program = both_reductions("bfloat16")
     why = op._unsupported(program.to_json(), N, K, torch.float16, False, None)
-    assert why == "the program is for bfloat16 inputs, they are torch.float16"
+    assert why.failure
+    assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
 
 
 def test_importing_the_runtime_imports_no_kernel_library():
     code = (
-        "import sys, coda_inductor.runtime; assert not {'quack', 'cutlass'} & set(sys.modules);"
+        "import sys, coda_inductor.runtime.op; assert not {'quack', 'cutlass'} & set(sys.modules);"
         "import torch; torch.ops.coda_inductor.gemm_epilogue"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,6 +17,7 @@ pytest.importorskip("quack")
 from processes import children, until
 
 from coda_inductor.cache_dir import write
+from coda_inductor.refusal import refuse
 from coda_inductor.runtime import pool, worker
 from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import kinds
@@ -84,7 +85,8 @@ def test_deadline_is_kept():
 
 
 def test_without_the_libraries_it_says_why(monkeypatch):
-    monkeypatch.setattr(pool, "library_stack", lambda: "quack-kernels is not installed")
+    why = refuse("no-kernel-stack", "quack-kernels is not installed")
+    monkeypatch.setattr(pool, "library_stack", lambda: why)
     request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
     assert pool.submit([request]) == 0
     assert pool.wait([request]) == {request: "quack-kernels is not installed"}

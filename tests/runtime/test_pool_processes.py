@@ -85,7 +85,7 @@ def test_nor_where_something_else_holds_the_pipe():
 
     def start():
         for server in pool._servers.values():
-            os.set_inheritable(server._process.stdin.fileno(), True)
+            os.set_inheritable(server._connection.fileno(), True)
         other = subprocess.Popen([sys.executable, "-c", FOR_EVER], close_fds=False)
         file.write_text(str(other.pid))
 
@@ -123,10 +123,10 @@ def test_a_parent_may_end_while_the_server_imports(tmp_path, monkeypatch):
 def test_a_fork_leaves_the_server_to_its_parent():
     pool.submit([ask(FOR_EVER)])
     server, workers = running()
-    pipe = pool._servers["90"]._process.stdin
+    connection = pool._servers["90"]._connection
     child = os.fork()
     if child == 0:
-        os._exit(0 if pipe.closed and not pool._servers and not pool._jobs else 1)
+        os._exit(0 if connection.closed and not pool._servers and not pool._jobs else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert alive(server)
     assert alive(workers[0])

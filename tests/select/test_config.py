@@ -106,6 +106,7 @@ def test_cublas_of_measured_shapes_is_what_was_measured():
     found = {}
     for _, (m, n, k, _, terms), us in measured():
         found.setdefault((m, n, k // terms), []).append(pytest.approx(us["cublas"]))
+    assert len(found) > 10
     for shape, times in found.items():
         assert cublas_us(*shape) in times
 
@@ -118,7 +119,7 @@ def test_every_kind_is_its_own_nearest():
 def test_other_programs_are_costed_by_the_nearest_kind():
     norm = kinds()["norm_bwd"]
     no_sums = dataclasses.replace(norm, reduces=())
-    assert kind_of(no_sums) in ("norm_bwd", "act_bwd")
+    assert kind_of(no_sums) == "norm_bwd"
     assert kind_of(dataclasses.replace(norm, operands=(), steps=(), reduces=())) == "scale"
     assert kind_of(sum_of_tiles(1, "bfloat16"), terms=2) == "norm_bwd_joined"
     assert kind_of(kinds()["swiglu"]) == "swiglu"
@@ -171,16 +172,18 @@ def test_model_grows_with_the_work():
 
 
 def test_symbolic_rows_are_chosen_by_their_hint():
-    program = kinds()["scale"]
+    """Few rows want small tiles, many want large ones."""
     seen = []
 
     def backend(graph, example_inputs):
-        sizes = [x for x in example_inputs if isinstance(x, torch.SymInt)]
-        seen.append((choose(program, sizes[0], 4096, 4096), sizes[0]))
+        (rows,) = (x for x in example_inputs if isinstance(x, torch.SymInt))
+        seen.append(str(choose(kinds()["scale"], rows, 4096, 4096)))
         return graph.forward
 
-    torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(2048, 4))
-    assert seen[0][0] == choose(program, 2048, 4096, 4096)
+    for rows in (64, 2048):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(rows, 4))
+    assert seen == ["128x128:1x2:pp", "128x256:2x1:co"]
 
 
 def test_every_representative_program_is_supported():

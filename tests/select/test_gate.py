@@ -30,8 +30,10 @@ def llama(m: int, d: int = 2048, f: int = 8192, kv: int = 512) -> list[tuple[int
 )
 def test_small_layers_are_bound_by_the_host(tokens, bound):
     reason = gate.host_bound(llama(tokens))
-    assert (reason is not None) == bound
-    assert not bound or "too small" in reason
+    if bound:
+        assert "too small" in reason
+    else:
+        assert reason is None
 
 
 OUT = frozenset({"out0"})
@@ -227,12 +229,15 @@ def test_a_product_stored_as_it_is_is_not_charged_as_a_kernels_store(monkeypatch
     assert unfused == pytest.approx(gate.cublas_us(m, n, k) + reading)
 
 
-def test_a_log_sum_exp_saves_a_pass_also_in_front_of_an_elementwise_kernel():
-    """A sum would not: the kernel behind could take it while it reads the product."""
+def test_a_log_sum_exp_saves_a_pass_also_in_front_of_an_elementwise_kernel(monkeypatch):
+    """A sum would not: the kernel that follows could take it while it reads the product."""
     shape = (8192, 128256, 2048)
-    assert "statistics save nothing" in gate.loses(Work(lm_head("add"), *shape, behind=OUT))
-    said = gate.loses(Work(lm_head(), *shape, behind=OUT))
-    assert said is None or "us fused" in said
+    total, head = (Work(lm_head(combine), *shape, behind=OUT) for combine in ("add", "logsumexp"))
+    assert "statistics save nothing" in gate.loses(total)
+    assert gate.loses(head) is None  # measured: 5.70 ms, and 6.20 by cuBLAS
+    monkeypatch.setattr(gate, "estimate_us", lambda *_args, **_kwargs: 1e9)
+    assert "statistics save nothing" in gate.loses(total)
+    assert "us fused" in gate.loses(head)
 
 
 def test_explains_estimate_is_the_gates_own_verdict():

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from coda_inductor.compat import tree_leaves, unset_fake_temporarily
 from coda_inductor.dynamo.attention import constants
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, TooLargeError
 from coda_inductor.dynamo.attention.index_proof import IndexProof, same_size
@@ -230,7 +231,7 @@ def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any)
     ``mask`` gives its shape and dtype."""
     if isinstance(known, Affine):
         return _adds_numbers()
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         seen = _seen(torch.tensor([known.yes, known.no], dtype=mask.dtype, device="cpu"))
         if isinstance(seen, Refusal):
             return seen
@@ -339,12 +340,12 @@ def _repetition(repeated: Any) -> _Repetition | None:
 def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Size) -> bool:
     """Run the views of ``chain`` (last one first) on the indices of a tensor of ``shape``."""
     # One batch entry and one value a head would do, but sizes stand in the views as literals.
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
         result: Any = indices
         for node in reversed(chain):
             args, kwargs = node.args[1:], node.kwargs
-            if any(isinstance(a, Node) for a in torch.utils._pytree.tree_leaves((args, kwargs))):
+            if any(isinstance(a, Node) for a in tree_leaves((args, kwargs))):
                 return False
             if node.op == "call_method":
                 result = getattr(result, str(node.target))(*args, **kwargs)

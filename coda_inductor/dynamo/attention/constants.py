@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.matching import changes, value
 from coda_inductor.refusal import Refusal, refuse
 
@@ -100,7 +99,7 @@ class Constants:
             raise TooLargeError(why) if why.code == "mask-large" else NotConstantError(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
-        with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad(), _NoRandom():
+        with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
             try:
                 result = self._run(node)
             except NotConstantError:

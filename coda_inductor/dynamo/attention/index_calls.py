@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.index_values import NotProvenError, Number, Value, constant
 from coda_inductor.matching import value
 
@@ -68,7 +69,7 @@ def run(node: Node, numbers: list[Number]) -> Number:
         return torch.full((1,) * min(like.dim(), 1), number, dtype=like.dtype, device="cpu")
 
     rest = iter(numbers)
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch.no_grad():
         args = [given(arg) for arg in node.args]
         kwargs = {key: given(arg) for key, arg in node.kwargs.items()}
         try:
@@ -83,7 +84,7 @@ def run(node: Node, numbers: list[Number]) -> Number:
 
 def converted(number: Number, source: torch.dtype | None, to: torch.dtype) -> Number:
     """``number``, of dtype ``source`` or a literal, as a tensor of dtype ``to`` holds it."""
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         try:
             return torch.full((), number, dtype=source or to, device="cpu").to(to).item()
         except (RuntimeError, OverflowError) as error:

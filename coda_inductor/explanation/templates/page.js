@@ -1,4 +1,4 @@
-// Click a heading to sort its column; open the program that the address names.
+// Sort by a heading, filter, zoom, say what scrolls; open the program that the address names.
 document.querySelectorAll("table.sortable th").forEach(function (head) {
   var button = document.createElement("button");
   button.type = "button";
@@ -29,3 +29,50 @@ function openTarget() {
 }
 window.addEventListener("hashchange", openTarget);
 openTarget();
+document.querySelectorAll(".filter").forEach(function (line) {
+  var input = line.querySelector("input"), said = line.querySelector("[role=status]");
+  var rows = Array.from(document.querySelectorAll("table.gemms tbody tr"));
+  line.hidden = false;
+  input.addEventListener("input", function () {
+    var words = input.value.toLowerCase().split(/\s+/).filter(Boolean), shown = 0;
+    rows.forEach(function (row) {
+      var text = row.textContent.toLowerCase();
+      row.hidden = !words.every(function (word) { return text.includes(word); });
+      shown += !row.hidden;
+    });
+    said.textContent = words.length ? shown + " of " + rows.length + " rows" : "";
+    hints();
+  });
+});
+document.querySelectorAll(".zoom").forEach(function (box) {
+  var svg = box.querySelector("svg"), natural = svg.viewBox.baseVal.width, scale = 0;
+  var tools = document.createElement("span");
+  tools.className = "tools";
+  function zoom(to) {
+    scale = to && Math.min(4, Math.max(0.25, to));
+    svg.style.width = scale ? natural * scale + "px" : "";
+    svg.style.maxWidth = scale ? "none" : "";
+    hints();
+  }
+  function current() { return scale || svg.getBoundingClientRect().width / natural; }
+  [["\u2212", "smaller", function () { zoom(current() / 1.25); }],
+   ["+", "larger", function () { zoom(current() * 1.25); }],
+   ["1:1", "full size", function () { zoom(1); }],
+   ["fit", "fit the width", function () { zoom(box.clientWidth / natural); }]
+  ].forEach(function (tool) {
+    var button = document.createElement("button");
+    button.type = "button";
+    button.textContent = tool[0];
+    button.title = tool[1];
+    button.addEventListener("click", tool[2]);
+    tools.appendChild(button);
+  });
+  box.parentNode.querySelector("figcaption").appendChild(tools);
+});
+function hints() {
+  document.querySelectorAll(".scroll").forEach(function (box) {
+    box.classList.toggle("more", box.scrollWidth > box.clientWidth + 1);
+  });
+}
+window.addEventListener("resize", hints);
+hints();

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of torch, QuACK and CuTeDSL that is used: what for, and what if it is gone.
+
+Private is what has a part that starts with an underscore; of QuACK, which promises nothing, it is
+every name. Torch's are had from here, and nowhere else (``from coda_inductor.compat import
+tree_map``): each is looked up when it is first asked for. One that is gone costs what its entry
+says and one warning, never an import; without an *essential* one the backend hands every graph to
+Inductor as it is (:func:`lacking`). The names of QuACK and CuTeDSL are used in ``mainloop`` only,
+which is imported when ``mainloop.availability`` has found each of them in the libraries' files.
+
+Leaf module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import itertools
+import logging
+import re
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.fx.node import map_aggregate
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from coda_inductor.errors import CodaError
+
+_log = logging.getLogger("coda_inductor")
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name.
+
+    Attributes:
+        path: where it is, from the top-level package on.
+        purpose: what it is used for.
+        without: what a user loses without it.
+        instead: what takes its place; None for a class or function that raises CodaError, so that
+            the pass that calls it fails alone.
+        essential: without it the backend can do nothing.
+    """
+
+    path: str
+    purpose: str
+    without: str = "coda does nothing on this torch"
+    instead: Any = None
+    essential: bool = False
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
+    pass
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_aggregate(tree, found.append)
+    return found
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    numbers = itertools.count()
+    return _leaves(tree), map_aggregate(tree, lambda _: next(numbers))
+
+
+def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(arguments: list[Any]) -> Any:
+        return function(*arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+_NO_CONFIG = types.SimpleNamespace(patch=_no_context)
+_NO_NODE = types.SimpleNamespace(saved_tensors=())
+_UNMATCHED = "an operator of that name is not recognized"
+_CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
+_MEANING = "the gradient of a user's pattern may fail under a dispatch mode"
+_EXPLAIN = "explain, check and the command line's tables do not work"
+
+#: Of torch: the name that it has here -> what it is.
+TORCH: dict[str, Private] = {
+    # without these: plain Inductor
+    **{
+        path.rpartition(".")[2]: Private(path, purpose, essential=True)
+        for path, purpose in {
+            "torch._inductor.compile_fx.compile_fx": "compiles the rewritten graph",
+            "torch._inductor.compile_fx.compile_fx_inner": "compiles one part of it",
+            "torch._inductor.custom_graph_pass.CustomGraphPass": "is what our pass is",
+            "torch._inductor.config.joint_custom_pre_pass": "is where Inductor runs it",
+            "torch._inductor.list_options": "knows Inductor's options",
+            "torch._inductor.list_mode_options": "knows Inductor's modes",
+            "torch._subclasses.fake_tensor.unset_fake_temporarily": "computes with constants",
+            "torch._ops.OpOverload": "tells an op of torch's from a function",
+            "torch._ops.OpOverloadPacket": "does so for all overloads",
+            "torch._ops.HigherOrderOperator": "finds nested graphs",
+        }.items()
+    },
+    "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
+    # compiling
+    "lookup_backend": Private(
+        "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
+        "where coda cannot work, graphs run as they are, uncompiled",
+        lambda _name: lambda gm, _inputs: gm.forward,
+    ),
+    "InductorError": Private(
+        "torch._inductor.exc.InductorError", "is raised where Inductor cannot compile a graph",
+        "what Inductor cannot compile is an error, as without coda", _NeverRaised,
+    ),
+    "make_boxed_func": Private(
+        "torch._functorch.aot_autograd.make_boxed_func",
+        "hands a graph's inputs over in a list, which the graph empties",
+        "a graph that runs op by op frees its inputs later", _boxed,
+    ),
+    "without_saved_tensors_hooks": Private(
+        "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
+        "keeps a user's saved-tensors hooks from fake tensors",
+        "compiling under torch.autograd.graph.saved_tensors_hooks may fail",
+        lambda: lambda function: function,
+    ),
+    "remove_noop_ops": Private(
+        "torch._inductor.fx_passes.post_grad.remove_noop_ops",
+        "removes full slices and clones that hide idioms",
+        "an idiom with such an op in it is not found", _nothing,
+    ),
+    "select_decomp_table": Private(
+        "torch._inductor.decomposition.select_decomp_table",
+        "decomposes what we put into a graph as Inductor would have",
+        "what is not fused may take a kernel more", dict,
+    ),
+    "stable_topological_sort": Private(
+        "torch._inductor.pattern_matcher.stable_topological_sort",
+        "puts recomputed activations before their readers",
+        "activations are kept for the backward pass, not recomputed",
+    ),
+    # graphs and values
+    "tree_map": Private(
+        "torch.utils._pytree.tree_map", "maps nested arguments", _CONTAINERS,
+        lambda function, tree: map_aggregate(tree, function),
+    ),
+    "tree_leaves": Private("torch.utils._pytree.tree_leaves", "lists them", _CONTAINERS, _leaves),
+    "tree_flatten": Private(
+        "torch.utils._pytree.tree_flatten", "takes them apart", _CONTAINERS, _flatten,
+    ),
+    "tree_unflatten": Private(
+        "torch.utils._pytree.tree_unflatten", "puts them together", _CONTAINERS,
+        lambda leaves, spec: map_aggregate(spec, list(leaves).__getitem__),
+    ),
+    "TorchDispatchMode": Private(
+        "torch.utils._python_dispatch.TorchDispatchMode", "finds random numbers in constant masks",
+        "attention masks are not simplified",
+    ),
+    "current_autograd_node": Private(
+        "torch._C._current_autograd_node",
+        "tells whether a gradient reads logits that were returned",
+        "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
+    ),
+    "make_wrapper_subclass": Private(
+        "torch.Tensor._make_wrapper_subclass", "makes tensors of exact elements",
+        "a new pattern of a semantic op cannot be proven",
+    ),
+    # the gradient of what a user's pattern means, as if at top level
+    "disable_current_modes": Private(
+        "torch.utils._python_dispatch._disable_current_modes", "does so", _MEANING, _no_context,
+    ),
+    **{
+        name.lstrip("_"): Private(f"torch._C.{name}", "does so", _MEANING, instead)
+        for name, instead in {
+            "_dispatch_keyset_full": lambda: 0,
+            "_dispatch_tls_local_include_set": lambda: 0,
+            "_ForceDispatchKeyGuard": _no_context,
+        }.items()
+    },
+    # what happened, for people
+    "counters": Private(
+        "torch._dynamo.utils.counters", "counts what fired",
+        'torch._dynamo.utils.counters["coda"] stays empty', defaultdict(Counter),
+    ),
+    "register_log": Private(
+        "torch._logging._internal.register_log", "makes our logger known to TORCH_LOGS",
+        'TORCH_LOGS="+coda_inductor" is refused', _nothing,
+    ),
+    "trace_structured": Private(
+        "torch._logging.trace_structured", "hands our graphs to tlparse",
+        "tlparse shows nothing of coda's", _nothing,
+    ),
+    # explain and check: graphs without code generation
+    "aot_autograd": Private(
+        "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN,
+    ),
+    "min_cut_rematerialization_partition": Private(
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "splits a joint graph as Inductor does", _EXPLAIN,
+    ),
+    "BackendCompilerFailed": Private(
+        "torch._dynamo.exc.BackendCompilerFailed", "what Dynamo wraps our errors in",
+        "explain's errors are Dynamo's", _NeverRaised,
+    ),
+    "Unsupported": Private(
+        "torch._dynamo.exc.Unsupported", "tells explain of a graph break",
+        "explain takes no model with graph breaks", _NeverRaised,
+    ),
+    "register_bytecode_hook": Private(
+        "torch._dynamo.convert_frame.register_bytecode_hook", "finds what explain has compiled",
+        "explain takes no model with graph breaks",
+    ),
+    "debug_get_cache_entry_list": Private(
+        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "forgets what it compiled",
+        "a later compile of the same code checks one guard more", lambda _code: [],
+    ),
+    "DeletedGuardManagerWrapper": Private(
+        "torch._dynamo.guards.DeletedGuardManagerWrapper", "the same",
+        "a later compile of the same code checks one guard more",
+    ),
+    "dynamo_config": Private(
+        "torch._dynamo.config", "lets explain see errors and static sizes",
+        "explain may show symbolic sizes", _NO_CONFIG,
+    ),
+    "functorch_config": Private(
+        "torch._functorch.config", "keeps explain out of torch's caches",
+        "explain may leave entries in torch's caches", _NO_CONFIG,
+    ),
+    "pgo": Private(
+        "torch._dynamo.pgo", "gives explain a memory of sizes of its own",
+        "a size that explain saw may be dynamic later", types.SimpleNamespace(),
+    ),
+    # ops of torch's whose names say that they may go
+    **{
+        name.lstrip("_"): Private(
+            f"torch.ops.aten.{name}.default", "is an op that graphs have", _UNMATCHED, f"no {name}"
+        )
+        for name in (
+            "_log_softmax", "_softmax", "_to_copy", "_unsafe_index_put",
+            "_unsafe_masked_index_put_accumulate", "_unsafe_view",
+        )
+    },
+}  # fmt: skip
+
+#: Of QuACK and CuTeDSL. Without one of them there are no kernels.
+KERNELS: tuple[Private, ...] = tuple(
+    Private(path, purpose, "there are no kernels")
+    for path, purpose in {
+        "cutlass._mlir.dialects.arith": "arithmetic that cute.math lacks",
+        "quack.activation": "gates' fast approximations",
+        "quack.cache.CACHE_DIR": "where compiled kernels are kept",
+        "quack.cache.FileLock": "the lock of one of them",
+        "quack.cache.async_compile._pool_initializer": "prepares a process without a GPU",
+        "quack.cache.jit._compute_source_fingerprint": "the version that kernels are kept by",
+        "quack.cache.jit._key_to_hash": "the name of a kernel",
+        "quack.cache.jit.get_cache_path": "where compiled kernels are kept",
+        "quack.cute_dsl_utils.get_device_capacity": "the architecture that is compiled for",
+        "quack.epilogue.frontend.EpiMod": "makes a GEMM of a function of the accumulator",
+        "quack.epilogue.frontend._mint": "the kernel class, which gets our mixins",
+        "quack.epilogue.frontend._plan_cache": "launch plans, forgotten in compile workers",
+        "quack.epilogue.math.F2": "packed pairs of float32",
+        "quack.epilogue.math.unpack": "the same, taken apart",
+        "quack.epilogue.ops.ColVecLoad": "column operands",
+        "quack.epilogue.ops.ColVecReduce": "row sums",
+        "quack.epilogue.ops.EpiOp": "launch arguments of our own",
+        "quack.epilogue.ops.OnlineLSEReduce": "row log-sum-exps",
+        "quack.epilogue.ops.RowVecLoad": "row operands",
+        "quack.epilogue.ops.RowVecReduce": "column sums",
+        "quack.epilogue.ops.Scalar": "scalars",
+        "quack.epilogue.ops.TileLoad": "tile operands",
+        "quack.epilogue.ops.VecReduce": "masked sums",
+        "quack.epilogue.ops._mask_oob": "what lies beyond the matrix",
+        "quack.epilogue.ops._mask_oob_active": "the same",
+        "quack.epilogue.ops._reduce_dim": "which axis a sum is over",
+        "quack.gemm_runtime.host.GemmEpiPlan": "a kernel that is ready to be launched",
+        "quack.gemm_runtime.host._compile_gemm_epi": "kernels in memory, forgotten in workers",
+        "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",
+        "quack.gemm_runtime.host.run_gemm_epi_plan": "launches a kernel",
+        "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
+        "quack.gemm_sm90._compute_stages": "how many steps are in flight",
+        "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
+    }.items()
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The private name of torch's that is called ``name`` here, or what takes its place."""
+    if name not in TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    private = TORCH[name]
+    try:
+        value = _find(private.path)
+    except (ImportError, AttributeError):
+        _log.warning(
+            "coda_inductor: this torch has no %s (it %s): %s",
+            private.path, private.purpose, private.without,
+        )  # fmt: skip
+        value = _unusable(private) if private.instead is None else private.instead
+    if name != "joint_custom_pre_pass":  # a setting, which may change
+        globals()[name] = value
+    return value
+
+
+@functools.cache
+def lacking() -> list[str]:
+    """The essential names that this torch does not have: with any, the backend does nothing."""
+    missing = []
+    for private in TORCH.values():
+        try:
+            _find(private.path) if private.essential else None
+        except (ImportError, AttributeError):
+            missing.append(private.path)
+    return missing
+
+
+@functools.cache
+def missing_from_libraries() -> str | None:
+    """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
+    their files and imports nothing, which would take seconds."""
+    return next((p.path for p in KERNELS if not _written_down(p.path)), None)
+
+
+def storage(tensor: Tensor) -> int:
+    """Which memory it lies in: equal for views of each other, fake tensors included."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was changed in place (``Tensor._version``); without it that is not noticed."""
+    return getattr(tensor, "_version", 0)
+
+
+def schema(op: Any) -> Any:
+    """What an overload says of its arguments and results (``OpOverload._schema``), or None."""
+    return getattr(op, "_schema", None)
+
+
+def saved_tensors() -> list[Tensor]:
+    """What the autograd node that is running now has kept; nothing where that is not known."""
+    node = __getattr__("current_autograd_node")()
+    kept = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+    return [tensor for tensor in kept if tensor is not None]
+
+
+def _find(path: str) -> Any:
+    first, *others = path.split(".")
+    found = importlib.import_module(first)
+    for i, part in enumerate(others):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not isinstance(found, types.ModuleType):
+                raise
+            found = importlib.import_module(".".join([first, *others[: i + 1]]))
+    return found
+
+
+def _unusable(private: Private) -> type:
+    """Whatever it is, a function, a context or a base class: to call it raises CodaError."""
+
+    def raises(_self: Any, *_: Any, **__: Any) -> None:
+        raise CodaError(f"this torch has no {private.path}: {private.without}")
+
+    return type(private.path.rpartition(".")[2], (), {"__init__": raises})
+
+
+def _written_down(path: str) -> bool:
+    """Is ``path`` a module, or its last part a word in the file of the module before it?"""
+    module, _, name = path.rpartition(".")
+    return _file(path) is not None or bool(re.search(rf"\b{name}\b", _text(module)))
+
+
+@functools.cache
+def _text(module: str) -> str:
+    file = _file(module)
+    return "" if file is None else file.read_text("utf-8", "replace")
+
+
+@functools.cache
+def _file(module: str) -> Path | None:
+    package, *parts = module.split(".")
+    for place in _places(package):
+        found = place.joinpath(*parts)
+        for file in (found.with_suffix(".py"), found / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+@functools.cache
+def _places(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    return [Path(place) for place in places or ()]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full slices and clones go before our rewrites look for idioms."""
+
+from __future__ import annotations
+
+import torch
+from passes import aten_graph, run_pass
+
+from coda_inductor import pipeline
+
+(NOOPS,) = (each.run for each in pipeline.ON_ATEN if each.name == "noops")
+
+
+def test_what_changes_nothing_goes_and_the_rest_stays():
+    aten = torch.ops.aten
+    graph = aten_graph(lambda x: x.sin()[:9, 0:].contiguous()[1:].clone().cos(), torch.empty(9, 4))
+    run_pass(NOOPS, graph)
+    left = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert left[0] is aten.sin.default
+    assert left[-1] is aten.cos.default
+    assert left.count(aten.slice.Tensor) == 1  # [1:]
+
+
+def test_a_pass_of_torchs_that_fails_costs_no_compilation(monkeypatch):
+    from coda_inductor.rewrite import noops
+
+    def fails(graph):
+        raise AttributeError("renamed")
+
+    graph = aten_graph(lambda x: x.sin(), torch.empty(4))
+    monkeypatch.setattr(noops, "remove_noop_ops", fails)
+    run_pass(NOOPS, graph)
+    assert [n.op for n in graph.nodes] == ["placeholder", "call_function", "output"]

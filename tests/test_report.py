@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table and the line of a compiled graph: what ran, what could, what has nothing to do."""
+
+import pytest
+
+from coda_inductor.refusal import refuse
+from coda_inductor.report import GraphReport, SiteReport
+
+NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
+KERNEL = SiteReport("a", (8, 8, 8), how="kernel", bytes_before=3_000_000, bytes_after=1_000_000)
+LEGAL = SiteReport("b", (8, 8, 8), how="reference", refusal=NO_KERNELS)
+PLAIN = SiteReport("c", (8, 8, 8))
+
+
+def gradient(code):
+    return SiteReport("d", (8, 8, 8), role="weight gradient", refusal=refuse(code, "this or that"))
+
+
+def test_the_line_says_what_runs():
+    legal = "1 of 2 GEMMs: legal, runs as plain ops here (device cpu has no kernels)"
+    assert GraphReport("g", [KERNEL, PLAIN]).summary == "1 of 2 GEMMs fused"
+    assert GraphReport("g", [PLAIN]).summary == "0 of 1 GEMMs fused"
+    assert GraphReport("g", [PLAIN, LEGAL]).summary == legal
+    assert GraphReport("g", [KERNEL, LEGAL]).summary == f"1 of 2 GEMMs fused, {legal}"
+    assert GraphReport("g").summary == "no GEMM in this graph"
+
+
+def test_where_no_kernel_runs_nothing_is_fused_or_saved():
+    table = " ".join(GraphReport("g", [PLAIN, LEGAL]).table().split())
+    assert "legal, " in table
+    assert "plain ops" in table
+    assert "saved" not in table
+    assert " fused" not in table
+    assert "MB saved" in GraphReport("g", [KERNEL, LEGAL]).table()
+
+
+def test_forward_and_gradients_are_told_apart():
+    roles = ("forward", "input gradient", "weight gradient")
+    sites = [SiteReport("same.path", (8, 8, 8), role=role) for role in roles]
+    rows = " ".join(GraphReport("g", sites).table().split())
+    assert all(role.split()[0] in rows for role in roles)
+
+
+def test_more_bytes_than_before_are_called_more():
+    more = SiteReport("a", (8, 8, 8), how="kernel", bytes_before=1_000_000, bytes_after=1_250_000)
+    assert "0.25 more" in " ".join(GraphReport("g", [more]).table().split())
+    assert "more" not in GraphReport("g", [KERNEL]).table()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weight_gradients_without_work_are_one_line(count):
+    idle = [gradient("transposed")] * count
+    table = GraphReport("g", [KERNEL, *idle]).table()
+    what = "weight gradient that has" if count == 1 else "weight gradients that have"
+    assert f"and {count} {what} nothing to absorb" in table
+    assert "this or that" not in table
+
+
+def test_weight_gradients_that_could_do_something_keep_their_row():
+    table = GraphReport("g", [gradient("expected-slower")]).table()
+    assert "this or that" in table
+    assert "nothing to absorb" not in table
