@@ -118,8 +118,8 @@ def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str,
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters of a plain function, or of an op."""
-    if isinstance(function, OpOverload):
-        return tuple(argument.name for argument in schema_of(function).arguments)
+    if (known := schema_of(function)) is not None:
+        return tuple(argument.name for argument in known.arguments)
     code = function.__code__
     return code.co_varnames[: code.co_argcount]
 
