@@ -171,6 +171,10 @@ TORCH: dict[str, Private] = {
         "tells whether a gradient reads logits that were returned",
         "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
     ),
+    "make_wrapper_subclass": Private(
+        "torch.Tensor._make_wrapper_subclass", "makes tensors of exact elements",
+        "a new pattern of a semantic op cannot be proven",
+    ),
     # the gradient of what a user's pattern means, as if at top level
     "disable_current_modes": Private(
         "torch.utils._python_dispatch._disable_current_modes", "does so", _MEANING, _no_context,

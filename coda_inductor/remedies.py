@@ -157,6 +157,7 @@ _NOTHING = {
     "store-dtype": "a mask or an integer cannot be stored by an epilogue",
     "logits-small": "the gradient of small logits is no burden",
     "logits-form": "the logits are not one linear layer's",
+    "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
     "turns-gradient": "learned rotations stay as they are",
     "forward-mode": "forward-mode gradients go through torch's own ops",
     "not-recorded": "torch.compile records too little here",

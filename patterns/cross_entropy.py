@@ -20,12 +20,12 @@ Refuses: class weights; targets that are probabilities; classes in another dimen
 options that are not constants.
 """
 
-import sympy
 import torch
 import torch.nn.functional as F
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number
+from coda_inductor.refusal import refuse
 from coda_inductor.semantic import cross_entropy
 
 
@@ -59,21 +59,24 @@ def _classes_last(match: Match):
     logits, target = value(match.bound["logits"]), value(match.bound["target"])
     rows = value(match.root.args[0] if match.root.args else match.root.kwargs["input"])
     if not all(isinstance(t, torch.Tensor) for t in (logits, target, rows)):
-        return "the shape of the logits or targets is unknown"
+        return refuse("not-recorded", "the shape of the logits or targets is unknown")
     if target.is_floating_point():
-        return "the targets are probabilities, not classes"
+        return refuse("loss-targets", "the targets are probabilities, not classes")
     if rows.dim() != 2 or target.dim() != 1 or logits.shape[-1] != rows.shape[-1]:
-        return f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
+        said = f"the logits {tuple(rows.shape)} do not have their classes in the last dimension"
+        return refuse("loss-targets", said)
     return None
 
 
-def _identities():
-    """Three classes stand for all: the negative log of the softmax, and its gradient."""
-    x = sympy.symbols("x0:3", real=True)
-    lse = sympy.log(sum(map(sympy.exp, x)))
-    p = [sympy.exp(v) / sum(map(sympy.exp, x)) for v in x]
-    pairs = [(-sympy.log(p[0]), lse - x[0])]
-    return pairs + [(sympy.diff(lse - x[0], v), p[i] - int(i == 0)) for i, v in enumerate(x)]
+def _examples():
+    """Three classes, and rows of each and one that is ignored; in every reduction, with smoothing
+    and without (0.75 / 3, which torch computes, is no rounded number)."""
+    target = torch.tensor([2, -100, 0, 1])
+    for reduction, smoothing in (("none", 0.0), ("none", 0.75), ("sum", 0.75), ("mean", 0.0)):
+        how = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
+        plain = {"logits": (4, 3), "target": target, **how}
+        batched = {**plain, "logits": (2, 2, 3)}
+        yield from (plain, batched | {"rows": 4, "columns": 3}, batched | {"first": 0, "last": 1})
 
 
 PATTERN = Pattern(
@@ -83,5 +86,5 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(_classes_last, constant("ignore_index", "label_smoothing", "reduction")),
     result=0,
-    identities=_identities,
+    example=tuple(_examples()),
 )

@@ -19,10 +19,10 @@ memory; the real form is one elementwise kernel, with the casts around it.
 Refuses: other pairings of columns than neighbours; turns that want a gradient.
 """
 
-import sympy
 import torch
 
 from coda_inductor import Match, Pattern, value
+from coda_inductor.refusal import refuse
 from coda_inductor.semantic import rotate_pairs
 
 
@@ -43,20 +43,13 @@ def _arguments(match: Match):
 def _shapes(match: Match):
     x, turns, y = (value(n) for n in (match.bound["x"], match.bound["turns"], match.root))
     if not all(isinstance(t, torch.Tensor) for t in (x, turns, y)):
-        return "the shape of an input is unknown"
+        return refuse("not-recorded", "the shape of an input is unknown")
     if x.shape != y.shape or not x.is_floating_point() or not turns.is_complex():
-        return f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+        return refuse("rotary-shape", said)
     if turns.requires_grad:
-        return "a gradient of the turns is wanted"
+        return refuse("turns-gradient", "a gradient of the turns is wanted")
     return None
-
-
-def _identities():
-    a, b, t = sympy.symbols("a b t", real=True)
-    turned = sympy.expand((a + sympy.I * b) * (sympy.cos(t) + sympy.I * sympy.sin(t)))
-    real = a * sympy.cos(t) - b * sympy.sin(t)
-    imaginary = a * sympy.sin(t) + b * sympy.cos(t)
-    return [(sympy.re(turned), real), (sympy.im(turned), imaginary)]
 
 
 PATTERN = Pattern(
@@ -65,5 +58,21 @@ PATTERN = Pattern(
     op=rotate_pairs,
     arguments=_arguments,
     conditions=(_shapes,),
-    identities=_identities,
+    example=(
+        {
+            "x": (2, 3, 1, 4),
+            "b": 2,
+            "t": 3,
+            "h": 1,
+            "first": 3,
+            "turns": torch.ones(1, 3, 1, 2, dtype=torch.complex128),
+        },
+        {
+            "x": (3, 1, 4),
+            "t": 3,
+            "h": 1,
+            "first": 2,
+            "turns": torch.ones(3, 1, 2, dtype=torch.complex128),
+        },
+    ),
 )

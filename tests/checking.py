@@ -12,10 +12,13 @@ from harness import Harness
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor import pipeline
+from coda_inductor import patterns, pipeline
 from coda_inductor.fuse import lower
 from coda_inductor.select.choice import Choice
 from coda_inductor.select.policy import Policy
+
+#: The op of the built-in pattern.
+swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
 
 # A wrong rewrite is off by far more than the rounding of a sum in another order.
 TOLERANCE = {

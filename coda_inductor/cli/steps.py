@@ -76,7 +76,7 @@ def _try(pattern: Pattern, path: str, told: Told) -> Iterator[Result]:
     for idiom in pattern.idioms:
         if idiom not in runs:
             why = cannot_run(pattern, idiom) or ""
-            outcome = "skip" if pattern.meaning is None and runs else "fail"
+            outcome = "skip" if pattern.meaning is None else "fail"
             yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
     steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
         *((f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs),
@@ -154,16 +154,16 @@ def _gradcheck(pattern: Pattern) -> Iterator[Result]:
 def _small_arguments(pattern: Pattern) -> list[Any]:
     """Arguments of the op: the example's, with 3 x 4 tensors that require gradients."""
     example = example_of(pattern)
-    match, nodes = stand_in(parameters(pattern.idioms[0]), example)
     sizes = {N: 4, ROWS: 3}
-    values: list[Any] = []
-    for argument in pattern.arguments(match):
-        if isinstance(argument, torch.fx.Node):
-            shape = [sizes.get(s, min(s, 4)) for s in example[nodes[argument]]]
-            values.append(torch.randn(shape, dtype=torch.float64, requires_grad=True))
-        else:
-            values.append(argument)
-    return values
+    given = {name: example[name] for name in parameters(pattern.idioms[0])}
+    for name, item in given.items():
+        if isinstance(item, (tuple, list)):
+            shape = [sizes.get(s, min(s, 4)) for s in item]
+            given[name] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    match, nodes = stand_in(given)
+    return [
+        given[nodes[a]] if isinstance(a, torch.fx.Node) else a for a in pattern.arguments(match)
+    ]
 
 
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:

@@ -64,7 +64,7 @@ class Example(nn.Module):
 def example_of(pattern: Pattern) -> dict[str, Any]:
     """The pattern's example, completed from its meaning: shapes for tensors, 1.5, 1.75, ... for
     numbers."""
-    found = dict(pattern.example)
+    found = dict(pattern.examples[0]) if pattern.examples else {}
     if pattern.meaning is not None:
         signature = Signature(pattern.meaning)
         for i, name in enumerate(signature.names):

@@ -46,7 +46,7 @@ class Idiom:
     def match(self, root: Node) -> Match | None:
         """The occurrence of this idiom whose result is ``root``, or None."""
         if _is_cast(root):
-            return None  # the idiom ends at the op; a cast behind it stays in the graph
+            return None  # the idiom ends at the op; a cast after it stays in the graph
         found = Match(root)
         return found if self._node(self.root, root, found) else None
 
@@ -77,7 +77,7 @@ class Idiom:
         return False
 
     def _parameter(self, name: str, target: Any, found: Match) -> bool:
-        # A widening cast in front of the idiom belongs to it (x.float()); a narrowing one is the
+        # A widening cast before the idiom belongs to it (x.float()); a narrowing one is the
         # user's rounding of an input and stays.
         while isinstance(target, Node) and _is_cast(target) and _widens(target):
             found.casts[target] = None

@@ -48,7 +48,7 @@ _METHODS = {
     "half": "cast", "bfloat16": "cast", "double": "cast", "reshape": "view",
 }  # fmt: skip
 
-#: Functions with options: what may stand behind the input, and the default. An option left out and
+#: Functions with options: what may stand after the input, and the default. An option left out and
 #: one that says the default are the same spelling. ``inplace=True`` is another function.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "clamp": {"min": None, "max": None},

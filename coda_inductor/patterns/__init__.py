@@ -7,8 +7,8 @@ Each file imports only from those above it::
     meaning    a plain torch function -> a semantic op with its gradient
     pattern    Pattern, what a file defines
     formulas   a torch function -> its sympy expression
+    exact      tensors of exact elements, on which any torch function runs
     equal      are two expressions the same? proven, refuted or neither
-    rules      the matrix identities R1 to R6 that rewrites rest on
     prove      what a pattern owes, and its proof
     lint       what a file may not contain
     source     one file -> its patterns, not proven yet

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.matching import Match, value
+from coda_inductor.refusal import Refusal, refuse
 
 
 def number(match: Match, name: str) -> float:
@@ -18,38 +19,40 @@ def number(match: Match, name: str) -> float:
     return float(_recorded(match.bound[name]))
 
 
-def constant(*names: str, none: bool = False) -> Callable[[Match], str | None]:
+def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | None]:
     """Each of ``names`` is a literal, or a symbol whose value is known; or None, with ``none``."""
 
-    def condition(match: Match) -> str | None:
+    def condition(match: Match) -> Refusal | None:
         for name in names:
             bound = _recorded(match.bound[name])
             symbol = isinstance(bound, (torch.SymFloat, torch.SymInt)) and bound.node.has_hint()
             literal = isinstance(bound, (int, float, str)) or (none and bound is None)
             if not symbol and not literal:
-                return f"{name} is not a constant"
+                return refuse("not-constant", f"{name} is not a constant")
         return None
 
     return condition
 
 
-def row_wise(*vectors: str) -> Callable[[Match], str | None]:
+def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
     has is one value a column."""
 
-    def condition(match: Match) -> str | None:
+    def condition(match: Match) -> Refusal | None:
         x, result = value(match.bound["x"]), value(match.root)
         if not isinstance(x, torch.Tensor) or not isinstance(result, torch.Tensor):
-            return "the shape of the input is unknown"
+            return refuse("not-recorded", "the shape of the input is unknown")
         if not x.is_floating_point():
-            return f"the input is {x.dtype}, not a floating type"
+            return refuse("norm-input-dtype", f"the input is {x.dtype}, not a floating type")
         if result.shape != x.shape:
-            return f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
+            said = f"the result {tuple(result.shape)} is not shaped like the input {tuple(x.shape)}"
+            return refuse("norm-result-shape", said)
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
                 vector = value(node)
                 if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
-                    return f"the {name} is not one value a column"
+                    said = f"the {name} is not one value a column"
+                    return refuse("norm-weight-shape", said)
         return None
 
     return condition

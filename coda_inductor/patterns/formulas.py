@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a torch function to its sympy expression: run on symbols, in the matcher's dialect.
+"""From an elementwise torch function to its sympy expression: run on symbols, one a tensor, in the
+matcher's dialect.
 
-A tensor is one symbol where everything is elementwise, and a :class:`Row` of symbols where means
-over the last dimension occur: three columns stand for all. Numbers are exact: 0.1 is 1/10, and the
-few irrational constants that activations are made of are recognized. What is said is the real
-function; where torch switches formulas for the sake of floating point (softplus beyond its
-threshold) the exact one stands.
+Numbers are exact: 0.1 is 1/10, and the few irrational constants that activations are made of are
+recognized. What is said is the real function; where torch switches formulas for the sake of
+floating point (softplus beyond its threshold) the exact one stands.
 """
 
 from __future__ import annotations
@@ -31,18 +30,14 @@ _CONSTANTS = (
 _KNOWN = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)}
 
 
-class Row(tuple):
-    """The columns of one row of a tensor, as expressions."""
-
-    __slots__ = ()
-
-
 def number(x: Any) -> Any:
     """An exact sympy number for a Python one; anything else passes through."""
     if isinstance(x, bool) or not isinstance(x, (int, float, sympy.Float)):
         return x
     if isinstance(x, int):
         return sympy.Integer(x)
+    if not math.isfinite(x):
+        return sympy.sympify(float(x))
     near = next((c for f, c in _KNOWN.items() if math.isclose(f, x, rel_tol=1e-15)), None)
     return sympy.Rational(str(x)) if near is None else near
 
@@ -110,32 +105,15 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class _Proxy(torch.fx.Proxy):
-    """A traced tensor of known dtype: definitions ask for it."""
-
-    dtype = torch.float64
-
-
-class _Tracer(torch.fx.proxy.GraphAppendingTracer):
-    def proxy(self, node: Node) -> torch.fx.Proxy:
-        return _Proxy(node, self)
-
-
 def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``function`` on ``arguments``, by the names of its parameters: expressions, rows and numbers
-    are traced; None, bools and dtypes are passed as they are.
+    """``function`` on expressions, by the names of its parameters.
 
     Raises:
         PatternError: the function is not traceable, or calls what has no formula here.
     """
-    tracer = _Tracer(torch.fx.Graph())
-    results: dict[Node, Any] = {}
-    given: dict[str, Any] = {}
-    for name, item in arguments.items():
-        given[name] = item
-        if isinstance(item, (sympy.Basic, Row)):
-            given[name] = tracer.create_proxy("placeholder", name, (), {})
-            results[given[name].node] = item
+    tracer = torch.fx.proxy.GraphAppendingTracer(torch.fx.Graph())
+    given = {name: tracer.create_proxy("placeholder", name, (), {}) for name in arguments}
+    results = {given[name].node: item for name, item in arguments.items()}
     try:
         output = function(**given)
     except Exception as error:
@@ -152,20 +130,14 @@ def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> An
 
 
 def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]) -> Any:
-    if node.target is operator.getitem:
-        return results[node.args[0]][node.args[1]]
-    if node.target is torch.var_mean and node.kwargs == {"correction": 0, "keepdim": True}:
-        row, dim = node.args
-        return (_variance(results[row]), _mean(results[row])) if dim == -1 else None
     canon = normalize(node)
     formula = FORMULAS.get(canon.op) if canon is not None else None
-    if canon is None or (formula is None and canon.op not in _ROWS):
+    if canon is None or formula is None:
         raise PatternError(
             f"{function.__name__} uses {called(node)}, for which the prover has no formula. It "
             f"knows {', '.join(sorted(FORMULAS))}"
         )
-    args = [number(results[a] if isinstance(a, Node) else a) for a in canon.args]
-    return _ROWS[canon.op](*args) if canon.op in _ROWS else _lift(formula, args)
+    return formula(*(number(results[a] if isinstance(a, Node) else a) for a in canon.args))
 
 
 def called(node: Node) -> str:
@@ -177,52 +149,4 @@ def called(node: Node) -> str:
     return f"{'.' if node.op == 'call_method' else ''}{name}(...{options})"
 
 
-def _lift(formula: Any, args: list[Any]) -> Any:
-    """Elementwise over the columns, if any argument is a row."""
-    widths = {len(a) for a in args if isinstance(a, Row)}
-    if not widths:
-        return formula(*args)
-    (n,) = widths
-    columns = [a if isinstance(a, Row) else (a,) * n for a in args]
-    return Row(formula(*column) for column in zip(*columns, strict=True))
-
-
-def _mean(row: Any) -> sympy.Expr:
-    if not isinstance(row, Row):
-        raise PatternError("a mean over the last dimension is not elementwise: no meaning of ours")
-    return sum(row) / sympy.Integer(len(row))
-
-
-def _variance(row: Any) -> sympy.Expr:
-    """The biased one."""
-    mean = _mean(row)
-    return _mean(Row((c - mean) ** 2 for c in row))
-
-
-def _layer_norm(x: Row, weight: Any, bias: Any, eps: Any) -> Row:
-    mean, rstd = _mean(x), 1 / sympy.sqrt(_variance(x) + eps)
-    y = Row((c - mean) * rstd for c in x)
-    y = y if weight is None else _lift(operator.mul, [y, weight])
-    return y if bias is None else _lift(operator.add, [y, bias])
-
-
-def _rms_norm(x: Row, weight: Any, eps: Any) -> Row:
-    rstd = 1 / sympy.sqrt(_mean(Row(c**2 for c in x)) + eps)
-    normalized = Row(c * rstd for c in x)
-    return normalized if weight is None else _lift(operator.mul, [normalized, weight])
-
-
-def _empty(*_: Any) -> sympy.Expr:
-    """Definitions return an empty tensor for a gradient that is not wanted."""
-    return sympy.nan
-
-
-_ROWS: dict[str, Callable[..., Any]] = {
-    "mean_last": _mean,
-    "var_last": _variance,
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
-    "new_empty": _empty,
-}
-
-__all__ = ["FORMULAS", "Row", "called", "expression", "number"]
+__all__ = ["FORMULAS", "called", "expression", "number"]

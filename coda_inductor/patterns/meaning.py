@@ -14,35 +14,25 @@ the author gives one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import (
-    ForceDispatchKeyGuard,
-    OpOverload,
-    disable_current_modes,
-    dispatch_keyset_full,
-    dispatch_tls_local_include_set,
-    storage,
-    tree_map,
-)
+from coda_inductor.compat import OpOverload, tree_map
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, value
 from coda_inductor.patterns.conditions import constant, number
-from coda_inductor.semantic.define import DEFINITIONS, LIB, NAMES
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.define import define
 
 #: Where the loader leaves the digest of a file's content, for the functions defined in it.
 DIGEST = "__coda_digest__"
-
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)
 
 
 class Signature:
@@ -65,6 +55,11 @@ class Signature:
                     f"meaning {function.__name__}: parameter {parameter} must be a plain one, "
                     "without a default (a number that varies is a parameter annotated float)"
                 )
+            if parameter.name in ("dy", "needs"):
+                raise PatternError(
+                    f"meaning {function.__name__}: its gradient has a parameter {parameter.name} "
+                    "too: give this one another name"
+                )
         self.names = tuple(p.name for p in parameters)
         numbers = (float, int, "float", "int")
         self.tensors = tuple(p.name for p in parameters if p.annotation not in numbers)
@@ -80,16 +75,15 @@ class Signature:
         return f"{name}({self._arguments()}) -> Tensor"
 
     def backward_schema(self, name: str) -> str:
-        """The schema of its gradient: one flag and one result for each tensor."""
-        needs = ", ".join(f"bool need_{t}" for t in self.tensors)
+        """The schema of its gradient: a flag and a result for each tensor."""
         results = ", ".join("Tensor" for _ in self.tensors)
-        return f"{name}_backward(Tensor dy, {self._arguments()}, {needs}) -> ({results})"
+        return f"{name}_backward(Tensor dy, {self._arguments()}, bool[] needs) -> ({results})"
 
     def _arguments(self) -> str:
         return ", ".join(f"{'float' if self.is_number(n) else 'Tensor'} {n}" for n in self.names)
 
 
-def define(
+def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
 ) -> OpOverload:
     """The semantic op of ``meaning``, made on the first call for its name and content.
@@ -113,14 +107,21 @@ def define(
     if known is not None:
         return known.default
     meaning = _in_one_dtype(meaning)
-    definition = _backward_definition(meaning, gradient, signature)
-    forward = _register(signature.schema(op_name), meaning, meaning)
-    backward = _register(
-        signature.backward_schema(op_name), definition, _empty_gradients(signature)
+    backward = define(
+        signature.backward_schema(op_name),
+        _backward_definition(meaning, gradient, signature),
+        fake=_empty_gradients(signature),
+        name=f"{name}_backward",
+        pointwise=True,
     )
-    NAMES[forward], NAMES[backward] = name, f"{name}_backward"
-    _register_autograd(op_name, backward, signature)
-    return forward
+    return define(
+        signature.schema(op_name),
+        meaning,
+        gradient=backward,
+        of=signature.tensors,
+        name=name,
+        pointwise=True,
+    )
 
 
 def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,47 +140,6 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda a: a.to(dtype) if isinstance(a, Tensor) else a
 
 
-def _register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    name = schema.split("(", maxsplit=1)[0]
-    LIB.define(schema, tags=_TAGS)
-    LIB.impl(name, _fresh(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"coda_inductor::{name}", fake, lib=LIB)
-    op = getattr(torch.ops.coda_inductor, name).default
-    DEFINITIONS[op] = function
-    return op
-
-
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, its results in memory of their own: an op may not return one of its inputs, and
-    a gradient such as that of ``gate + up`` is one."""
-
-    def call(*arguments: Any) -> Any:
-        taken = {_storage(a) for a in arguments if isinstance(a, Tensor)}
-        with _isolated():
-            results = function(*arguments)
-            return tree_map(lambda r: r.clone() if _storage(r) in taken else r, results)
-
-    return call
-
-
-@contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    """As if called at top level: a dispatch mode around the call has seen the op, and in its
-    handler functorch's keys are off, without which there is no gradient inside a kernel."""
-    full = dispatch_keyset_full()
-    include = dispatch_tls_local_include_set()
-    with (
-        torch.no_grad(),
-        disable_current_modes(),
-        ForceDispatchKeyGuard(include, full - full),
-    ):
-        yield
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage(tensor)
-
-
 def _digest(name: str, meaning: Callable[..., Any]) -> str:
     content = meaning.__globals__.get(DIGEST)
     if content is None:  # not from a pattern file: a test, a notebook
@@ -191,16 +151,11 @@ def _digest(name: str, meaning: Callable[..., Any]) -> str:
     return hashlib.sha256(repr(unique).encode()).hexdigest()[:8]
 
 
-def _split(signature: Signature, arguments: tuple[Any, ...]) -> tuple[dict[str, Any], list[bool]]:
-    count = len(signature.names)
-    return dict(zip(signature.names, arguments[:count], strict=True)), list(arguments[count:])
-
-
 def _backward_definition(
     meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None, signature: Signature
 ) -> Callable[..., Any]:
     def backward(dy: Tensor, *arguments: Any) -> Any:
-        bound, needs = _split(signature, arguments)
+        bound, needs = dict(zip(signature.names, arguments, strict=False)), arguments[-1]
         wanted = [n for n, need in zip(signature.tensors, needs, strict=True) if need]
         if gradient is not None:
             given: Any = _in_one_dtype(gradient)(dy, *bound.values())
@@ -223,7 +178,7 @@ def _backward_definition(
 
 def _empty_gradients(signature: Signature) -> Callable[..., Any]:
     def fake(_dy: Tensor, *arguments: Any) -> Any:
-        bound, needs = _split(signature, arguments)
+        bound, needs = dict(zip(signature.names, arguments, strict=False)), arguments[-1]
         results = tuple(
             torch.empty_like(bound[n]) if need else bound[n].new_empty(0)
             for n, need in zip(signature.tensors, needs, strict=True)
@@ -231,26 +186,6 @@ def _empty_gradients(signature: Signature) -> Callable[..., Any]:
         return results[0] if len(results) == 1 else results
 
     return fake
-
-
-def _register_autograd(name: str, backward: OpOverload, signature: Signature) -> None:
-    tensors = [i for i, n in enumerate(signature.names) if not signature.is_number(n)]
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's)
-        ctx.save_for_backward(*(inputs[i] for i in tensors))
-        ctx.numbers = {i: v for i, v in enumerate(inputs) if i not in tensors}
-
-    def differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        arguments = {**ctx.numbers, **dict(zip(tensors, ctx.saved_tensors, strict=True))}
-        needs = [ctx.needs_input_grad[i] for i in tensors]
-        found = backward(dy, *(arguments[i] for i in range(len(arguments))), *needs)
-        found = (found,) if isinstance(found, Tensor) else found
-        of = {i: g if n else None for i, g, n in zip(tensors, found, needs, strict=True)}
-        return tuple(of.get(i) for i in range(len(arguments)))
-
-    torch.library.register_autograd(
-        f"coda_inductor::{name}", differentiate, setup_context=save, lib=LIB
-    )
 
 
 def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
@@ -264,24 +199,25 @@ def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
     return arguments
 
 
-def elementwise(signature: Signature) -> Callable[[Match], str | None]:
+def elementwise(signature: Signature) -> Callable[[Match], Refusal | None]:
     """The side condition of every meaning: floating tensors of one shape, constant numbers."""
     numbers = constant(*(n for n in signature.names if signature.is_number(n)))
 
-    def condition(match: Match) -> str | None:
+    def condition(match: Match) -> Refusal | None:
         if (reason := numbers(match)) is not None:
             return reason
         shapes = {}
         for name in signature.tensors:
             tensor = value(match.bound[name])
             if not isinstance(tensor, Tensor):
-                return f"{name} is not a tensor"
+                return refuse("gate-shape", f"{name} is not a tensor")
             if not tensor.is_floating_point():
-                return f"{name} is {tensor.dtype}, not a floating type"
+                said = f"{name} is {tensor.dtype}, not a floating type"
+                return refuse("gate-dtype", said)
             shapes[name] = tensor.shape
         if any(shape != shapes[signature.tensors[0]] for shape in shapes.values()):
             said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-            return f"{said} differ in shape"
+            return refuse("gate-shape", f"{said} differ in shape")
         return None
 
     return condition

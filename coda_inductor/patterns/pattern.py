@@ -10,10 +10,10 @@ from typing import Any
 
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Idiom, Match
-from coda_inductor.patterns.meaning import Signature, arguments_of, define, elementwise
+from coda_inductor.patterns.meaning import Signature, arguments_of, elementwise, op_of
 from coda_inductor.refusal import Refusal, refuse
 
-#: A side condition: None if it holds, else the reason why the pattern must not fire.
+#: A side condition: None if it holds, else why the pattern must not fire.
 Condition = Callable[[Match], "Refusal | str | None"]
 
 
@@ -38,9 +38,10 @@ class Pattern:
             parameter is annotated ``float``; instead of ``op`` and ``arguments``.
         gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
             derivative of ``meaning``. Without it the gradient is derived.
-        example: values for parameters of the idioms: a shape for a tensor, or a number. What is
-            not given is derived from ``meaning``; an ``op`` needs it to be compared with idioms.
-        rules: names of the matrix identities that rewriting it rests on ("R1" to "R6").
+        example: values for parameters of the idioms: a number, a shape for a float64 tensor, or a
+            tensor, of which only integers are taken as they are. With ``op``, idioms are compared
+            with the op at it, or at several that are given as a tuple, each idiom at those that fit
+            it best. What is not given is derived from ``meaning``.
 
     Raises:
         PatternError: when made with a name that is none, or not exactly one of op and meaning.
@@ -56,8 +57,7 @@ class Pattern:
     identities: Callable[[], Sequence[tuple[Any, Any]]] | None = None
     meaning: Callable[..., Any] | None = None
     gradient: Callable[..., Any] | None = None
-    example: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[str, ...] = ()
+    example: Mapping[str, Any] | tuple[Mapping[str, Any], ...] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not str(self.name).isidentifier():
@@ -66,7 +66,7 @@ class Pattern:
             raise PatternError(
                 f"pattern {self.name}: give either meaning (a torch function) or op (a semantic op)"
             )
-        for what in ("idioms", "conditions", "rules"):
+        for what in ("idioms", "conditions"):
             if not isinstance(getattr(self, what), (tuple, list)):
                 raise PatternError(f"pattern {self.name}: {what} must be a tuple, as (first,)")
         if self.meaning is not None:
@@ -82,7 +82,7 @@ class Pattern:
         signature = Signature(self.meaning)
         self._set(
             idioms=tuple(self.idioms) or (self.meaning,),
-            op=define(self.name, self.meaning, self.gradient),
+            op=op_of(self.name, self.meaning, self.gradient),
             arguments=arguments_of(signature),
             conditions=(elementwise(signature), *self.conditions),
         )
@@ -90,6 +90,12 @@ class Pattern:
     def _set(self, **fields: Any) -> None:
         for name, item in fields.items():
             object.__setattr__(self, name, item)  # it is frozen
+
+    @property
+    def examples(self) -> tuple[Mapping[str, Any], ...]:
+        """All examples that are not empty."""
+        several = self.example if isinstance(self.example, (tuple, list)) else (self.example,)
+        return tuple(filter(None, several))
 
     @functools.cached_property
     def traced(self) -> tuple[Idiom, ...]:
@@ -102,6 +108,6 @@ class Pattern:
         return found if self.result is None else found[self.result]
 
     def refusal(self, match: Match) -> Refusal | None:
-        """The first side condition that does not hold, or None."""
+        """Why the first side condition that does not hold does not, or None."""
         why = next((why for c in self.conditions if (why := c(match)) is not None), None)
         return refuse("condition", why) if isinstance(why, str) else why

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pattern owes, and its proof.
 
-- Each idiom equals the meaning (or the semantic op's definition, at the pattern's example).
+- Each idiom equals the meaning; or, for each element of the tensors of its examples, the definition
+  of the semantic op.
 - A gradient that is given equals the derivative of the meaning, wherever that has one.
-- The pairs that ``identities`` returns are equal, and so are those of the named rules.
+- The pairs that ``identities`` returns are equal.
 
 Nothing here looks at the side conditions: that they suffice for what the op cannot know (shapes,
 dtypes) is the author's claim, which ``python -m coda_inductor check`` tries on the example.
@@ -17,18 +18,18 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Match, normalize
 from coda_inductor.patterns.equal import difference
-from coda_inductor.patterns.formulas import Row, called, expression, number
+from coda_inductor.patterns.exact import Exact
+from coda_inductor.patterns.formulas import called, expression
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
-from coda_inductor.patterns.rules import RULES
-from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.define import DEFINITIONS, parameters
 
-_COLUMNS = 3
 #: Functions and methods whose result at one place depends on other places; max and min too, unless
 #: they are given two tensors.
 _REDUCTIONS = frozenset({
@@ -78,25 +79,18 @@ def claims(pattern: Pattern) -> Iterator[Claim]:
 
     Raises:
         PatternError: an idiom cannot be traced or matched, or has other parameters than the
-            meaning; a rule or a formula is not known.
+            meaning; a formula is not known.
     """
     functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
     for function in dict.fromkeys(functions):
         _check_matchable(function, elementwise=pattern.meaning is not None)
     if pattern.meaning is not None:
         yield from _of_meaning(pattern)
-    elif pattern.example:
+    elif pattern.examples:
         yield from _of_op(pattern)
     if pattern.identities is not None:
         for i, (left, right) in enumerate(pattern.identities(), 1):
             yield Claim(f"identity {i}", left, right)
-    for name in pattern.rules:
-        if name not in RULES:
-            raise PatternError(
-                f"pattern {pattern.name}: no rule is called {name!r}; known are {', '.join(RULES)}"
-            )
-        for left, right in RULES[name]():
-            yield Claim(f"rule {name}", left, right)
 
 
 def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
@@ -138,67 +132,75 @@ def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
 
 
 def _of_op(pattern: Pattern) -> Iterator[Claim]:
-    """Each idiom against the definition of the op, on symbols in place of the example's tensors."""
-    rows = torch.Tag.pointwise not in pattern.op.tags
+    """Each idiom against the definition of the op, on symbols in place of the examples' tensors."""
     definition = DEFINITIONS.get(pattern.op)
     if definition is None:
         raise PatternError(
             f"pattern {pattern.name}: {pattern.op} is no semantic op of coda_inductor"
         )
     for idiom in pattern.idioms:
-        names = parameters(idiom)
-        if missing := [n for n in names if n not in pattern.example]:
-            raise PatternError(
-                f"pattern {pattern.name}: example has no {', '.join(missing)}, which idiom "
-                f"{idiom.__name__} takes"
+        for example in _fitting(pattern, idiom):
+            given = {name: _symbols(name, example[name]) for name in parameters(idiom)}
+            match, nodes = stand_in(given)
+            arguments = [
+                given[nodes[a]] if isinstance(a, Node) else a for a in pattern.arguments(match)
+            ]
+            means = definition.function(*arguments)
+            means = means if pattern.result is None else means[pattern.result]
+            has = _Idiom(torch.fx.symbolic_trace(idiom)).run(*given.values())
+            if has.shape != means.shape:
+                raise PatternError(
+                    f"pattern {pattern.name}: {idiom.__name__} is {tuple(has.shape)}, and "
+                    f"{pattern.op} {tuple(means.shape)}"
+                )
+            yield Claim(f"{idiom.__name__} = {pattern.op}", has.elements, means.elements)
+
+
+def _fitting(pattern: Pattern, idiom: Callable[..., Any]) -> list[Mapping[str, Any]]:
+    """The examples that have all parameters of ``idiom``, and of them those with fewest others."""
+    names = set(parameters(idiom))
+    fitting = [e for e in pattern.examples if names <= set(e)]
+    if not fitting:
+        missing = names - set(pattern.examples[0])
+        raise PatternError(
+            f"pattern {pattern.name}: example has no {', '.join(sorted(missing))}, which idiom "
+            f"{idiom.__name__} takes"
+        )
+    fewest = min(map(len, fitting))
+    return [e for e in fitting if len(e) == fewest]
+
+
+class _Idiom(torch.fx.Interpreter):
+    """Runs an idiom; a norm in one call is over the last dimension, as the matcher reads it."""
+
+    def run_node(self, n: Node) -> Any:
+        canon = normalize(n) if n.op == "call_function" else None
+        if canon is None or canon.op not in ("rms_norm", "layer_norm"):
+            return super().run_node(n)
+        x, *others = torch.fx.node.map_arg(canon.args, self.env.__getitem__)
+        return getattr(torch, canon.op)(x, x.shape[-1:], *others)
+
+
+def _symbols(name: str, example: Any) -> Any:
+    """What stands for a parameter: symbols for a tensor; integers and numbers as they are."""
+    if isinstance(example, Tensor):
+        whole = not example.is_floating_point() and not example.is_complex()
+        return example if whole else Exact.symbols(name, example.shape, example.dtype)
+    return Exact.symbols(name, example) if isinstance(example, (tuple, list)) else example
+
+
+def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
+    """A match that binds parameters to what is given: numbers, and for each tensor a node of its
+    shape and dtype. Also returns the parameter that each node stands for."""
+    graph, nodes, bound = Graph(), {}, dict(given)
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            node = graph.placeholder(name)
+            node.meta["example_value"] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="meta"
             )
-        symbols = {n: _symbol(n, pattern.example[n], rows) for n in names}
-        match, nodes = stand_in(names, pattern.example)
-        arguments = [
-            symbols[nodes[a]] if isinstance(a, Node) else _literal(a)
-            for a in pattern.arguments(match)
-        ]
-        definition_names = parameters(definition)
-        given = dict(zip(definition_names, arguments, strict=True))
-        means = expression(definition, given)
-        means = means if pattern.result is None else means[pattern.result]
-        yield Claim(f"{idiom.__name__} = {pattern.op}", expression(idiom, symbols), means)
-
-
-def _symbol(name: str, example: Any, rows: bool) -> Any:
-    if not isinstance(example, (tuple, list)):
-        return number(example)
-    if rows:
-        return Row(sympy.symbols(f"{name}_0:{_COLUMNS}", real=True))
-    return sympy.Symbol(name, real=True)
-
-
-def _literal(item: Any) -> Any:
-    plain = item is None or isinstance(item, (bool, torch.dtype))
-    return item if plain else sympy.sympify(number(item))
-
-
-def stand_in(names: tuple[str, ...], example: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
-    """A match that binds ``names`` as in an example: its numbers, and for each tensor a node with a
-    float64 value. Also returns the parameter that each node stands for."""
-    graph, nodes, bound = Graph(), {}, {}
-    result: Any = None
-    for name in names:
-        shape = example[name]
-        if not isinstance(shape, (tuple, list)):
-            bound[name] = shape
-            continue
-        node = graph.placeholder(name)
-        node.meta["example_value"] = torch.empty(tuple(shape), dtype=torch.float64, device="meta")
-        result = node if result is None else result
-        nodes[node], bound[name] = name, node
-    return Match(result, bound), nodes
-
-
-def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a plain function's parameters."""
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount]
+            nodes[node], bound[name] = name, node
+    return Match(next(iter(nodes), None), bound), nodes
 
 
 def _check_matchable(idiom: Callable[..., Any], *, elementwise: bool) -> None:

@@ -20,16 +20,7 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.graph.edit import splice
 from coda_inductor.record import Record
-from coda_inductor.semantic.define import DEFINITIONS, NAMES
-from coda_inductor.semantic.norms import (
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_backward,
-)
-
-#: They count where they are deferred, not where they are left to Inductor.
-_NORMS = (rms_norm, rms_norm_backward, layer_norm, layer_norm_backward)
+from coda_inductor.semantic.define import DEFINITIONS
 
 
 def decompose(graph: Graph, _record: Record) -> None:
@@ -50,9 +41,10 @@ def _decompose(graph: Graph, keep: Collection[object]) -> None:
 
 
 def _decompose_one(graph: Graph, node: Node) -> None:
-    pattern = NAMES.get(node.target, node.target.__name__.split(".")[0])
-    meta = None if node.target in _NORMS else {"coda_pattern": (pattern, node.name)}
-    result = splice(graph, node, DEFINITIONS[node.target], node.args, like=node, meta=meta)
+    definition = DEFINITIONS[node.target]
+    counted = not definition.counted_by_rewrite
+    meta = {"coda_pattern": (definition.name, node.name)} if counted else None
+    result = splice(graph, node, definition.function, node.args, like=node, meta=meta)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     else:

@@ -1,35 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a semantic op is defined: once, by a plain torch function."""
+"""How a semantic op is made: from the plain torch function that defines it, and its gradient.
+
+Built-in ops and those of pattern files (``patterns.meaning``) are made by :func:`define` alone: it
+registers the schema, the fake, the kernel, which runs the definition, and the derivative.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from coda_inductor.compat import OpOverload
+from coda_inductor.compat import (
+    ForceDispatchKeyGuard,
+    OpOverload,
+    disable_current_modes,
+    dispatch_keyset_full,
+    dispatch_tls_local_include_set,
+    storage,
+    tree_map,
+)
+from coda_inductor.compat import schema as schema_of
 
 LIB = torch.library.Library("coda_inductor", "FRAGMENT")
 
 
-#: Semantic op -> the torch function that defines it.
-DEFINITIONS: dict[OpOverload, Callable[..., object]] = {}
+@dataclass(frozen=True)
+class Definition:
+    """What a semantic op is.
+
+    Attributes:
+        function: the torch function that defines it.
+        name: what counters and reports call it.
+        counted_by_rewrite: the pass that rewrites it counts it; its decomposition is plain work
+            like any other, and counts as nothing when a GEMM absorbs it.
+        gradient: see :func:`define`; None for an op that does not differentiate.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    counted_by_rewrite: bool = False
+    gradient: Callable[..., Any] | None = None
 
 
-#: Semantic op -> what counters call it, where that is not the op's own name.
-NAMES: dict[OpOverload, str] = {}
+#: Every semantic op.
+DEFINITIONS: dict[OpOverload, Definition] = {}
 
 
-def define(schema: str, function: Callable[..., object], *, pointwise: bool = False) -> OpOverload:
-    """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it."""
-    name = schema.split("(", maxsplit=1)[0]
+def define(
+    schema: str,
+    function: Callable[..., Any],
+    *,
+    gradient: Callable[..., Any] | None = None,
+    of: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
+    name: str = "",
+    pointwise: bool = False,
+    counted_by_rewrite: bool = False,
+) -> OpOverload:
+    """Register the op ``coda_inductor::<schema>`` that ``function`` defines; returns it.
+
+    Args:
+        schema: results after the first are named: statistics, which have no gradient.
+        function: what the op computes.
+        gradient: a semantic op or a function. Its first parameter is the gradient of the op's first
+            result; the others are named like the op's inputs and statistics, or ``needs``: a list
+            that says which gradients are wanted. One that is not may be anything.
+        of: the inputs that ``gradient`` returns one for each.
+        fake: computes shapes and dtypes, where ``function`` cannot.
+        name: see :class:`Definition`; by default the op's own.
+        pointwise: whether each element of the results depends on those at its place only.
+        counted_by_rewrite: see :class:`Definition`.
+    """
+    own = schema.split("(", maxsplit=1)[0]
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
     LIB.define(schema, tags=tags)
-    LIB.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"coda_inductor::{name}", function, lib=LIB)
-    op = getattr(torch.ops.coda_inductor, name).default
-    DEFINITIONS[op] = function
+    LIB.impl(own, _fresh(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"coda_inductor::{own}", fake or function, lib=LIB)
+    op = getattr(torch.ops.coda_inductor, own).default
+    DEFINITIONS[op] = Definition(function, name or own, counted_by_rewrite, gradient)
+    if gradient is not None:
+        _differentiable(op, gradient, tuple(of))
     return op
+
+
+def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str, ...]) -> None:
+    names = parameters(op)
+    statistics = [result.name for result in schema_of(op).returns[1:]]
+    wanted = parameters(gradient)[1:]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        known = dict(zip(names, inputs, strict=True))
+        if statistics:
+            ctx.mark_non_differentiable(*output[1:])
+            known.update(zip(statistics, output[1:], strict=True))
+        known = {key: known[key] for key in wanted if key != "needs"}
+        ctx.tensors = [key for key, item in known.items() if isinstance(item, Tensor)]
+        ctx.save_for_backward(*(known[key] for key in ctx.tensors))
+        ctx.others = {key: item for key, item in known.items() if key not in ctx.tensors}
+
+    def differentiate(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        needs = [ctx.needs_input_grad[names.index(key)] for key in of]
+        known = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
+        found = gradient(dy, *({**known, "needs": needs}[key] for key in wanted))
+        found = (found,) if isinstance(found, Tensor) else found
+        by_name = {k: g for k, g, need in zip(of, found, needs, strict=True) if need}
+        return tuple(by_name.get(key) for key in names)
+
+    torch.library.register_autograd(
+        op.name().partition(".")[0], differentiate, setup_context=save, lib=LIB
+    )
+
+
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters of a plain function, or of an op."""
+    if (known := schema_of(function)) is not None:
+        return tuple(argument.name for argument in known.arguments)
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, its results in memory of their own: an op may not return one of its inputs, and
+    a gradient such as that of ``gate + up`` is one."""
+
+    def call(*arguments: Any) -> Any:
+        taken = {storage(a) for a in arguments if isinstance(a, Tensor)}
+        with isolated():
+            results = function(*arguments)
+            return tree_map(lambda r: r.clone() if storage(r) in taken else r, results)
+
+    return call
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """As if called at top level: a dispatch mode around the call has seen the op, and in its
+    handler functorch's keys are off, without which there is no gradient inside a kernel."""
+    full = dispatch_keyset_full()
+    include = dispatch_tls_local_include_set()
+    with (
+        torch.no_grad(),
+        disable_current_modes(),
+        ForceDispatchKeyGuard(include, full - full),
+    ):
+        yield
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

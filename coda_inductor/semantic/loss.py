@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import LIB, define, statistics_dtype
+from coda_inductor.semantic.define import define, statistics_dtype
 
 
 def row_logsumexp_definition(x: Tensor) -> Tensor:
@@ -92,30 +92,15 @@ def cross_entropy_backward_definition(
     return (weight[:, None] * (p - away)).to(logits.dtype).reshape(logits.shape)
 
 
-cross_entropy = define(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, "
-    "str reduction, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    cross_entropy_definition,
-)
 cross_entropy_backward = define(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor number, "
     "int ignore_index, float label_smoothing, str reduction) -> Tensor",
     cross_entropy_backward_definition,
 )
-
-
-def _save(ctx, inputs, output) -> None:
-    logits, target, *how, _ = inputs
-    _, lse, number = output
-    ctx.mark_non_differentiable(lse, number)
-    ctx.save_for_backward(logits, target, lse, number)
-    ctx.how = how
-
-
-def _differentiate(ctx, dloss: Tensor, _dlse: Tensor, _dnumber: Tensor):
-    return cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
-
-
-torch.library.register_autograd(
-    "coda_inductor::cross_entropy", _differentiate, setup_context=_save, lib=LIB
+cross_entropy = define(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, "
+    "str reduction, ScalarType out_dtype) -> (Tensor loss, Tensor lse, Tensor number)",
+    cross_entropy_definition,
+    gradient=cross_entropy_backward,
+    of=("logits",),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import LIB, define, statistics_dtype
+from coda_inductor.semantic.define import define, statistics_dtype
 
 
 def rms_norm_definition(
@@ -27,21 +27,21 @@ def rms_norm_definition(
 
 
 def rms_norm_backward_definition(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dweight: bool
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of RMSNorm: dx, shaped and typed like x, and dweight, like weight.
 
     With ``n = x * rstd`` and ``p = dy * weight``: ``dx = rstd * (p - n * mean(p * n, -1))`` and
-    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). A gradient
-    that is not needed comes back as an empty tensor.
+    ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). ``needs``
+    says which of the two are wanted; the other comes back as an empty tensor.
     """
     normalized = x.to(rstd.dtype) * rstd
     wide = dy.to(rstd.dtype)
     dx, dweight = x.new_empty(0), x.new_empty(0)
-    if need_dx:
+    if needs[0]:
         p = wide if weight is None else wide * weight.to(rstd.dtype)
         dx = (rstd * (p - normalized * (p * normalized).mean(-1, keepdim=True))).to(x.dtype)
-    if need_dweight and weight is not None:
+    if needs[1] and weight is not None:
         rows = list(range(x.dim() - 1))
         product = wide * normalized
         dweight = (product.sum(rows) if rows else product).to(weight.dtype)
@@ -97,68 +97,36 @@ def layer_norm_backward_definition(
         product = wide * normalized
         dweight = (product.sum(rows) if rows else product).to(weight.dtype)
     if needs[2] and bias is not None:
-        dbias = (wide.sum(rows) if rows else wide.clone()).to(bias.dtype)
+        dbias = (wide.sum(rows) if rows else wide).to(bias.dtype)
     return dx, dweight, dbias
 
 
-rms_norm = define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor)",
-    rms_norm_definition,
-)
-
-
 rms_norm_backward = define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dx, "
-    "bool need_dweight) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool[] needs) "
+    "-> (Tensor, Tensor)",
     rms_norm_backward_definition,
+    counted_by_rewrite=True,
 )
-
-
-layer_norm = define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-    layer_norm_definition,
+rms_norm = define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) "
+    "-> (Tensor y, Tensor rstd)",
+    rms_norm_definition,
+    gradient=rms_norm_backward,
+    of=("x", "weight"),
+    counted_by_rewrite=True,
 )
-
 
 layer_norm_backward = define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
     "Tensor rstd, bool[] needs) -> (Tensor, Tensor, Tensor)",
     layer_norm_backward_definition,
+    counted_by_rewrite=True,
 )
-
-
-def _save_rms_norm(ctx, inputs, output) -> None:
-    x, weight, _, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _differentiate_rms_norm(ctx, dy: Tensor, _drstd: Tensor):
-    x, weight, rstd = ctx.saved_tensors
-    need_dx, need_dweight = ctx.needs_input_grad[:2]
-    dx, dweight = rms_norm_backward(dy, x, weight, rstd, need_dx, need_dweight)
-    return dx if need_dx else None, dweight if need_dweight else None, None, None
-
-
-def _save_layer_norm(ctx, inputs, output) -> None:
-    x, weight, bias, _, _ = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, weight, bias, *output[1:])
-
-
-def _differentiate_layer_norm(ctx, dy: Tensor, _dmean: Tensor, _drstd: Tensor):
-    needs = list(ctx.needs_input_grad[:3])
-    found = layer_norm_backward(dy, *ctx.saved_tensors, needs)
-    return *(g if need else None for g, need in zip(found, needs, strict=True)), None, None
-
-
-torch.library.register_autograd(
-    "coda_inductor::rms_norm", _differentiate_rms_norm, setup_context=_save_rms_norm, lib=LIB
-)
-torch.library.register_autograd(
-    "coda_inductor::layer_norm",
-    _differentiate_layer_norm,
-    setup_context=_save_layer_norm,
-    lib=LIB,
+layer_norm = define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) "
+    "-> (Tensor y, Tensor mean, Tensor rstd)",
+    layer_norm_definition,
+    gradient=layer_norm_backward,
+    of=("x", "weight", "bias"),
+    counted_by_rewrite=True,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coda_inductor.semantic.define import LIB, define, statistics_dtype
+from coda_inductor.semantic.define import define, statistics_dtype
 
 
 def rotate_pairs_definition(
@@ -26,23 +26,13 @@ def rotate_pairs_definition(
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(out_dtype)
 
 
+def _rotate_back(dy: Tensor, x: Tensor, turns: Tensor, inverse: bool) -> Tensor:
+    return rotate_pairs(dy, turns, not inverse, x.dtype)
+
+
 rotate_pairs = define(
     "rotate_pairs(Tensor x, Tensor turns, bool inverse, ScalarType out_dtype) -> Tensor",
     rotate_pairs_definition,
-)
-
-
-def _save(ctx, inputs, output) -> None:  # noqa: ARG001 (the signature is torch's)
-    x, turns, inverse, _ = inputs
-    ctx.save_for_backward(turns)
-    ctx.inverse, ctx.dtype = inverse, x.dtype
-
-
-def _differentiate(ctx, dy: Tensor):
-    (turns,) = ctx.saved_tensors
-    return rotate_pairs(dy, turns, not ctx.inverse, ctx.dtype), None, None, None
-
-
-torch.library.register_autograd(
-    "coda_inductor::rotate_pairs", _differentiate, setup_context=_save, lib=LIB
+    gradient=_rotate_back,
+    of=("x",),
 )

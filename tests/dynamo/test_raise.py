@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, assert_same, check, raised, randn, reasons
+from checking import TOLERANCE, assert_same, check, raised, randn, reasons, swiglu
 from harness import Harness
 from torch import nn
 
-from coda_inductor.semantic.gates import swiglu
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16

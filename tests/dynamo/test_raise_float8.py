@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, raised, reasons
+from checking import check, raised, reasons, swiglu
 from harness import Harness
 
 from coda_inductor import log
 from coda_inductor.matching import Idiom
-from coda_inductor.semantic.gates import swiglu
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16

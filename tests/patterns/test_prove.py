@@ -7,17 +7,16 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from checking import swiglu
 
 from coda_inductor import Pattern, PatternError
-from coda_inductor.patterns import equal
+from coda_inductor.patterns import builtin_folder, equal, load_file
 from coda_inductor.patterns.equal import difference
-from coda_inductor.patterns.formulas import FORMULAS, Row, expression
-from coda_inductor.patterns.prove import prove
-from coda_inductor.patterns.rules import RULES
-from coda_inductor.semantic.gates import swiglu_backward_definition, swiglu_definition
-from coda_inductor.semantic.norms import rms_norm_backward_definition, rms_norm_definition
+from coda_inductor.patterns.formulas import FORMULAS, expression
+from coda_inductor.patterns.prove import claims, prove
+from coda_inductor.semantic import cross_entropy, rms_norm, rotate_pairs
 
-G, U, DY = sympy.symbols("gate up dy", real=True)
+G, U = sympy.symbols("gate up", real=True)
 
 
 def of(function, **more):
@@ -150,44 +149,6 @@ def test_kinks_are_left_out_where_asked():
     assert difference(left, right, kinks=False) is None
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_rule_is_proven(name):
-    pairs = RULES[name]()
-    assert pairs
-    for left, right in pairs:
-        assert left.free_symbols
-        assert difference(left, right) is None
-
-
-def test_wrong_matrix_identities_are_refused():
-    ((left, right),) = RULES["R1"]()
-    assert "they differ" in difference(left, right.T)
-    ((left, right),) = RULES["R5"]()
-    assert "they differ" in difference(left, 2 * right - left + sympy.ones(*left.shape))
-    assert "matrix against" in difference(left, sympy.zeros(1, 1))
-
-
-def test_gradient_of_swiglu_is_its_derivative():
-    arguments = {"dy": DY, "gate": G, "up": U, "need_dgate": True, "need_dup": True}
-    dgate, dup = expression(swiglu_backward_definition, arguments)
-    value = of(swiglu_definition)
-    assert difference(dgate, DY * sympy.diff(value, G)) is None
-    assert difference(dup, DY * sympy.diff(value, U)) is None
-    assert "they differ" in difference(dup, DY * sympy.diff(value, G))
-
-
-def test_gradient_of_rms_norm_is_its_derivative():
-    """dx_i = sum over j of dy_j d y_j / d x_i, three columns standing for all."""
-    x, w, dy = (Row(sympy.symbols(f"{n}0:3", real=True)) for n in "xwd")
-    forward = {"x": x, "weight": w, "eps": sympy.Rational(1, 100), "out_dtype": torch.float64}
-    y, rstd = expression(rms_norm_definition, forward)
-    backward = {"dy": dy, "x": x, "weight": w, "rstd": rstd, "need_dx": True, "need_dweight": False}
-    dx, _ = expression(rms_norm_backward_definition, backward)
-    want = sum(d * sympy.diff(value, x[0]) for d, value in zip(dy, y, strict=True))
-    assert difference(dx[0], want) is None
-    assert difference(dx[1], want) is not None
-
-
 #: How to call what takes more than one tensor.
 CALLS = {
     **{n: lambda x, n=n: getattr(torch, n)(x, 0.75) for n in ("add", "sub", "mul", "div", "pow")},
@@ -217,19 +178,6 @@ def test_formula_is_what_torch_computes(name):
     formula = expression(function, {"x": G})
     have = [float(sympy.N(formula.subs(G, sympy.Rational(str(x))), 20)) for x in points]
     assert have == pytest.approx(want, rel=1e-9, abs=1e-12)
-
-
-def test_statistics_of_a_row():
-    """What the definitions of norms are made of: three columns stand for all."""
-    x = Row(sympy.symbols("x0:3", real=True))
-
-    def moments(x):
-        var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-        return var + mean.square(), mean
-
-    squares, mean = expression(moments, {"x": x})
-    assert difference(squares, sum(c**2 for c in x) / 3) is None
-    assert difference(mean, sum(x) / 3) is None
 
 
 def good(gate, up):
@@ -320,7 +268,6 @@ REFUSED = {
         {"identities": lambda: [(sympy.Matrix([[G, U]]), sympy.Matrix([[G, G]]))]},
         "identity 1: they differ",
     ),
-    "rule": ({"rules": ("R9",)}, "no rule is called 'R9'; known are R1, R2"),
 }  # fmt: skip
 
 
@@ -332,14 +279,16 @@ def test_pattern_that_is_not_proven_is_refused(name):
     assert said in str(caught.value)
 
 
+def of_op(op, idiom, arguments, **options):
+    return Pattern(name="mine", op=op, idioms=(idiom,), arguments=arguments, **options)
+
+
 def test_pattern_of_an_op_is_compared_with_its_definition():
-    from coda_inductor.semantic.gates import swiglu
-
     def pattern(idiom, **options):
-        arguments = {"arguments": lambda m: (m.bound["gate"], m.bound["up"]), **options}
-        return Pattern(name="mine", op=swiglu, idioms=(idiom,), **arguments)
+        arguments = lambda m: (m.bound["gate"], m.bound["up"])  # noqa: E731
+        return of_op(swiglu, idiom, arguments, **options)
 
-    example = {"gate": (4, 8), "up": (4, 8)}
+    example = {"gate": (2, 2), "up": (2, 2)}
     assert prove(pattern(lambda gate, up: up * F.silu(gate), example=example))
     with pytest.raises(PatternError, match="they differ"):
         prove(pattern(lambda gate, up: up * F.gelu(gate), example=example))
@@ -347,6 +296,79 @@ def test_pattern_of_an_op_is_compared_with_its_definition():
         prove(pattern(lambda gate, up: up * F.silu(gate), example={"gate": (4, 8)}))
     with pytest.raises(PatternError, match="nothing to prove"):
         prove(pattern(lambda gate, up: up * F.silu(gate)))
+
+
+def not_centered(x):
+    return x * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-3)
+
+
+def norm_of_rows(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+def test_idioms_of_a_norm_are_compared_element_by_element():
+    def arguments(m):
+        return m.bound["x"], None, 1e-3, torch.float64
+
+    how = {"result": 0, "example": {"x": (2, 3)}}
+    assert prove(of_op(rms_norm, norm_of_rows, arguments, **how))
+    with pytest.raises(PatternError, match=r"not_centered = .* they differ"):
+        prove(of_op(rms_norm, not_centered, arguments, **how))
+
+
+def mean_of_rows(logits, target):
+    return F.cross_entropy(logits, target)
+
+
+def ignores_another(logits, target):
+    return F.cross_entropy(logits, target, ignore_index=0)
+
+
+def smooths(logits, target):
+    return F.cross_entropy(logits, target, label_smoothing=0.75)
+
+
+@pytest.mark.parametrize("idiom", [ignores_another, smooths])
+def test_idioms_of_a_loss_are_compared_by_class(idiom):
+    def arguments(m):
+        return m.bound["logits"], m.bound["target"], -100, 0.0, "mean", torch.float64
+
+    def how(*target):
+        example = {"logits": (len(target), 2), "target": torch.tensor(target)}
+        return {"result": 0, "example": example}
+
+    assert prove(of_op(cross_entropy, mean_of_rows, arguments, **how(1, 0, -100)))
+    with pytest.raises(PatternError, match="they differ"):
+        prove(of_op(cross_entropy, idiom, arguments, **how(1, 0)))
+
+
+def turned(x, turns):
+    return torch.view_as_real(torch.view_as_complex(x.reshape(2, -1, 2)) * turns).flatten(1)
+
+
+def turned_twice(x, turns):
+    z = torch.view_as_complex(x.reshape(2, -1, 2))
+    return torch.view_as_real(z * turns * turns).flatten(1)
+
+
+def test_idioms_of_complex_numbers_are_compared_as_pairs():
+    def arguments(back):
+        return lambda m: (m.bound["x"], m.bound["turns"], back, torch.float64)
+
+    how = {"example": {"x": (2, 4), "turns": torch.ones(2, 2, dtype=torch.complex128)}}
+    assert prove(of_op(rotate_pairs, turned, arguments(False), **how))
+    for idiom, back in ((turned, True), (turned_twice, False)):
+        with pytest.raises(PatternError, match="they differ"):
+            prove(of_op(rotate_pairs, idiom, arguments(back), **how))
+
+
+def test_every_built_in_idiom_is_compared():
+    """With its op's definition or its meaning; a pattern without an example would not be."""
+    for path in sorted(builtin_folder().glob("*.py")):
+        for pattern in load_file(path):
+            left = [c.what for c in claims(pattern)]
+            for idiom in pattern.idioms:
+                assert any(what.startswith(f"{idiom.__name__} ") for what in left), path.name
 
 
 def scaled(c):
@@ -360,6 +382,9 @@ MALFORMED = {
     "arguments": ({"name": "a", "meaning": good, "arguments": good}, "go with op, not meaning"),
     "default": (
         {"name": "a", "meaning": lambda gate, alpha=1.0: gate * alpha}, "without a default",
+    ),
+    "parameter of the gradient": (
+        {"name": "a", "meaning": lambda dy: dy * 2}, "its gradient has a parameter dy too",
     ),
     "no tensor": ({"name": "a", "meaning": lambda: 1}, "no parameter is a tensor"),
     "closure": ({"name": "a", "meaning": scaled(2)}, "closes over c"),

@@ -143,7 +143,7 @@ def test_op_is_what_torch_asks_of_one(text, tmp_path):
         checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
         torch.library.opcheck(pattern.op, (*x, *numbers), test_utils=checks)
         y = [t.detach() for t in x]
-        given = (y[0], *y, *numbers, True, False)
+        given = (y[0], *y, *numbers, [True, False])
         torch.library.opcheck(backward_of(pattern), given, test_utils=checks[:2])
     x = op_examples(torch.float64)
     assert torch.autograd.gradcheck(lambda *t: pattern.op(*t, *numbers), x)
@@ -158,7 +158,7 @@ def test_gradient_that_is_the_incoming_one_has_memory_of_its_own(tmp_path):
     text = MISH.replace("F.mish(gate) * up", "gate + up").replace(", spelled_out", ",")
     pattern = load(write(tmp_path, text))
     dy, gate, up = (randn(3, 4) for _ in range(3))
-    found = backward_of(pattern)(dy, gate, up, True, True)
+    found = backward_of(pattern)(dy, gate, up, [True, True])
     assert_same(found, (dy, dy))
     assert len({t.data_ptr() for t in (dy, *found)}) == 3
 
@@ -179,10 +179,24 @@ def test_gradients_that_are_not_needed_are_empty(tmp_path):
     pattern = load(write(tmp_path, MISH))
     backward = backward_of(pattern)
     dy, gate, up = (randn(3, 4) for _ in range(3))
-    both = backward(dy, gate, up, True, True)
-    one = backward(dy, gate, up, False, True)
+    both = backward(dy, gate, up, [True, True])
+    one = backward(dy, gate, up, [False, True])
     assert_same(one, (gate.new_empty(0), both[1]))
-    assert backward(dy, gate, up, False, False)[0].numel() == 0
+    assert backward(dy, gate, up, [False, False])[0].numel() == 0
+
+
+def test_reason_of_a_condition_is_a_refusal(tmp_path):
+    """A text of the user's becomes one; conditions of ours say what can be done."""
+    extra = "    conditions=(never,),\n)\n"
+    text = MISH.rstrip().removesuffix(")").rstrip().rstrip(",") + ",\n" + extra
+    text = text.replace("PATTERN =", "def never(match):\n    return 'not today'\n\n\nPATTERN =")
+    path = write(tmp_path, text)
+    harness = check(lambda g, u: F.mish(g) * u, randn(4, D), randn(4, D), patterns=[path])
+    (found,) = (r for r in harness.report.refusals if r.what == "mish_glu")
+    assert (found.code, found.text) == ("condition", "not today")
+    harness = check(lambda g, u: F.silu(g) * u[..., :1], randn(4, D), randn(4, D))
+    (found,) = (r for r in harness.report.refusals if r.what == "swiglu")
+    assert (found.code, found.remedy.possible) == ("gate-shape", True)
 
 
 REFUSED = {

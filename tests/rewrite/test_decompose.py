@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import torch
+from checking import swiglu
 from passes import aten_graph, run_pass
 
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.gates import swiglu
 from coda_inductor.semantic.loss import row_logsumexp
 
 

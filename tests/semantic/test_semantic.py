@@ -8,10 +8,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import assert_same, randn
+from checking import assert_same, randn, swiglu
 
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.gates import swiglu, swiglu_backward
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import (
     layer_norm,
@@ -22,6 +21,7 @@ from coda_inductor.semantic.norms import (
 from coda_inductor.semantic.rotary import rotate_pairs
 
 D, EPS = 6, 1e-2
+swiglu_backward = DEFINITIONS[swiglu].gradient
 MASKS = list(itertools.product([True, False], repeat=2))
 
 
@@ -93,8 +93,8 @@ def test_gradient_of_rstd_is_not_offered():
 def test_backward_ops_skip_what_is_not_needed(mask):
     x, weight, dy = randn(3, D), randn(D), randn(3, D)
     _, rstd = rms_norm(x, weight, EPS, x.dtype)
-    full = rms_norm_backward(dy, x, weight, rstd, True, True)
-    some = rms_norm_backward(dy, x, weight, rstd, *mask)
+    full = rms_norm_backward(dy, x, weight, rstd, [True, True])
+    some = rms_norm_backward(dy, x, weight, rstd, [*mask])
     for need, have, want in zip(mask, some, full, strict=True):
         assert_same(have, want if need else want.new_empty(0))
     _, mean, rstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
@@ -103,8 +103,8 @@ def test_backward_ops_skip_what_is_not_needed(mask):
     for need, have, want in zip((*mask, mask[0]), some, full, strict=True):
         assert_same(have, want if need else want.new_empty(0))
     gate, up = randn(3, D), randn(3, D)
-    full = swiglu_backward(dy, gate, up, True, True)
-    some = swiglu_backward(dy, gate, up, *mask)
+    full = swiglu_backward(dy, gate, up, [True, True])
+    some = swiglu_backward(dy, gate, up, [*mask])
     for need, have, want in zip(mask, some, full, strict=True):
         assert_same(have, want if need else want.new_empty(0))
 
@@ -119,8 +119,8 @@ def examples(dtype):
         layer_norm_backward: (*plain, [True, False, True]),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
-        rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), True, True),
-        swiglu_backward: (up.detach(), x.detach(), up.detach(), True, False),
+        rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
+        swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         **loss_examples(dtype),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
     }

@@ -152,7 +152,7 @@ def _gradients(
     name = "rms_norm_backward" if norm.mean is None else "layer_norm_backward"
     put = Put(graph, like=backward, pattern=(name, backward.name))
     s, x, gamma = backward.args[:3]
-    needs = backward.args[4:] if norm.mean is None else backward.args[6]
+    needs = backward.args[-1]
     wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
     s, centered = put.cast(s, wide), put.cast(x, wide)
     if not early:

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor of exact elements: any torch function, run on it, computes without rounding.
+
+Elements are sympy expressions, so that what comes out is the function's formula for each place. An
+operation is known by what it does to one element (``formulas``), or only moves elements, which
+torch does to their places in a list, or stands in ``specials``; composite ones torch takes apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import Tensor
+
+from coda_inductor.compat import make_wrapper_subclass, tree_map
+from coda_inductor.errors import PatternError
+from coda_inductor.patterns.formulas import FORMULAS, number
+from coda_inductor.semantic.define import DEFINITIONS, isolated
+
+aten = torch.ops.aten
+
+#: Operations that only move elements: torch performs them on the places.
+_MOVES = frozenset({
+    "_unsafe_view", "alias", "as_strided", "cat", "detach", "expand", "gather", "permute",
+    "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
+    "unbind", "unsqueeze", "view",
+})  # fmt: skip
+
+
+class Exact(Tensor):
+    """See the module docstring.
+
+    Attributes:
+        cells: the elements of this tensor and of those that share its memory.
+        at: int64, shaped like the tensor: where each of its elements is in ``cells``.
+        formulas: what operations do to elements, by their aten names.
+        specials: operations on more than one element; called with the class first.
+    """
+
+    cells: list[Any]
+    at: Tensor
+    formulas: ClassVar[dict[str, Callable[..., Any]]] = {
+        **FORMULAS,
+        "eq": lambda x, y: False if y in (sympy.oo, -sympy.oo) else sympy.Eq(x, y),
+        "masked_fill": lambda x, mask, new: new if mask else x,
+        "rsub": lambda x, y: y - x,
+    }
+    specials: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    @staticmethod
+    def __new__(cls, cells: list[Any], at: Tensor, dtype: torch.dtype) -> Any:
+        made: Any = make_wrapper_subclass(cls, at.shape, strides=at.stride(), dtype=dtype)
+        made.cells, made.at = cells, at
+        return made
+
+    @classmethod
+    def of(cls, elements: Iterable[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """A tensor of ``elements``, row by row."""
+        cells = list(elements)
+        return cls(cells, torch.arange(len(cells)).reshape(tuple(shape)), dtype)
+
+    @classmethod
+    def symbols(cls, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Any:
+        """A tensor of symbols ``name_0``, ...: real ones, or pairs ``a + I b`` of real ones."""
+        n = math.prod(shape)
+        found = [sympy.Symbol(f"{name}_{i}", real=True) for i in range(n)]
+        if dtype.is_complex:
+            found = [z + sympy.I * sympy.Symbol(f"{z}_i", real=True) for z in found]
+        return cls.of(found, shape, dtype)
+
+    @classmethod
+    def exactly(cls, item: Any) -> Any:
+        """A plain tensor, or a number, as one of these."""
+        if isinstance(item, cls):
+            return item
+        if not isinstance(item, Tensor):
+            return cls.of([cls.number(item)], (), torch.tensor(item).dtype)
+        return cls.of(map(cls.number, item.flatten().tolist()), item.shape, item.dtype)
+
+    @staticmethod
+    def number(x: Any) -> Any:
+        """A Python number as an element."""
+        return number(x)
+
+    @property
+    def elements(self) -> list[Any]:
+        """What it holds, row by row."""
+        return [self.cells[i] for i in self.at.flatten().tolist()]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.elements}, {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, _, overload = func.name().partition("::")[2].partition(".")
+        if func in DEFINITIONS:
+            with isolated():
+                return DEFINITIONS[func].function(*args, **kwargs)
+        if name in _MOVES:
+            return cls._move(func, *args, **kwargs)
+        if name in cls.specials:
+            return cls.specials[name](cls, *args, **kwargs)
+        if name in cls.formulas:
+            return cls._elementwise(cls.formulas[name], args, **kwargs)
+        if name.endswith("_") and hasattr(aten, name[:-1]):  # masked_fill_, add_
+            plain = getattr(getattr(aten, name[:-1]), overload or "default")
+            return args[0].write(plain(*args, **kwargs))
+        found = func.decompose(*args, **kwargs)
+        if found is NotImplemented:
+            raise PatternError(f"the prover has no formula for {func}")
+        return found
+
+    @classmethod
+    def _move(cls, func: Any, moved: Any, *args: Any, **kwargs: Any) -> Any:
+        """Perform ``func`` on the places of a tensor, or of several that become one."""
+        if isinstance(moved, (list, tuple)):
+            parts = [cls.exactly(part) for part in moved]
+            starts = itertools.accumulate((len(part.cells) for part in parts), initial=0)
+            places: Any = [part.at + start for part, start in zip(parts, starts, strict=False)]
+            cells, dtype = [c for part in parts for c in part.cells], parts[0].dtype
+        else:
+            places, cells, dtype = moved.at, moved.cells, moved.dtype
+        func = aten.reshape.default if func is aten.view.default else func
+        found = func(places, *args, **kwargs)
+        return tree_map(lambda at: cls(cells, at, dtype) if isinstance(at, Tensor) else at, found)
+
+    @classmethod
+    def _elementwise(
+        cls, formula: Callable[..., Any], args: Any, *, alpha: Any = 1, **options: Any
+    ) -> Any:
+        args = [a if isinstance(a, str) else cls.exactly(a) for a in (*args, *options.values())]
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        n = math.prod(shape)
+        columns = [[a] * n if isinstance(a, str) else a.expand(shape).elements for a in args]
+        if alpha != 1:  # of a sum's second term
+            columns[1] = [cls.number(alpha) * c for c in columns[1]]
+        items = [formula(*column) for column in zip(*columns, strict=True)]
+        dtypes = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
+        dtype = torch.complex128 if torch.complex128 in dtypes else (dtypes or [torch.int64])[0]
+        return cls.of(items, shape, dtype)
+
+    def write(self, new: Any) -> Exact:
+        """Put the elements of ``new`` in the place of its own."""
+        spread = type(self).exactly(new).expand(self.shape)
+        for place, item in zip(self.at.flatten().tolist(), spread.elements, strict=True):
+            self.cells[place] = item
+        return self
+
+    def over(self, dims: Any, keepdim: bool, fold: Callable[[list[Any]], Any]) -> Any:
+        """``fold`` of the elements along ``dims``, all where there are none."""
+        rank = self.dim()
+        given = [dims] if isinstance(dims, int) else dims or range(rank)
+        along = sorted(d % rank for d in given)
+        kept = [d for d in range(rank) if d not in along]
+        lines = self.at.permute(*kept, *along).reshape(math.prod(self.shape[d] for d in kept), -1)
+        items = [fold([self.cells[i] for i in line]) for line in lines.tolist()]
+        shape = [1 if d in along else self.shape[d] for d in range(rank) if keepdim or d in kept]
+        return self.of(items, shape, self.dtype)
+
+
+def _copy(cls: Any, x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
+    x = cls.exactly(x)
+    return cls.of(x.elements, x.shape, dtype or x.dtype)
+
+
+def _filled(value: int) -> Callable[..., Any]:
+    def make(cls: Any, x: Any, size: Any = None, *_: Any, **options: Any) -> Any:
+        shape = x.shape if size is None else size
+        filled = [cls.number(value)] * math.prod(shape)
+        return cls.of(filled, shape, options.get("dtype") or x.dtype)
+
+    return make
+
+
+def _total(items: list[Any]) -> Any:
+    return sum(items[1:], items[0]) if items else 0
+
+
+def _sum(_cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    return x.over(dims, keepdim, _total)
+
+
+def _mean(cls: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    return x.over(dims, keepdim, lambda items: _total(items) / cls.number(len(items)))
+
+
+def _var_mean(
+    _cls: Any, x: Any, dims: Any = None, unbiased: Any = None, keepdim: bool = False, **how: Any
+) -> tuple[Any, Any]:
+    assert how.get("correction") == 0 or unbiased is False, "the biased variance"
+    square = (x - x.mean(dims, keepdim=True)).square()
+    return square.mean(dims, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+
+
+def _var(*args: Any, **how: Any) -> Any:
+    return _var_mean(*args, **how)[0]
+
+
+def _layer_norm(
+    _cls: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
+    """As torch's documentation of LayerNorm defines it."""
+    variance, mean = torch.var_mean(x, [*range(-len(shape), 0)], correction=0, keepdim=True)
+    y = (x - mean) / torch.sqrt(variance + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias), mean, variance
+
+
+def _logsumexp(_cls: Any, x: Any, dims: Any, keepdim: bool = False) -> Any:
+    return torch.log(torch.exp(x).sum(dims, keepdim=keepdim))
+
+
+def _log_softmax(_cls: Any, x: Any, dim: int, _half: bool = False) -> Any:
+    """As torch's documentation defines it."""
+    return torch.log(torch.exp(x) / torch.exp(x).sum(dim, keepdim=True))
+
+
+def _nll_loss(
+    _cls: Any, x: Any, target: Tensor, _weight: None, reduction: int, ignored: int
+) -> tuple[Any, Any]:
+    """Minus the target's element of each row of x (M, V); rows that are ignored give 0."""
+    counts = target != ignored
+    picked = x.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
+    loss, n = torch.where(counts, -picked, 0.0), counts.sum().double()
+    if reduction == 0:
+        return loss, n
+    return (loss.sum() if reduction == 2 else loss.sum() / n), n
+
+
+def _mm(cls: Any, a: Any, b: Any) -> Any:
+    """(M, K) times (K, N)."""
+    a, b = cls.exactly(a), cls.exactly(b)
+    rows = [a.select(0, i).elements for i in range(a.shape[0])]
+    columns = [b.select(1, j).elements for j in range(b.shape[1])]
+    items = (_total([x * y for x, y in zip(r, c, strict=True)]) for r in rows for c in columns)
+    return cls.of(items, (len(rows), len(columns)), a.dtype)
+
+
+def _addmm(_cls: Any, bias: Any, a: Any, b: Any) -> Any:
+    return bias + a @ b
+
+
+def _view_as_complex(cls: Any, x: Any) -> Any:
+    parts = zip(*(part.elements for part in x.unbind(-1)), strict=True)
+    return cls.of((a + sympy.I * b for a, b in parts), x.shape[:-1], torch.complex128)
+
+
+def _view_as_real(cls: Any, z: Any) -> Any:
+    parts = [part for item in z.elements for part in sympy.expand(item).as_real_imag()]
+    return cls.of(parts, (*z.shape, 2), torch.float64)
+
+
+Exact.specials.update({
+    "_to_copy": _copy, "clone": _copy, "new_empty": _filled(0), "new_zeros": _filled(0),
+    "zeros_like": _filled(0), "ones_like": _filled(1), "sum": _sum, "mean": _mean, "var": _var,
+    "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
+    "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss, "mm": _mm, "addmm": _addmm,
+    "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
+})  # fmt: skip

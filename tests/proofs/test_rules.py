@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R1 to R7 of docs/architecture.md, each about the function that applies it: a graph before and
+after the pass gives equal fractions, element by element, in outputs and gradients.
+
+``test_no_step_can_be_left_out`` shows that such a proof fails where the pass is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import swiglu
+from rationals import after, joint, results
+
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.options import parse
+from coda_inductor.record import Record
+from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.semantic import layer_norm, rms_norm
+from coda_inductor.semantic.define import DEFINITIONS
+
+M, D, K, N = 3, 4, 5, 6  # -1 / D is exact
+EPS = 2.0**-10
+
+
+def rms_and_gate(x0, y, wo, gamma, wg, wu, wd):
+    """A GEMM makes the gradient of what reads the norm."""
+    x = x0 + y @ wo
+    n = rms_norm(x, gamma, EPS, x.dtype)[0]
+    return x + swiglu(n @ wg, n @ wu) @ wd
+
+
+def rms_and_caller(x0, y, wo, gamma, wq, wk, c):
+    """The caller makes the gradients, one projection has a bias."""
+    x = x0 + y @ wo
+    n = rms_norm(x, gamma, EPS, x.dtype)[0]
+    return x, n @ wq, torch.addmm(c, n, wk)
+
+
+def bare_rms(x0, y, wo, wg, wd):
+    x = x0 + y @ wo
+    return F.silu(rms_norm(x, None, EPS, x.dtype)[0] @ wg) @ wd
+
+
+def layer_and_gate(x0, g0, b0, w1, wo, gamma, beta, wg, c, wu, wd):
+    """The first norm stays; its mean is the pivot of the second."""
+    y = torch.sigmoid(layer_norm(x0, g0, b0, EPS, x0.dtype)[0] @ w1)
+    x = x0 + y @ wo
+    n = layer_norm(x, gamma, beta, EPS, x.dtype)[0]
+    return x + swiglu(torch.addmm(c, n, wg), n @ wu) @ wd
+
+
+def layer_and_caller(x0, g0, b0, w1, wo, gamma, beta, wq, c):
+    y = torch.sigmoid(layer_norm(x0, g0, b0, EPS, x0.dtype)[0] @ w1)
+    x = x0 + y @ wo
+    n = layer_norm(x, gamma, beta, EPS, x.dtype)[0]
+    return x, torch.addmm(c, n, wq)
+
+
+STREAM = ((M, D), (M, K), (K, D), (D,))
+LAYERS = ((M, D), (D,), (D,), (D, K), (K, D), (D,), (D,), (D, N))
+SUBJECTS = {
+    "rms_and_gate": (rms_and_gate, *STREAM, (D, N), (D, N), (N, D)),
+    "rms_and_caller": (rms_and_caller, *STREAM, (D, N), (D, N), (N,)),
+    "bare_rms": (bare_rms, *STREAM[:3], (D, N), (N, D)),
+    "layer_and_gate": (layer_and_gate, *LAYERS, (N,), (D, N), (N, D)),
+    "layer_and_caller": (layer_and_caller, *LAYERS, (N,)),
+}
+
+
+@functools.cache
+def subject(name):
+    """(its joint graph, what that gives at each point)."""
+    graph = joint(*SUBJECTS[name])
+    return graph, everywhere(graph)
+
+
+def everywhere(graph):
+    return [results(graph, point=point) for point in range(3)]
+
+
+def by(function):
+    """A pass as one of a graph alone: everything legal is done."""
+    return lambda graph: function(graph, Record(parse(None, {"strict": True}), dry=True))
+
+
+defer = by(defer_norms)
+
+
+def norms(graph):
+    return [n for n in graph.nodes if n.target in DEFINITIONS and "norm" in n.target.__name__]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_norms_that_wait_are_the_same_numbers(name):
+    """R1, R3 and R4 for RMSNorm, R5 for LayerNorm."""
+    graph, want = subject(name)
+    rewritten = after(graph, defer)
+    left = 2 if name.startswith("layer") else 0  # the first norm and its gradient
+    assert len(norms(graph)) == left + 2
+    assert len(norms(rewritten)) == left
+    assert everywhere(rewritten) == want
+
+
+def mutate(monkeypatch, number):
+    """Let the pass leave out the ``number``-th sum, difference or product that it inserts; returns
+    a list of one entry if there was one."""
+    left_out, plain, seen = [], Put.__call__, iter(range(10**6))
+
+    def call(put, target, *args):
+        node = plain(put, target, *args)
+        floor = isinstance(args[-1], float) and 0 < args[-1] < 1e-20  # of a variance: no algebra
+        if target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor) and not floor:
+            shape = fake(node).shape
+            same = [a for a in args if hasattr(a, "meta") and fake(a).shape == shape]
+            if same and next(seen) == number:
+                left_out.append(node)
+                return same[0]
+        return node
+
+    monkeypatch.setattr(Put, "__call__", call)
+    return left_out
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_no_step_can_be_left_out(name, monkeypatch):
+    """The proof fails wherever one step of the rewrite is dropped."""
+    graph, want = subject(name)
+    for number in range(200):
+        with monkeypatch.context() as patch:
+            left_out = mutate(patch, number)
+            wrong = after(graph, defer)
+        if not left_out:
+            break
+        differs = any(results(wrong, point=p) != w for p, w in enumerate(want))
+        assert differs, f"without {left_out[0].format_node()}"
+    assert number > 5

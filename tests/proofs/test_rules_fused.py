@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R2, R6 and R7 about ``fuse`` and ``rewrite/loss``: fused sites run as kernels run them, in tiles
+of two by two and on interleaved pairs of weights, and give the numbers of the graph they are from.
+"""
+
+from __future__ import annotations
+
+import pytest
+import rationals
+import torch
+from checking import swiglu
+from rationals import Kernels, after, joint, results
+from test_rules import SUBJECTS, by, defer, everywhere, mutate, subject
+
+from coda_inductor.fuse import emit
+from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.graph import edit
+from coda_inductor.graph.nodes import fake
+from coda_inductor.patterns.equal import difference
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.rewrite.decompose import decompose_most
+from coda_inductor.rewrite.loss.slices import slice_loss_gradient
+from coda_inductor.rewrite.packed import split_packed
+from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor.semantic import cross_entropy
+
+
+def fuse(graph):
+    by(decompose_most)(graph)
+    by(fuse_gemms)(graph)
+
+
+def programs(graph):
+    calls = [n for n in graph.nodes if n.target is torch.ops.coda_inductor.gemm_epilogue.default]
+    return [EpilogueProgram.from_json(call.args[3]) for call in calls]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_partials_of_tiles_make_the_statistics(name):
+    """R2: with every GEMM fused, rows in three tiles and columns in two or three."""
+    graph, want = subject(name)
+    rewritten = after(graph, defer, fuse)
+    reduced = [r for p in programs(rewritten) for r in p.reduces]
+    assert {r.axis for r in reduced} >= {"row"}
+    assert everywhere(rewritten) == want
+
+
+def test_partials_that_are_left_out_are_missed(monkeypatch):
+    """The proof of R2 fails where all but the first tile's partials are forgotten."""
+    graph, want = subject("rms_and_gate")
+    right = emit._finalize
+
+    def first_only(graph, region, partials, node):
+        with graph.inserting_after(partials):
+            along = 1 if region.reduces[node].axis == "row" else 0
+            first = graph.call_function(torch.ops.aten.slice.Tensor, (partials, along, 0, 1))
+        first.meta = dict(partials.meta)
+        return right(graph, region, first, node)
+
+    monkeypatch.setattr(emit, "_finalize", first_only)
+    assert everywhere(after(graph, defer, fuse)) != want
+
+
+def gate(x, wg, wu, c):
+    return swiglu(torch.addmm(c, x, wg), x @ wu)
+
+
+def test_columns_that_alternate_are_the_two_products(monkeypatch):
+    """R6: gate and up from one product by a weight whose columns alternate."""
+    graph = joint(gate, (3, 4), (4, 5), (4, 5), (5,))
+    rewritten = after(graph, fuse)
+    assert any(p.paired for p in programs(rewritten))
+    want = results(graph)
+    assert results(rewritten) == want
+    plain = rationals.paired
+    monkeypatch.setattr(rationals, "paired", lambda cls, a, b0, b1: plain(cls, a, b1, b0))
+    assert results(rewritten) != want
+
+
+def packed(x, w, wd):
+    g, u = (x @ w.t()).chunk(2, -1)
+    return swiglu(g, u) @ wd
+
+
+split, slice_loss = by(split_packed), by(slice_loss_gradient)
+
+
+def test_halves_of_a_packed_weight_are_two_products(monkeypatch):
+    """R6, forward and backward: no GEMM of the rewritten graph makes both halves."""
+    graph = joint(packed, (3, 4), (10, 4), (5, 4))
+    want = results(graph)
+    rewritten = after(graph, split)
+    assert results(rewritten) == want
+    fused = after(graph, split, fuse)
+    assert any(p.paired for p in programs(fused))
+    assert results(fused) == want
+    rightly = edit.Put.__call__
+
+    def drops_a_half(put, target, *args):
+        node = rightly(put, target, *args)
+        return args[0] if target is torch.ops.aten.add.Tensor else node
+
+    monkeypatch.setattr(edit.Put, "__call__", drops_a_half)
+    assert results(after(graph, split)) != want
+
+
+V = 3
+TARGET = torch.tensor([2, -100])
+
+
+def head(*, smoothing=0.0, cap=0.0, penalty=False):
+    """An LM head and its loss; with a z-loss, rows of which count ``scale``."""
+
+    def loss(h, w, b, scale, target):
+        z = torch.addmm(b, h, w.t())
+        logits = cap * torch.tanh(z / cap) if cap else z
+        found = cross_entropy(logits, target, -100, smoothing, "mean", logits.dtype)[0]
+        return found + (scale * torch.logsumexp(logits, -1)).sum() if penalty else found
+
+    return loss
+
+
+HEADS = {
+    "plain": {},
+    "smoothing": {"smoothing": 0.25},
+    "cap": {"cap": 2.0},
+    "penalty": {"penalty": True},
+}
+
+
+@pytest.fixture
+def small_slices(monkeypatch):
+    """Slices of the vocabulary are two columns wide."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 1)
+    monkeypatch.setattr(linear_cross_entropy, "_ALIGN", 2)
+
+
+def head_graph(name):
+    graph = joint(head(**HEADS[name]), (2, 1), (V, 1), (V,), (2,), TARGET)
+    (target,) = (n.target for n in graph.nodes if n.op == "placeholder" and is_target(n))
+    return graph, {target: TARGET}
+
+
+def is_target(node):
+    return fake(node).dtype == torch.int64
+
+
+def differ(have, want):
+    """Some element of the two is not the same real number, for symbols in place of all inputs."""
+    pairs = [
+        pair
+        for left, right in zip(have, want, strict=True)
+        for pair in zip(left, right, strict=True)
+    ]
+    return next((d for left, right in pairs if (d := difference(left, right))), None)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("name", HEADS)
+def test_gradient_of_logits_by_slices(name, monkeypatch):
+    """R7, backward: columns of the gradient are made and used two at a time."""
+    graph, given = head_graph(name)
+    rewritten = after(graph, slice_loss)
+    calls = [n for n in rewritten.nodes if "linear_cross_entropy" in str(n.target)]
+    assert len(calls) == 1
+    want = results(graph, Kernels, **given)
+    assert differ(results(rewritten, Kernels, **given), want) is None
+    right = linear_cross_entropy.row_weights
+    monkeypatch.setattr(linear_cross_entropy, "row_weights", lambda *a: 2 * right(*a))
+    assert "they differ" in differ(results(rewritten, Kernels, **given), want)
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_shift_of_the_penalty_cannot_be_left_out(monkeypatch):
+    """``a * exp(lse)`` in place of ``a * exp(lse - b)``."""
+    graph, given = head_graph("penalty")
+    left_out = mutate(monkeypatch, 0)
+    wrong = results(after(graph, slice_loss), Kernels, **given)
+    assert left_out
+    assert "they differ" in differ(wrong, results(graph, Kernels, **given))
+
+
+@pytest.mark.parametrize("name", ["plain", "smoothing"])
+def test_logsumexp_of_tiles(name):
+    """R7, forward: each row's log-sum-exp is that of two tiles' log-sum-exps."""
+    graph, given = head_graph(name)
+    rewritten = after(graph, fuse)
+    assert "logsumexp" in [r.combine for p in programs(rewritten) for r in p.reduces]
+    want = results(graph, Kernels, **given)
+    assert differ(results(rewritten, Kernels, **given), want) is None
