@@ -68,15 +68,13 @@ class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
     pass
 
 
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_aggregate(tree, found.append)
-    return found
-
-
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    numbers = itertools.count()
-    return _leaves(tree), map_aggregate(tree, lambda _: next(numbers))
+    numbers, found = itertools.count(), []
+    return found, map_aggregate(tree, lambda leaf: (found.append(leaf), next(numbers))[1])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return _flatten(tree)[0]
 
 
 def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(list_options())
     for key, value in (options or {}).items():
-        if key == "patterns":  # in front of those of the environment
+        if key == "patterns":  # before those of the environment
             own[key] = tuple(dict.fromkeys((*_check(key, value), *own[key])))
         elif key in _OWN:
             own[key] = _check(key, value)

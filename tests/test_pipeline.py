@@ -17,6 +17,7 @@ import coda_inductor
 from coda_inductor import OptionError, pipeline
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls
+from coda_inductor.patterns import loading
 from coda_inductor.rewrite import embedding, tables
 from coda_inductor.runtime import linear_cross_entropy
 
@@ -119,6 +120,12 @@ def test_what_is_needed_cannot_be_disabled(name):
 def test_names_are_unique():
     names = [each.name for each in PASSES]
     assert len(names) == len({*names, *COUNTERS}) - len(COUNTERS)
+
+
+def test_no_pattern_of_a_users_can_take_a_name_of_ours():
+    ours = {each.name for each in PASSES} | {name for each in PASSES for name in each.counts}
+    backward = {name for name in ours if name.endswith("_backward")}  # a pattern's, or refused so
+    assert ours - backward == set(loading.OTHER_NAMES)
 
 
 def test_the_debug_folder_says_what_each_pass_changed(tmp_path):

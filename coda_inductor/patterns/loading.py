@@ -25,8 +25,12 @@ from coda_inductor.patterns.verdict import require_proof
 #: Installed packages name their pattern modules under this group.
 ENTRY_POINTS = "coda_inductor.patterns"
 
-#: Rewrites that have no pattern file.
-OTHER_NAMES = ("constant_mask", "grouped_heads", "epilogue", "residual", "embedding")
+#: Passes and rewrites that have no pattern file; a test compares them with the pipeline's.
+OTHER_NAMES = (
+    "attention", "borders", "constant_mask", "decompose", "decompose_rest", "embedding", "epilogue",
+    "fuse", "grouped_heads", "idioms", "late_gradients", "loss", "noops", "norm", "packed",
+    "policy", "recompute", "refresh_views", "residual", "tables", "views",
+)  # fmt: skip
 
 _registered: dict[Path, None] = {}  # what load_patterns was given, in order
 

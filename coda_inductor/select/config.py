@@ -111,5 +111,5 @@ def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]
     configs = [c for c in candidates if mainloop_stages(program, c) >= 2]
     if program.paired:
         configs = [c for c in configs if c.tile_n % 32 == 0 and c.tile_m != 192]
-    # Two stages cannot hide the latency of a load behind the multiplication before it.
+    # Two stages are too few: a load takes longer than the multiplication before it.
     return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)

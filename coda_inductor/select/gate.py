@@ -99,13 +99,13 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> Refusal
     """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
     together, or None. ``width``: bytes an element.
 
-    What is saved: the kernel that reads the product in front of the norm and writes its result; in
+    What is saved: the kernel that reads the product before the norm and writes its result; in
     training also the one that reads the norm's gradient, its input and the residual's gradient, and
     writes their sum. What it costs: the weights are read once more for the vectors gamma^T W and
     beta^T W; in training their gradients are corrected by terms of rank one, read and written, and
     the products and their gradients, (m, n), are read once more for two sums over rows and one over
     columns. Epilogues that take these sums on the way took as much longer (docs/gotchas.md), so
-    that with three or more times as many columns behind a norm as in it, training never pays.
+    that with three or more times as many columns after a norm as in it, training never pays.
     """
     saved, launches = 2 * m * k, 1
     costs, more = n * k, 1

@@ -2,7 +2,7 @@
 """The programs that the shipped measurements were taken with, one a kind of site.
 
 They are the sites of a Llama layer, forward and backward, the activation of an ungated MLP and the
-LM head in front of a cross entropy.
+LM head before a cross entropy.
 Other programs are costed by the kind that is nearest to them, see ``cost.kind_of``.
 """
 
@@ -57,7 +57,7 @@ def family(program: EpilogueProgram) -> str:
 
 
 def _scale(dtype: str) -> EpilogueProgram:
-    """A projection behind a norm: the row scale that was put off."""
+    """A projection after a norm: the row scale that was deferred."""
     return EpilogueProgram(
         accs=("acc",),
         in_dtype=dtype,
@@ -167,7 +167,7 @@ def _act_bwd(dtype: str) -> EpilogueProgram:
 
 
 def _norm_bwd(dtype: str) -> EpilogueProgram:
-    """The gradient through RMSNorm in the dgrad behind it: back into the residual stream, and the
+    """The gradient through RMSNorm in its consumers' dgrad: back into the residual stream, and the
     sums over M for the weight's gradient. ``coef`` comes from the row sums of the GEMM before."""
     return EpilogueProgram(
         accs=("acc",),

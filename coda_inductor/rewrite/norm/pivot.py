@@ -84,7 +84,7 @@ class Means:
         if found is None:
             return refuse(
                 "layer-norm-no-mean",
-                "no LayerNorm in front of it has computed the mean of a tensor that its input is "
+                "no LayerNorm before it has computed the mean of a tensor that its input is "
                 "made from: its operand would round at the size of the mean",
             )
         pivot, terms = found
