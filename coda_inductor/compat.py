@@ -68,13 +68,15 @@ class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
     pass
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    numbers, found = itertools.count(), []
-    return found, map_aggregate(tree, lambda leaf: (found.append(leaf), next(numbers))[1])
-
-
 def _leaves(tree: Any) -> list[Any]:
-    return _flatten(tree)[0]
+    found: list[Any] = []
+    map_aggregate(tree, found.append)
+    return found
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    numbers = itertools.count()
+    return _leaves(tree), map_aggregate(tree, lambda _: next(numbers))
 
 
 def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,13 +314,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def lacking() -> list[str]:
     """The essential names that this torch does not have: with any, the backend does nothing."""
-    missing = []
-    for private in TORCH.values():
-        try:
-            _find(private.path) if private.essential else None
-        except (ImportError, AttributeError):
-            missing.append(private.path)
-    return missing
+    return [p.path for p in TORCH.values() if p.essential and not _exists(p.path)]
 
 
 @functools.cache
@@ -363,6 +359,14 @@ def _find(path: str) -> Any:
     return found
 
 
+def _exists(path: str) -> bool:
+    try:
+        _find(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def _unusable(private: Private) -> type:
     """Whatever it is, a function, a context or a base class: to call it raises CodaError."""
 
@@ -375,13 +379,9 @@ def _unusable(private: Private) -> type:
 def _written_down(path: str) -> bool:
     """Is ``path`` a module, or its last part a word in the file of the module before it?"""
     module, _, name = path.rpartition(".")
-    return _file(path) is not None or bool(re.search(rf"\b{name}\b", _text(module)))
-
-
-@functools.cache
-def _text(module: str) -> str:
     file = _file(module)
-    return "" if file is None else file.read_text("utf-8", "replace")
+    said = "" if file is None else file.read_text("utf-8", "replace")
+    return _file(path) is not None or bool(re.search(rf"\b{name}\b", said))
 
 
 @functools.cache
