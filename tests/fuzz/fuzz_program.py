@@ -27,11 +27,11 @@ def randn(*shape):
 
 #: Thresholds below which a rewrite does not pay; small programs would never reach them.
 THRESHOLDS = """\
-from coda_inductor import late_gradients
+from coda_inductor.dynamo import late_gradients
 from coda_inductor.rewrite import tables
-from coda_inductor.runtime import loss
+from coda_inductor.runtime import linear_cross_entropy
 
-late_gradients.LEAST_BYTES = loss.SLICE_BYTES = 0
+late_gradients.LEAST_BYTES = linear_cross_entropy.SLICE_BYTES = 0
 tables.LEAST_READS = 2
 """
 
