@@ -19,7 +19,9 @@ from coda_inductor.select.policy import Policy
 
 def aten_graph(function: Callable[..., Any], *args: torch.Tensor) -> Graph:
     """The aten graph of ``function``, with recorded values as AOTAutograd leaves them."""
-    return make_fx(function, tracing_mode="fake")(*args).graph
+    graph = make_fx(function, tracing_mode="fake")(*args).graph
+    graph.eliminate_dead_code()  # outputs of an op that nobody reads
+    return graph
 
 
 def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any) -> Record:
