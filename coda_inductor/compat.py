@@ -7,8 +7,6 @@ tree_map``): each is looked up when it is first asked for. One that is gone cost
 says and one warning, never an import; without an *essential* one the backend hands every graph to
 Inductor as it is (:func:`lacking`). The names of QuACK and CuTeDSL are used in ``mainloop`` only,
 which is imported when ``mainloop.availability`` has found each of them in the libraries' files.
-
-Leaf module.
 """
 
 from __future__ import annotations
