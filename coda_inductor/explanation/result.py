@@ -113,6 +113,12 @@ class Explanation:
         return sum(tensor.bytes for tensor in self.saved_after)
 
     @property
+    def comparable(self) -> bool:
+        """Has the model gradients without our passes as with them? Torch has none of a loss on meta
+        tensors (aten::nll_loss has no autograd kernel there), our op for it has."""
+        return not (self.training and self.saved_after and not self.saved_before)
+
+    @property
     def summary(self) -> str:
         """A sentence or two with the numbers."""
         if not self.gemms:
@@ -124,6 +130,8 @@ class Explanation:
         text = f"{which} absorbed {ops} ops; "
         if self.plain:
             text = f"{which} may absorb {ops} ops: legal, runs as plain ops here. As kernels, "
+        if not self.comparable:
+            return f"{text.partition(';')[0]}. There is nothing to compare it with: see below."
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         before, after = readable_bytes(self.bytes_before), readable_bytes(self.bytes_after)

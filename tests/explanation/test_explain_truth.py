@@ -7,6 +7,7 @@ import html
 import re
 
 import torch
+import torch.nn.functional as F
 from subjects import Residual, explained
 from torch import nn
 
@@ -127,3 +128,26 @@ def test_only_the_kernel_that_adds_is_called_a_residual():
         small = [p.title for pair in explained(name)[0].blocks for p in pair[1].parts]
         assert "finish row statistics" in small
         assert "residual + finish row statistics" not in small
+
+
+def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
+    """Torch has no gradient of it there: without our passes the backward pass is empty."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.head = nn.Linear(64, 128), nn.Linear(128, 256)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.head(F.gelu(self.up(x))), labels)
+
+    said = {}
+    for device in ("cpu", "meta"):
+        x = torch.zeros(32, 64, device=device)
+        labels = torch.zeros(32, dtype=torch.int64, device=device)
+        said[device] = explain(Classifier().to(device), x, labels)
+    assert said["cpu"].comparable
+    assert "memory traffic" in said["cpu"].summary
+    assert not said["meta"].comparable
+    assert "nothing to compare it with" in said["meta"].summary
+    assert any("Torch itself finds no gradient" in note for note in said["meta"].notes)
