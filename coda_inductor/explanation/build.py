@@ -97,9 +97,9 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
         notes.append(f"{text} {_forecast(result, graphs, options)}")
     if not result.comparable:
         notes.append(
-            f"Torch itself finds no gradient in this call on {result.device} tensors (it has none of "
-            "a loss on meta), so that the figures before are of a forward pass only. Make the model "
-            "on a CPU, where explain runs nothing of it either."
+            f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "
+            "of a loss on meta), so that the figures before are of a forward pass only. Make the "
+            "model on a CPU, where explain runs nothing of it either."
         )
     if breaks:
         reason = " ".join(breaks.split("\n", maxsplit=1)[0].split())

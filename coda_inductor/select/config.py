@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.select.device import H100
 
 _TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)(:lean)?")
 
@@ -75,7 +76,6 @@ HOPPER_LEAN = tuple(
 _BLACKWELL = Config.parse("256x256:2x1:co")
 _BLACKWELL_CONSUMER = Config.parse("128x128:1x1:pp")
 
-_SMEM_BYTES = 227 * 1024
 _TILE_K = 64
 
 
@@ -96,7 +96,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config) -> int:
     # Reductions over M meet in shared memory, one vector a warp.
     vectors += sum(4 * 8 * config.tile_n for r in program.reduces if r.axis == "col")
     step_bytes = (config.tile_m + config.tile_n) * _TILE_K * WIDTHS[program.in_dtype]
-    return int((_SMEM_BYTES - 2048 - tile_bytes - vectors) // step_bytes)
+    return int((H100.smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
 def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:

@@ -15,18 +15,9 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import Config
+from coda_inductor.select.device import H100
 from coda_inductor.select.model import cublas_us, kernel_us
 from coda_inductor.select.site import Site
-
-#: A launch of ours costs the host 30 to 50 us, one of cuBLAS 12. Where a graph's GEMMs take less
-#: than this on average, the GPU waits for the host, and fusing makes it wait longer. Measured on
-#: Llama-3.2-1B: 19 us (512 tokens) lost 17 %, 49 us (2048 tokens) won 13 %.
-HOST_BOUND_US = 48.0
-#: Compute capability, major, of the shipped measurements.
-MEASURED_ARCH = 9
-#: What an elementwise kernel of Inductor's reaches on an H100, bytes a microsecond, and its launch.
-_BYTES_PER_US = 2.7e6
-_LAUNCH_US = 2.0
 
 
 def host_bound(gemms: Sequence[tuple[int, int, int]]) -> Refusal | None:
@@ -35,7 +26,7 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> Refusal | None:
     CUDA graphs lift this limit: the host then launches nothing.
     """
     mean = statistics.fmean(cublas_us(m, n, k) for m, n, k in gemms)
-    if mean >= HOST_BOUND_US:
+    if mean >= H100.host_bound_us:
         return None
     text = (
         f"too small: the graph's GEMMs take {mean:.0f} us on average, so the host is the limit "
@@ -47,7 +38,7 @@ def host_bound(gemms: Sequence[tuple[int, int, int]]) -> Refusal | None:
 def unmeasured(arch: int) -> Refusal | None:
     """Why GEMMs are left to cuBLAS on compute capability ``arch``.x whatever they are, or None:
     where nothing was measured, nothing is expected to win."""
-    if arch == MEASURED_ARCH:
+    if arch == H100.arch:
         return None
     text = (
         f"nothing was measured on compute capability {arch}.x, so nothing is expected to win "
@@ -62,7 +53,7 @@ def expected(site: Site, config: Config) -> tuple[float, float]:
     fused = kernel_us(program, config, m, n, k, site.terms)
     if site.copied:
         copied = n * sum(site.copied) * WIDTHS[program.in_dtype]
-        fused += 2 * copied / _BYTES_PER_US + _LAUNCH_US
+        fused += 2 * copied / H100.bytes_per_us + H100.launch_us
     terms = len(site.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
     written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
@@ -80,7 +71,7 @@ def expected(site: Site, config: Config) -> tuple[float, float]:
         moved += _read(program, sources, terms)
         launches += 1
     unfused = len(program.accs) * sum(cublas_us(m, n, each) for each in site.ks)
-    unfused += m * n * moved / _BYTES_PER_US + launches * _LAUNCH_US
+    unfused += m * n * moved / H100.bytes_per_us + launches * H100.launch_us
     return fused, unfused
 
 
@@ -112,8 +103,8 @@ def norm_loses(m: int, n: int, k: int, width: int, *, training: bool) -> Refusal
     if training:
         saved, launches = saved + 3 * m * k, 2
         costs, more = costs + 2 * n * k + 2 * m * n, 3
-    won = saved * width / _BYTES_PER_US + launches * _LAUNCH_US
-    lost = costs * width / _BYTES_PER_US + more * _LAUNCH_US
+    won = saved * width / H100.bytes_per_us + launches * H100.launch_us
+    lost = costs * width / H100.bytes_per_us + more * H100.launch_us
     if lost <= won:
         return None
     what = "weights and gradients" if training else "weights"

@@ -13,6 +13,7 @@ import functools
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.select.config import Config
+from coda_inductor.select.device import H100
 
 #: Op -> (multiplications that it takes as long as, instructions), where it is not one of each.
 _OPS = {
@@ -28,16 +29,6 @@ _OPERANDS = {"tile": (2.0, 2.0), "row": (2.5, 1.5), "col": (1.5, 0.5), "scalar":
 _STORE = (2.0, 1.5)
 _SUMS = {"row": (3.0, 2.0), "col": (6.0, 5.0)}
 _LOG_SUM_EXP = (12.0, 8.0)
-#: Microseconds of one multiplication for each million accumulator elements, on a whole H100; and
-#: the share of it that shows where one warpgroup's epilogue runs beside the other's main loop:
-#: more with small buffers, at which the warps wait for each other twice as often.
-_US_PER_MILLION = 0.03
-_SHOWS, _SHOWS_LEAN = 0.5, 0.9
-#: Instructions of an epilogue that the cache holds; what each beyond costs, again for a million
-#: elements; and what all of them cost at most.
-_CACHED = 7900.0
-_MISS_US_PER_MILLION = 0.01
-_MISSES_US_PER_MILLION = 24.0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,15 +49,15 @@ def extra_us(
 ) -> float:
     """What ``program`` costs more on an H100 than ``like`` with the same config, on so many
     accumulator elements: never less than nothing."""
-    shows = (_SHOWS_LEAN if config.lean else _SHOWS) if config.pingpong else 1.0
+    shows = (H100.op_shows_lean if config.lean else H100.op_shows) if config.pingpong else 1.0
     work = (weight(program)[0] - weight(like)[0]) * shows
     misses = _misses(program, config) - _misses(like, config)
-    return (max(work, 0.0) * _US_PER_MILLION + max(misses, 0.0)) * elements / 1e6
+    return (max(work, 0.0) * H100.op_us + max(misses, 0.0)) * elements / 1e6
 
 
 def _misses(program: EpilogueProgram, config: Config) -> float:
     """Microseconds for a million elements that a thread waits for its instructions."""
     groups = 1 if config.pingpong else 2
     each = config.tile_m * config.tile_n / (128 * groups)
-    beyond = max(each * weight(program)[1] - _CACHED, 0.0)
-    return min(beyond * _MISS_US_PER_MILLION, _MISSES_US_PER_MILLION)
+    beyond = max(each * weight(program)[1] - H100.cached_instructions, 0.0)
+    return min(beyond * H100.miss_us, H100.misses_us)

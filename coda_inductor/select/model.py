@@ -21,7 +21,6 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -29,11 +28,10 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.config import Config
-from coda_inductor.select.device import arch_of
+from coda_inductor.select.device import H100, arch_of
 from coda_inductor.select.instructions import extra_us
 from coda_inductor.select.kinds import TERMS, family, kinds
 
-_TABLE = Path(__file__).parent / "tables" / "h100.json"
 _PLAIN_BYTES = 2.0  # one 16-bit store an element
 #: Thousand million multiplications up to which a GEMM counts as small.
 SMALL_GMACS = 40.0
@@ -48,7 +46,7 @@ UNSURE = {
 def table() -> dict:
     """The shipped data: "processors", "models" ({family: {config: constants}}), "cublas" and
     "shapes" (the measurements)."""
-    data = json.loads(_TABLE.read_text())
+    data = json.loads(H100.table.read_text())
     data["kernels"], data["products"] = {}, {}
     for row in data["shapes"]:
         kind, n, k = row["kind"], row["n"], row["k"]
