@@ -11,11 +11,6 @@ logger = logging.getLogger("coda_inductor")
 register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_inductor" known to torch
 
 
-class Failure(str):
-    """A refusal reason that is a failure (dtype, shape, missing kernels, our own exception), not a
-    choice: it is worth one warning, and an error with ``options["strict"]``."""
-
-
 _warned: set[tuple[str, str]] = set()
 
 

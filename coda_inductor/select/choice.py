@@ -80,9 +80,3 @@ def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int 
         return configs[0]
     rows = hint(m)
     return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms))
-
-
-def estimate_us(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> float:
-    """Expected microseconds of ``program`` with the config that :func:`choose` takes."""
-    config = choose(program, m, n, k, device, terms)
-    return kernel_us(program, config, hint(m), n, k, terms)
