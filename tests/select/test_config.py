@@ -26,7 +26,7 @@ from coda_inductor.select.config import (
     legal_configs,
     mainloop_stages,
 )
-from coda_inductor.select.kinds import TERMS, kinds
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 from coda_inductor.select.legality import unsupported
 from coda_inductor.select.model import cublas_us, kernel_us, kind_of, table
 from coda_inductor.select.site import Site
@@ -106,7 +106,9 @@ def test_choice_is_the_measured_best():
     for program, shape, us in measured():
         times = {name: time for name, time in us.items() if name != "cublas"}
         assert times[str(choose(program, *shape))] == min(times.values())
-        best = select(Site(program, *shape), gated=False).fused_us
+        m, n, k, _, terms = shape
+        b_major = B_MAJOR[kind_of(program, terms)]
+        best = select(Site(program, m, n, k, terms, b_major=b_major), gated=False).fused_us
         assert best == pytest.approx(min(times.values()))
 
 
