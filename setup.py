@@ -17,6 +17,7 @@ setup(
     package_data={
         "coda_inductor": ["py.typed"],
         "coda_inductor.explanation": ["templates/*"],
+        "coda_inductor.select": ["tables/*.json"],
         "": ["*.json"],
     },
     include_package_data=False,

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from coda_inductor import patterns
 from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
-from coda_inductor.log import logger
+from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
 from coda_inductor.patterns import Pattern
 from coda_inductor.record import Record
@@ -63,7 +63,9 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
             why = None if match is None else _refusal(pattern, match, epoch, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
-            why = refuse("pattern-failed", f"the pattern itself failed: {cause}", failure=True)
+            why = refuse("pattern-failed", f"the pattern itself failed: {cause}")
+            if not record.dry:  # it costs this match alone, with ``strict`` too
+                warn_once(f"pattern {pattern.name}", why.text)
             logger.debug("traceback", exc_info=True)
         if why is not None:
             record.refuse(pattern.name, root.name, why)

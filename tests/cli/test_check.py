@@ -99,7 +99,7 @@ def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
     """Each step fails when what it checks is broken: here the pattern is not used at all."""
     path = write(tmp_path, MISH)
     pattern = load(path)
-    monkeypatch.setattr(trial, "raise_pass", lambda *args: lambda compiled: compiled)
+    monkeypatch.setattr(trial, "on_dynamo", lambda *args: lambda compiled: compiled)
     found = outcomes(pattern, path)
     assert found["match mish_glu"].outcome == "fail"
     assert found["fires mish_glu"].outcome == "fail"

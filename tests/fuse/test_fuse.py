@@ -16,6 +16,7 @@ from torch import nn
 from coda_inductor.fuse import driver
 from coda_inductor.fuse.region import NoRegionError
 from coda_inductor.pipeline import on_aten
+from coda_inductor.refusal import refuse
 
 M, N, K = 6, 10, 8
 
@@ -293,7 +294,7 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
     """The next candidate is tried, and with none left the reason is reported: strict raises not."""
 
     def none(*_):
-        raise NoRegionError("more than 3 tiles would be stored")
+        raise NoRegionError(refuse("epilogue-full", "more than 3 tiles would be stored"))
 
     a, b = matrices()
     monkeypatch.setattr(driver, "pair_with", none)

@@ -58,9 +58,9 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, joined, monkeypat
     seen = []
     loses = gate.loses
 
-    def spy(work):
-        seen.append(tuple(sorted(work.joined)))
-        return loses(work)
+    def spy(site, *us):
+        seen.append(tuple(sorted(site.copied)))
+        return loses(site, *us)
 
     monkeypatch.setattr(gate, "loses", spy)
     monkeypatch.setattr(Policy, "_kernels", lambda *_: True)

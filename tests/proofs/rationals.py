@@ -102,7 +102,7 @@ class Rational(Kernels):
 TILE = 2
 
 
-def gemm_epilogue(cls: Any, as_: Any, bs: Any, operands: Any, text: str, _config: str) -> Any:
+def gemm_epilogue(cls: Any, as_: Any, bs: Any, operands: Any, text: str, *_how: Any) -> Any:
     """A fused site as its kernel runs it: tile by tile, the partials of a reduction one a tile, and
     the two weights of a pair read as one, whose rows alternate."""
     program = EpilogueProgram.from_json(text)

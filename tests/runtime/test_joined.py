@@ -145,7 +145,12 @@ def test_requests_name_every_kernel_that_a_call_may_launch():
 def built(monkeypatch):
     """How each kernel was asked for that a launch would have built; nothing is."""
     asked_for = []
-    build = types.SimpleNamespace(build=lambda *_, **how: asked_for.append(how) or "plan")
+
+    def build(program, config, a_major, b_major, swap_lanes, joined, *, device):
+        asked_for.append({"swap_lanes": swap_lanes, "joined": joined})
+        return "plan"
+
+    build = types.SimpleNamespace(build=build)
     monkeypatch.setitem(sys.modules, "coda_inductor.mainloop.build", build)  # needs no library
     monkeypatch.setattr(launch, "_on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
