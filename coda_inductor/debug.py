@@ -60,10 +60,15 @@ class DebugFolder:
         self.write(f"{stage}.py", text)
 
     def write(self, name: str, text: Any) -> None:
-        if self.folder is not None:
-            path = self.folder / name
+        """Write a file; what cannot be written is one warning, for the model must compile."""
+        if self.folder is None:
+            return
+        path = self.folder / name
+        try:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text() if callable(text) else text)
+        except Exception as error:
+            logger.warning("coda_inductor cannot write %s: %s", path, error)
 
     def begin(self, *, again: bool) -> None:
         """A list of passes begins; ``again``, once more, for one has failed."""

@@ -154,9 +154,10 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
     _run(ON_DYNAMO, gm.graph, record)
     record.folder.graph("1_raised", gm)
     _count(record)
+    wraps, record.around = record.around, []  # of this graph, not of the record's next one
 
     def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        for wrap in record.around:
+        for wrap in wraps:
             compiled = wrap(compiled)
         return compiled
 
@@ -218,8 +219,7 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequ
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
-        only = each.counts if len(each.counts) == 1 else ()
-        if each in without or not all(map(record.enabled, (each.name, *only))):
+        if each in without or not record.enabled(each.name):
             continue
         before, heard = record.folder.ops(graph), len(record.report.refusals)
         try:

@@ -4,12 +4,13 @@ says of them; and that there is no second list."""
 
 import ast
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import assert_same
+from checking import assert_same, replace_pass
 from harness import Harness
 from torch import nn
 
@@ -17,7 +18,9 @@ import coda_inductor
 from coda_inductor import OptionError, pipeline
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import calls
+from coda_inductor.options import parse
 from coda_inductor.patterns import loading
+from coda_inductor.record import Record
 from coda_inductor.rewrite import embedding, tables
 from coda_inductor.runtime import linear_cross_entropy
 
@@ -122,10 +125,36 @@ def test_names_are_unique():
     assert len(names) == len({*names, *COUNTERS}) - len(COUNTERS)
 
 
-def test_no_pattern_of_a_users_can_take_a_name_of_ours():
-    ours = {each.name for each in PASSES} | {name for each in PASSES for name in each.counts}
-    backward = {name for name in ours if name.endswith("_backward")}  # a pattern's, or refused so
-    assert ours - backward == set(loading.OTHER_NAMES)
+def test_no_pattern_of_a_users_can_take_a_counter_of_ours():
+    """The name of a pass is free: "norm" would be a good one, and counts nothing."""
+    ours = {name.removesuffix("_backward") for each in PASSES for name in each.counts}
+    assert ours == set(loading.OTHER_NAMES)
+
+
+def test_what_is_wrapped_around_one_graph_is_not_around_the_next():
+    record = Record(parse(None, {"strict": True}))
+
+    def around(compiled):
+        return pipeline.on_dynamo(torch.fx.symbolic_trace(lambda x: (x.sin(),)), record)(compiled)
+
+    record.around.append(lambda compiled: compiled + 1)
+    assert around(1) == 2
+    assert around(1) == 1
+
+
+def test_a_debug_folder_that_is_gone_costs_a_warning(tmp_path, caplog):
+    def gone(run):
+        def call(graph, record):
+            shutil.rmtree(tmp_path)
+            run(graph, record)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        replace_pass(patch, "norm", gone)
+        harness = train(debug=True, debug_dir=str(tmp_path))
+    assert harness.counts["residual"]
+    assert "cannot write" in caplog.text
 
 
 def test_the_debug_folder_says_what_each_pass_changed(tmp_path):

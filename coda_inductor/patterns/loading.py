@@ -25,12 +25,15 @@ from coda_inductor.patterns.verdict import require_proof
 #: Installed packages name their pattern modules under this group.
 ENTRY_POINTS = "coda_inductor.patterns"
 
-#: Passes and rewrites that have no pattern file; a test compares them with the pipeline's.
+#: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
-    "attention", "borders", "constant_mask", "decompose", "decompose_rest", "embedding", "epilogue",
-    "fuse", "grouped_heads", "idioms", "late_gradients", "loss", "noops", "norm", "packed",
-    "policy", "recompute", "refresh_views", "residual", "tables", "views",
-)  # fmt: skip
+    "constant_mask",
+    "cross_entropy",
+    "embedding",
+    "epilogue",
+    "grouped_heads",
+    "residual",
+)
 
 _registered: dict[Path, None] = {}  # what load_patterns was given, in order
 
