@@ -141,13 +141,13 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_file_is_refused_when_its_time_is_up(name, tmp_path, prove_here, monkeypatch):
-    monkeypatch.setenv("CODA_PROOF_SECONDS", "0.3")
+    monkeypatch.setenv("CODA_PROOF_SECONDS", "1.5")
     text, said = SLOW[name]
     path = write(tmp_path / "slow.py", text=text)
     start = time.monotonic()
-    with pytest.raises(PatternError, match=r"takes longer than 0\.3 s") as caught:
+    with pytest.raises(PatternError, match=r"takes longer than 1\.5 s") as caught:
         patterns.load_file(path)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 9
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
 
