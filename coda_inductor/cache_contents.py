@@ -40,6 +40,7 @@ _KINDS = {
         "marker": _KERNEL + r"coda_[0-9a-f]{16}/[0-9a-f]{32}",
         "source": r"epilogues/[0-9a-f]+[a-z_]*_(v\d+)\.py",
         "proof": r"proofs/[0-9a-f]{64}()",
+        "measured": r"measured/([^/]+)\.json",
     }.items()
 }
 
@@ -49,8 +50,8 @@ class Entry:
     """One thing that is kept, with the files it consists of.
 
     Attributes:
-        kind: "kernel", "marker" (where a kernel is), "source", "proof" or "temporary" (what a
-            killed process left).
+        kind: "kernel", "marker" (where a kernel is), "source", "proof", "measured" (what a GPU
+            model took at some sites) or "temporary" (what a killed process left).
         version: of what it belongs to, as far as its name tells.
         files: of a kernel the object, its checksum and its lock.
         size: bytes.
@@ -103,7 +104,8 @@ def tidy(base: Path, *, now: float | None = None) -> None:
 
 
 def _shrink(base: Path, most: int | None, now: float) -> None:
-    kept = sorted(entries(base), key=lambda entry: entry.used)
+    found = [entry for entry in entries(base) if entry.kind != "measured"]  # small, and dear
+    kept = sorted(found, key=lambda entry: entry.used)
     total = sum(entry.size for entry in kept)
     for entry in kept:
         if now - entry.used < _HOUR:
@@ -182,7 +184,7 @@ def _files(base: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _folders(base: Path) -> list[Path]:
     """Our folders in ``base``, at any depth; links are not followed."""
-    tops = (base / name for name in ("kernels", "epilogues", "proofs"))
+    tops = (base / name for name in ("kernels", "epilogues", "proofs", "measured"))
     return [Path(folder) for top in tops if not top.is_symlink() for folder, _, _ in os.walk(top)]
 
 

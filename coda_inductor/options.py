@@ -15,6 +15,8 @@ from coda_inductor.compat import list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError
 
 GATES = ("auto", "always", "never")
+#: Modes of torch.compile in which Inductor measures: so do we.
+_MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Options:
         disable: names of patterns, passes or counters that must not fire.
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
+        tune: ``"auto"`` measures a site while it is compiled where nothing that was measured before
+            reaches: another GPU, other sizes; ``"always"`` every site that was not itself measured,
+            and more candidates; ``"never"`` none. What was measured is kept. In the modes
+            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"`` the default is ``"always"``.
+        tune_seconds: how long that may take for one graph.
         reference: run every fused site through the reference executor even where kernels exist,
             with the kernels' numerics on every device: products are not rounded before their
             epilogue.
@@ -47,6 +54,8 @@ class Options:
     patterns: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
     gate: str = "auto"
+    tune: str = "auto"
+    tune_seconds: float = 60.0
     reference: bool = False
     fp16_norms: bool = False
     keep_activations: bool = False
@@ -74,6 +83,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
     }
+    if mode in _MEASURING:
+        own["tune"] = "always"
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(list_options())
     for key, value in (options or {}).items():
@@ -126,10 +137,15 @@ def _check(key: str, value: Any) -> Any:
             return tuple(os.fspath(v) for v in value)
         except TypeError:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
-    if key == "gate":
+    if key in ("gate", "tune"):
         if value not in GATES:
-            raise OptionError(f"option 'gate' is one of {', '.join(GATES)}, got {value!r}")
+            raise OptionError(f"option {key!r} is one of {', '.join(GATES)}, got {value!r}")
         return value
+    if key == "tune_seconds":
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf"):
+            raise OptionError(f"option {key!r} takes a positive number of seconds, got {value!r}")
+        return float(value)
     if key == "debug_dir":
         if not isinstance(value, (str, os.PathLike)):
             raise OptionError(f"option 'debug_dir' takes a path, got {value!r}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
@@ -43,6 +44,9 @@ from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
+from coda_inductor.select.store import Store
+from coda_inductor.tune.rank import MANY, SOME
+from coda_inductor.tune.tuner import Tuner
 
 
 def _always(_graph: Graph, _record: Record) -> bool:
@@ -68,7 +72,13 @@ def _recomputes(graph: Graph, record: Record) -> bool:
 
 def _decide(graph: Graph, record: Record) -> None:
     """What may be fused in this graph; start the compile workers, which takes a while."""
-    record.policy = Policy.of(record.options, graph, dry=record.dry)
+    options = record.options
+
+    def tuner(store: Store, device: torch.device) -> Tuner:
+        most = MANY if options.tune == "always" else SOME
+        return Tuner(store, device, options.tune_seconds, most)
+
+    record.policy = Policy.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
     if record.policy.compiles and not record.dry:
         pool.warm_up()
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from coda_inductor.debug import DebugFolder
 from coda_inductor.log import logger
 from coda_inductor.options import Options
@@ -33,6 +35,7 @@ class Record:
         options: the user's.
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
+        as_if: decide, and measure, as if all tensors were on this CUDA device.
         report: what people read later: GEMMs and refusals.
         policy: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
@@ -45,6 +48,7 @@ class Record:
     options: Options
     name: str = "graph"
     dry: bool = False
+    as_if: torch.device | None = None
     report: GraphReport = field(init=False)
     folder: DebugFolder = field(init=False)
     policy: Policy = field(init=False)

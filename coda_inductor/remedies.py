@@ -35,7 +35,8 @@ _DO = {
     "reference-asked": "Leave options['reference'] out, to have kernels.",
     "no-cuda": f"{_HOPPER}.",
     "old-gpu": "Kernels need Hopper or newer.",
-    "gpu-not-measured": "Measure options={'gate': 'always'}: it fuses all the same.",
+    "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
+    "fuses all the same.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
     "kernel-cache-off": "Unset QUACK_CACHE_ENABLED.",
     "kernel-dtype": f"{_BFLOAT16}.",
@@ -121,6 +122,9 @@ _NOTHING = {
     "empty": "there is nothing to compute",
     "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
     "change it",
+    "measured-slower": f"fusing was measured, and costs time at this shape. {_ALWAYS}",
+    "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
+    "under measured/ in the cache folder",
     "statistics-only": "the norm stands before a residual, whose kernel reads the product",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
     "and in training sums its gradients (options={'gate': 'always'} does it)",

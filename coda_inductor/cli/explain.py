@@ -9,9 +9,6 @@ no memory, so that any size can be explained on any machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -20,26 +17,16 @@ from typing import Any
 
 import torch
 
-from coda_inductor.errors import CodaError, ExplainError
+from coda_inductor.cli import models
+from coda_inductor.errors import CodaError
 
 HELP = "what each GEMM of a model absorbs, and what to do about those that do not"
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("target", nargs="?", help="FILE.py:FUNCTION or MODULE:FUNCTION")
-    parser.add_argument("--hf", metavar="FAMILY",
-                        help="a language model's model_type, e.g. llama")  # fmt: skip
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
-                        help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
+    models.arguments(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a sequence (--hf)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (--hf)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of --hf models")
-    parser.add_argument("--train", action="store_true", help="forward and backward")
-    parser.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
-                        help="an option of the backend, e.g. gate=always")  # fmt: skip
     parser.add_argument("--out", metavar="PAGE.html", help="write the page there")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
@@ -53,12 +40,12 @@ def run(chosen: argparse.Namespace) -> int:
         return 1
     model: Callable[..., Any] | None = None
     try:
-        model, args, kwargs = _model(chosen)
-        options = dict(_setting(text, "--option") for text in chosen.option)
+        model, args, kwargs = models.model_of(chosen, chosen.tokens)
+        options = dict(models.setting(text, "--option") for text in chosen.option)
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, **kwargs)
     except CodaError as error:
-        other = chosen.hf is not None and model is not None and not _speaks(model)
+        other = chosen.hf is not None and model is not None and not models.speaks(model)
         hint = "; --hf is for language models, give others as FILE.py:FUNCTION" if other else ""
         sys.stderr.write(f"error: {error}{hint}\n")
         return 1
@@ -69,103 +56,3 @@ def run(chosen: argparse.Namespace) -> int:
         if chosen.open:
             webbrowser.open(path.as_uri())
     return 0
-
-
-def _model(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    if (chosen.target is None) == (chosen.hf is None):
-        raise ExplainError("give either FILE.py:FUNCTION or --hf FAMILY")
-    if chosen.hf is not None:
-        return _hugging_face(chosen)
-    made = _function(chosen.target)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise ExplainError(f"{chosen.target} must return (model, args) or (model, args, kwargs)")
-    model, args, *rest = made
-    args = args if isinstance(args, (tuple, list)) else (args,)
-    return model, tuple(args), dict(rest[0]) if rest else {}
-
-
-def _function(target: str) -> Callable[[], Any]:
-    where, colon, name = target.rpartition(":")
-    if not colon or not where:
-        raise ExplainError(
-            f"{target!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION"
-        )
-    if where.endswith(".py"):
-        path = Path(where)
-        if not path.is_file():
-            raise ExplainError(f"no such file: {where}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None, "a .py file has a loader"
-        assert spec.loader is not None, "a .py file has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # pickles and dataclasses of the file look it up
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise ExplainError(
-                f"{where}: {error}; give a FILE.py or an importable module"
-            ) from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ExplainError(f"{where} has no function {name!r}")
-    return function
-
-
-def _hugging_face(chosen: argparse.Namespace) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    """A model without weights: shapes are all that is needed. Its memory is reserved and never
-    touched; where that much cannot even be reserved, it stays on the meta device."""
-    try:
-        import transformers
-    except ImportError:
-        raise ExplainError("--hf needs transformers: pip install transformers") from None
-    values = dict(_setting(text, "--set") for text in chosen.set)
-    try:
-        config = transformers.AutoConfig.for_model(chosen.hf, **values)
-    except (ValueError, KeyError) as error:
-        first = str(error).split("\n", maxsplit=1)[0]
-        raise ExplainError(f"--hf {chosen.hf}: {first[:300]}") from None
-    known = config.__class__().to_dict()
-    if unknown := [key for key in values if key not in known]:
-        raise ExplainError(
-            f"--set {unknown[0]}: {type(config).__name__} has no such value; it has "
-            f"{', '.join(sorted(known))}"
-        )
-    with torch.device("meta"):
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            model = transformers.AutoModel.from_config(config)
-    model = model.to(getattr(torch, chosen.dtype)).train(chosen.train)
-    with contextlib.suppress(RuntimeError):
-        model = model.to_empty(device="cpu")
-        model.tie_weights()
-    device = next(model.parameters()).device
-    tokens = torch.zeros((chosen.batch, chosen.tokens), dtype=torch.long, device=device)
-    causal = _speaks(model)
-    kwargs: dict[str, Any] = {"use_cache": False} if causal else {}
-    if chosen.train and causal:
-        kwargs["labels"] = tokens
-    return model, (tokens,), kwargs
-
-
-def _speaks(model: Callable[..., Any]) -> bool:
-    """Is it a language model: tokens in, logits out?"""
-    return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
-
-
-def _setting(text: str, flag: str) -> tuple[str, Any]:
-    """``"gate=always"`` -> ("gate", "always"); numbers, booleans and None are read as such."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ExplainError(f"{flag} {text!r}: write KEY=VALUE")
-    words: dict[str, Any] = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return key, words[value.lower()]
-    for read in (int, float):
-        try:
-            return key, read(value)
-        except ValueError:
-            continue
-    return key, value

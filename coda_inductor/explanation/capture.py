@@ -64,13 +64,13 @@ class _Enough(Exception):  # noqa: N818 (no error: the capture is complete)
 class _Backend:
     """The torch.compile backend that captures. ``stop``: at the first graph."""
 
-    def __init__(self, options: Options, *, stop: bool):
-        self.options, self.stop = options, stop
+    def __init__(self, options: Options, *, stop: bool, as_if: torch.device | None = None):
+        self.options, self.stop, self.as_if = options, stop, as_if
         self.found: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
-        record = Record(self.options, f"graph {len(self.found)}", dry=True)
+        record = Record(self.options, f"graph {len(self.found)}", dry=True, as_if=self.as_if)
         around = on_dynamo(gm, record)
         ours = trace(gm, inputs, lambda graph: on_aten(graph, record))
         self.found.append(Captured(stock, ours, record.report))
@@ -79,13 +79,20 @@ class _Backend:
         return around(gm.forward)
 
 
-def capture(function: Callable[..., Any], args: tuple, kwargs: dict, options: Options) -> Capture:
-    """Capture every graph of ``function(*args, **kwargs)``; module docstring.
+def capture(
+    function: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    as_if: torch.device | None = None,
+) -> Capture:
+    """Capture every graph of ``function(*args, **kwargs)``; module docstring. ``as_if``: decide as
+    on this CUDA device, and measure there what ``options`` says.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
     """
-    backend = _Backend(options, stop=True)
+    backend = _Backend(options, stop=True, as_if=as_if)
     with _undisturbed():
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
@@ -93,7 +100,8 @@ def capture(function: Callable[..., Any], args: tuple, kwargs: dict, options: Op
             if not isinstance(error.inner_exception, _Enough):
                 raise error.inner_exception from None
         except Unsupported as error:
-            return _broken(function, args, kwargs, options, str(error))
+            again = _Backend(options, stop=False, as_if=as_if)
+            return _broken(function, args, kwargs, again, str(error))
         except Exception as error:
             raise ExplainError(
                 f"the model cannot be traced: {type(error).__name__}: {error}"
@@ -104,11 +112,10 @@ def capture(function: Callable[..., Any], args: tuple, kwargs: dict, options: Op
 
 
 def _broken(
-    function: Callable[..., Any], args: tuple, kwargs: dict, options: Options, why: str
+    function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend, why: str
 ) -> Capture:
     """Capture past graph breaks: run a copy. Dynamo shares its cache between copies, for it hangs
     on code objects, so that our entries are taken out one by one."""
-    backend = _Backend(options, stop=False)
     codes: list[Any] = []
     hook = register_bytecode_hook(lambda old, _new: codes.append(old))
     try:

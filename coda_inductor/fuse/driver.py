@@ -28,6 +28,7 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
@@ -38,6 +39,9 @@ from coda_inductor.select.choice import Choice
 SITE = "coda_site"
 #: How one region may be grown, with nodes that must stay outside; None where it cannot be at all.
 Make = Callable[[dict[Node, Refusal]], Region | None]
+_Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
+#: What was measured changes the plan, whose new sites are measured; mostly once.
+_ROUNDS = 4
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
@@ -48,11 +52,52 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, instead of any fallback caused by a failure.
     """
+    calls, fired, sites = _settled(graph, record)
+    for site in sites:
+        record.site(site)
+        logger.debug(
+            "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
+            f" ({site.reason})" if site.reason else "",
+        )  # fmt: skip
+    if not record.dry:
+        lower(graph, calls, record)
+    graph.eliminate_dead_code()
+    for name, times in Counter(name for name, _ in fired).items():
+        record.fire(name, times)
+
+
+def _settled(graph: Graph, record: Record) -> _Fused:
+    """Fuse as is best by all that is known in the end. Where sites are measured, that is found in
+    rounds: what was planned without a measurement is measured, and the graph planned again, for
+    one site's answer decides what its neighbours may absorb."""
+    tuning = record.policy.tuning
+    if tuning is None:
+        return _fused(graph, record)
+    try:
+        for _ in range(_ROUNDS):
+            kept = snapshot(graph)
+            found = _fused(graph, record)
+            if not tuning.again():
+                break
+            restore(graph, kept)
+        else:
+            found = _fused(graph, record)
+    finally:
+        tuning.measurer.close()
+    if tuning.measurer.left:  # the next process has time again: let no cache keep this graph
+        record.failed = True
+    return found
+
+
+def _fused(graph: Graph, record: Record) -> _Fused:
+    """Fuse all GEMMs; (the number of its report of each call, (pattern, occurrence) of everything
+    that was absorbed, a report for every GEMM)."""
     fired: set[tuple[str, str]] = set()
     calls: dict[Node, int] = {}
     done: set[Node] = set()
+    sites: list[SiteReport] = []
+    first = len(record.report.sites)
     planner = _Planner(graph, record)
-    sites = record.report.sites
     for anchor in [n for n in graph.nodes if n.target in GEMMS]:
         if anchor in done:
             continue
@@ -64,19 +109,11 @@ def fuse_gemms(graph: Graph, record: Record) -> None:
             fired |= _patterns(region)
             strict = record.options.strict
             call = emit(graph, region, site.program, choice.config, site=site.site, strict=strict)
-            calls[call] = len(sites)
+            calls[call] = first + len(sites)
             planner.scope.refresh(graph)
-        call.meta[SITE] = len(sites)
-        record.site(site)
-        logger.debug(
-            "fuse: %s %s: %s%s", site.site, site.how, ", ".join(site.absorbed),
-            f" ({site.reason})" if site.reason else "",
-        )  # fmt: skip
-    if not record.dry:
-        lower(graph, calls, record)
-    graph.eliminate_dead_code()
-    for name, times in Counter(name for name, _ in fired).items():
-        record.fire(name, times)
+        call.meta[SITE] = first + len(sites)
+        sites.append(site)
+    return calls, fired, sites
 
 
 class _Planner:
@@ -162,6 +199,7 @@ class _Planner:
         program = region.program()
         patterns = sorted({name for name, _ in _patterns(region)})
         planned = site_of(region, program, self._read_after(region))
+        planned = replace(planned, name=_name(region.anchors))
         if patterns == ["epilogue"] and not self.record.enabled("epilogue"):
             return site, Choice("unfused", refusal=_disabled("epilogue"))
         choice = self.policy.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))

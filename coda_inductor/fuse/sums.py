@@ -149,4 +149,5 @@ def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> 
         terms = len(region.anchors)
     elif region.total is not None:
         copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
-    return Site(program, hint(m), n, k, terms, copied, after, b_major(b), a.device)
+    a_major = "m" if same(a.stride(0), 1) else "k"
+    return Site(program, hint(m), n, k, terms, copied, after, a_major, b_major(b), a.device)

@@ -59,7 +59,7 @@ class Server:
         self._futures: dict[int, concurrent.futures.Future] = {}
         self._failed = ""
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox.put(_path())
+        self._outbox.put(import_path())
         #: It takes no more requests.
         self.ended = False
         for target in (self._read, self._write):
@@ -186,7 +186,7 @@ def _environment(arch: str) -> dict[str, str]:
     }
 
 
-def _path() -> list[str]:
+def import_path() -> list[str]:
     """``sys.path``, without the current folder: what lies there is data, not a library."""
     here = None
     with contextlib.suppress(FileNotFoundError):  # somebody has removed it

@@ -22,7 +22,7 @@ from coda_inductor.matching import bodies
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
-from coda_inductor.select.device import arch_of
+from coda_inductor.select.device import gpu_of
 
 #: What this process was told already: "torch", "kernels".
 told: set[str] = set()
@@ -58,7 +58,8 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
     if gpu is None:
         text = "the model is on no GPU, while this machine has one: model.cuda()"
         return refuse("no-kernels-on-device", text)
-    return gate.unmeasured(arch_of(gpu)) if options.gate == "auto" else None
+    asked = options.gate == "auto" and options.tune == "never"
+    return gate.unmeasured(gpu_of(gpu)) if asked else None
 
 
 def _has_product(gm: GraphModule) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One question, one answer: how does a site run? The gate and the launch both read the choice.
 
-The three parts of it are kept apart: *legal* (``legality``), *which config* (``config`` by
-``model``) and *expected to win* (``gate``).
+The candidates are every legal config and the unfused way. What was measured of the very site on
+this GPU model speaks first (``store``), then the model (``model``), with a margin. The parts are
+kept apart: *legal* (``legality``), *which config* and *does it win* (``figures`` or ``gate``).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from coda_inductor.errors import KernelError
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.refusal import Refusal
+from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import arch_of
+from coda_inductor.select.device import H100, Gpu, arch_of
+from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.model import UNSURE, cublas_us, ground, kernel_us
+from coda_inductor.select.model import cublas_us, ground, kernel_us
 from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Choice:
         refusal: why it is no kernel.
         fused_us: expected microseconds of the kernel; None where the model knows none.
         unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
-        ground: what these times rest on, see ``model.ground``.
+        ground: what these times rest on: "here" (measured by this user), "shipped" (measured), or
+            what ``model.ground`` says.
     """
 
     how: str
@@ -42,28 +46,62 @@ class Choice:
     unfused_us: float = 0.0
     ground: str = "modelled"
 
+    @property
+    def measured(self) -> bool:
+        """Was the very site measured?"""
+        return self.ground in ("here", "shipped")
 
-def select(site: Site, *, gated: bool) -> Choice:
+
+def select(
+    site: Site, *, gated: bool, store: Store | None = None, optimistic: bool = False
+) -> Choice:
     """How ``site`` runs on its device; deterministic, nothing is measured here. ``gated`` asks for
-    what is expected to win, else whatever is legal becomes a kernel."""
+    what is faster than the unfused way, else whatever is legal becomes a kernel. ``store`` says
+    what was measured (None: on no GPU, and an H100 is meant). ``optimistic``: on a GPU that nothing
+    is known of, kernels win until they are measured."""
+    gpu = H100 if store is None else store.gpu
     program, m, n, k = site.program, site.m, site.n, site.k
-    plain = len(program.accs) * sum(cublas_us(m, n, each) for each in site.ks)
+    plain = len(program.accs) * sum(cublas_us(m, n, each, gpu) for each in site.ks)
     why = unsupported(program, n, k, b_major=site.b_major, device=site.device)
     if why is not None:
-        plain_ground = ground(None, None, m, n, site.ks[0])
+        plain_ground = ground(None, None, m, n, site.ks[0], gpu=gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=plain_ground)
-    config = choose(program, m, n, k, site.device, site.terms)
-    fused, unfused = gate.expected(site, config)
-    why = gate.loses(site, fused, unfused) if gated else None
-    rests_on = ground(program, config, m, n, k, site.terms)
-    if why is not None and why.code == "expected-slower" and rests_on in UNSURE:
-        why = why.within(f"{{}} ({UNSURE[rests_on]})")
-    us = fused if math.isfinite(fused) else None
+    found = None if store is None else store.find(site)
+    if found is not None:
+        return _measured(site, *found, gpu, gated=gated)
+    config = choose(program, m, n, k, site.device, site.terms, gpu)
+    fused, unfused = gate.expected(site, config, gpu)
+    rests_on = ground(program, config, m, n, k, site.terms, gpu)
+    known = math.isfinite(fused)
+    why = None
+    if gated and (known or not optimistic):
+        why = gate.loses(site, fused, unfused, rests_on) if known else gate.unmeasured(gpu)
     how = "kernel" if why is None else "unfused"
-    return Choice(how, str(config), why, us, unfused, rests_on)
+    return Choice(how, str(config), why, fused if known else None, unfused, rests_on)
 
 
-def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1) -> Config:
+def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) -> Choice:
+    """The choice that measurements leave."""
+    order = [str(config) for config in legal_configs(site.program, gpu.arch)]
+    unfused = found.plain + gate.around_us(site, gpu) if site.after else found.unfused
+    config = found.best(order)
+    if config is None:
+        first = next(iter(found.failed.values()), "none was tried")
+        why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
+        return Choice("unfused", refusal=why, unfused_us=unfused, ground=where)
+    us = found.us[config]
+    loses = gate.loses(site, us, math.inf)  # whatever it takes
+    if loses is None and not found.wins(us, unfused):
+        text = f"measured {us:.0f} us fused, {unfused:.0f} us unfused"
+        loses = refuse("measured-slower", text)
+    if loses is not None and gated:
+        return Choice("unfused", config, loses, us, unfused, where)
+    return Choice("kernel", config, None, us, unfused, where)
+
+
+def choose(
+    program: EpilogueProgram, m, n: int, k: int, device=None, terms: int = 1, gpu: Gpu = H100
+) -> Config:
     """The config to run ``program`` with on (m, k) x (k, n); deterministic, never measures.
 
     ``m`` may be a SymInt: its hint counts. ``device`` is the tensors' device (None: the current
@@ -79,4 +117,4 @@ def choose(program: EpilogueProgram, m, n: int, k: int, device=None, terms: int 
     if len(configs) == 1:
         return configs[0]
     rows = hint(m)
-    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms))
+    return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms, gpu))

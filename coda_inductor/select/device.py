@@ -1,68 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs: which one a decision is for, and everything that was measured on one model of them."""
+"""GPUs: which one a decision is for, and the constants that were measured on its model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+import os
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+
+_SHIPPED = Path(__file__).parent / "tables"
+#: Bytes a microsecond of a GPU that nobody has measured yet; nothing is decided by it alone.
+_ASSUMED = 1.0e6
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What was measured on one GPU model.
+    """One GPU model.
 
     Attributes:
-        name: of the model.
-        arch: its compute capability, major.
-        table: the measurements of GEMMs and the constants of the model fitted to them.
+        name: of the model, as the driver says.
+        capability: its compute capability, (major, minor).
+        processors: its multiprocessors.
         smem_bytes: shared memory that one CTA may have.
         bytes_per_us: what an elementwise kernel of Inductor's reaches.
         launch_us: what launching one takes the GPU.
-        host_bound_us: a launch of ours costs the host 30 to 50 us, one of cuBLAS 12. Where a
-            graph's GEMMs take less than this on average, the GPU waits for the host, and fusing
-            makes it wait longer. Llama-3.2-1B on an H100: 19 us (512 tokens) lost 17 %, 49 us (2048
-            tokens) won 13 %.
+        host_bound_us: a launch of ours costs the host more than one of cuBLAS. Where a graph's
+            GEMMs take less than this on average, the GPU waits for the host, and fusing makes it
+            wait longer. Llama-3.2-1B on an H100: 19 us (512 tokens) lost 17 %, 49 us (2048 tokens)
+            won 13 %.
         op_us: one multiplication for each million accumulator elements, on the whole GPU.
         op_shows, op_shows_lean: the share of it that shows where one warpgroup's epilogue runs
             beside the other's main loop: more with small buffers, at which the warps wait for each
             other twice as often.
         cached_instructions: of an epilogue, that the instruction cache holds.
         miss_us, misses_us: what each beyond costs, for a million elements, and all at most.
+        table: measurements of GEMMs and the constants of the model fitted to them; None where
+            there are none for a GPU of this generation: every site has to be measured.
+        borrowed: the table is of another model of the same generation.
     """
 
     name: str
-    arch: int
-    table: Path
+    capability: tuple[int, int]
+    processors: int
     smem_bytes: int
     bytes_per_us: float
-    launch_us: float
-    host_bound_us: float
-    op_us: float
-    op_shows: float
-    op_shows_lean: float
-    cached_instructions: float
-    miss_us: float
-    misses_us: float
+    launch_us: float = 2.0
+    host_bound_us: float = 48.0
+    op_us: float = 0.03
+    op_shows: float = 0.5
+    op_shows_lean: float = 0.9
+    cached_instructions: float = 7900.0
+    miss_us: float = 0.01
+    misses_us: float = 24.0
+    table: Path | None = None
+    borrowed: bool = False
+
+    @property
+    def arch(self) -> int:
+        """The compute capability, major."""
+        return self.capability[0]
+
+    @property
+    def short(self) -> str:
+        """For people: ``H200``."""
+        return re.sub(r" \d+GB.*", "", self.name.removeprefix("NVIDIA "))
+
+    @property
+    def file(self) -> str:
+        """What files about this model are called: ``nvidia_h200``."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
-#: The only one so far: every Hopper is costed as an H100 with its own number of processors.
-H100 = Gpu(
-    name="H100",
-    arch=9,
-    table=Path(__file__).parent / "tables" / "h100.json",
-    smem_bytes=227 * 1024,
-    bytes_per_us=2.7e6,
-    launch_us=2.0,
-    host_bound_us=48.0,
-    op_us=0.03,
-    op_shows=0.5,
-    op_shows_lean=0.9,
-    cached_instructions=7900.0,
-    miss_us=0.01,
-    misses_us=24.0,
-)
+def read(path: Path) -> Gpu:
+    """The GPU that a table is of.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, KeyError, TypeError: it is no table.
+    """
+    data = json.loads(path.read_text())
+    constants: dict[str, Any] = data["constants"]
+    constants["capability"] = tuple(constants["capability"])
+    return Gpu(data["device"], processors=data["processors"], table=path, **constants)
+
+
+#: What is decided for where there is no GPU: explain, and tests.
+H100 = read(_SHIPPED / "nvidia_h100_80gb_hbm3.json")
+
+
+@functools.lru_cache(maxsize=4)
+def tables(chosen: str | None) -> dict[str, Gpu]:
+    """The GPU models that have a table, by name. ``chosen`` is what ``CODA_TABLES`` says: a folder
+    of tables to use in place of the shipped ones; an empty one hides them all."""
+    folder = Path(chosen).expanduser() if chosen else _SHIPPED
+    return {gpu.name: gpu for gpu in map(read, sorted(folder.glob("*.json")))}
+
+
+def gpu_of(device=None) -> Gpu:
+    """The GPU that ``device`` is (None: the current one); an H100 where it is none, or there is no
+    CUDA."""
+    device = torch.device("cuda") if device is None else torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H100
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu(index, os.environ.get("CODA_TABLES"))
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu(index: int, chosen: str | None) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return known(
+        found.name,
+        (found.major, found.minor),
+        found.multi_processor_count,
+        getattr(found, "shared_memory_per_block_optin", H100.smem_bytes),
+        tables(chosen),
+    )
+
+
+def known(
+    name: str,
+    capability: tuple[int, int],
+    processors: int,
+    smem_bytes: int,
+    shipped: dict[str, Gpu],
+) -> Gpu:
+    """The GPU of these properties: as its table says, or one of the same generation's with its own
+    number of processors; without either what the driver says, and no expected times."""
+    if name in shipped:
+        return replace(shipped[name], processors=processors)
+    mine = {"name": name, "capability": capability, "processors": processors}
+    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0]]
+    if alike:
+        return replace(alike[0], smem_bytes=smem_bytes, borrowed=True, **mine)  # type: ignore[arg-type]
+    return Gpu(smem_bytes=smem_bytes, bytes_per_us=_ASSUMED, **mine)  # type: ignore[arg-type]
 
 
 def arch_of(device=None) -> int:

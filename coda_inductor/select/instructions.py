@@ -13,7 +13,7 @@ import functools
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.select.config import Config
-from coda_inductor.select.device import H100
+from coda_inductor.select.device import Gpu
 
 #: Op -> (multiplications that it takes as long as, instructions), where it is not one of each.
 _OPS = {
@@ -45,19 +45,19 @@ def weight(program: EpilogueProgram) -> tuple[float, float]:
 
 
 def extra_us(
-    program: EpilogueProgram, like: EpilogueProgram, config: Config, elements: float
+    program: EpilogueProgram, like: EpilogueProgram, config: Config, elements: float, gpu: Gpu
 ) -> float:
-    """What ``program`` costs more on an H100 than ``like`` with the same config, on so many
+    """What ``program`` costs more on ``gpu`` than ``like`` with the same config, on so many
     accumulator elements: never less than nothing."""
-    shows = (H100.op_shows_lean if config.lean else H100.op_shows) if config.pingpong else 1.0
+    shows = (gpu.op_shows_lean if config.lean else gpu.op_shows) if config.pingpong else 1.0
     work = (weight(program)[0] - weight(like)[0]) * shows
-    misses = _misses(program, config) - _misses(like, config)
-    return (max(work, 0.0) * H100.op_us + max(misses, 0.0)) * elements / 1e6
+    misses = _misses(program, config, gpu) - _misses(like, config, gpu)
+    return (max(work, 0.0) * gpu.op_us + max(misses, 0.0)) * elements / 1e6
 
 
-def _misses(program: EpilogueProgram, config: Config) -> float:
+def _misses(program: EpilogueProgram, config: Config, gpu: Gpu) -> float:
     """Microseconds for a million elements that a thread waits for its instructions."""
     groups = 1 if config.pingpong else 2
     each = config.tile_m * config.tile_n / (128 * groups)
-    beyond = max(each * weight(program)[1] - H100.cached_instructions, 0.0)
-    return min(beyond * H100.miss_us, H100.misses_us)
+    beyond = max(each * weight(program)[1] - gpu.cached_instructions, 0.0)
+    return min(beyond * gpu.miss_us, gpu.misses_us)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is expected to cost, from the shipped measurements and a model fitted to them.
+"""What a kernel is expected to cost, from the measurements shipped for a GPU model and constants
+fitted to them. ``gpu`` is the one that is asked about, everywhere; of one without a table nothing
+is known, and every kernel's time is infinite.
 
 A persistent GEMM runs in waves: with T tiles on S processors, the last of ceil(T / S) waves is as
 expensive as a full one. A wave costs ``step * K + tile + per_byte * (bytes moved per element)``,
@@ -21,32 +23,42 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-
-import torch
+from pathlib import Path
 
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.config import Config
-from coda_inductor.select.device import H100, arch_of
+from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.instructions import extra_us
 from coda_inductor.select.kinds import TERMS, family, kinds
 
 _PLAIN_BYTES = 2.0  # one 16-bit store an element
 #: Thousand million multiplications up to which a GEMM counts as small.
 SMALL_GMACS = 40.0
+#: What a processor of a generation that nobody has measured does in a microsecond, about: it says
+#: whether the host is the limit, and nothing else.
+_FLOPS_PER_US = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
 UNSURE = {
     "smaller": "a guess: smaller than anything measured",
     "larger": "about: larger than anything measured",
+    "borrowed": "about: by another GPU of its generation",
+    "unknown": "a guess: no GPU of its generation was measured",
 }
 
 
-@functools.lru_cache(maxsize=1)
-def table() -> dict:
+def table(gpu: Gpu = H100) -> dict:
     """The shipped data: "processors", "models" ({family: {config: constants}}), "cublas" and
     "shapes" (the measurements)."""
-    data = json.loads(H100.table.read_text())
+    return _table(gpu.table)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(path: Path | None) -> dict:
+    data: dict = {"processors": 1, "models": {}, "shapes": []}
+    if path is not None:
+        data = json.loads(path.read_text())
     data["kernels"], data["products"] = {}, {}
     for row in data["shapes"]:
         kind, n, k = row["kind"], row["n"], row["k"]
@@ -84,17 +96,23 @@ def _traits(program: EpilogueProgram) -> tuple[int, ...]:
 
 
 def kernel_us(
-    program: EpilogueProgram, config: Config, m: int, n: int, k: int, terms: int = 1
+    program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1, gpu: Gpu = H100
 ) -> float:
     """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
-    kind = kind_of(program, terms)
-    elements = m * n * table()["processors"] / _processors()
-    extra = extra_us(program, kinds()[kind], config, elements)
-    return _kernel_us(kind, str(config), m, n, k, traffic(program)) + extra
+    kind, rows = kind_of(program, terms), hint(m)
+    elements = rows * n * table(gpu)["processors"] / gpu.processors
+    extra = extra_us(program, kinds()[kind], config, elements, gpu)
+    return _kernel_us(gpu, kind, str(config), rows, n, k, traffic(program)) + extra
 
 
 def ground(
-    program: EpilogueProgram | None, config: Config | None, m, n: int, k: int, terms: int = 1
+    program: EpilogueProgram | None,
+    config: Config | None,
+    m,
+    n: int,
+    k: int,
+    terms: int = 1,
+    gpu: Gpu = H100,
 ) -> str:
     """What :func:`kernel_us` (without program and config: :func:`cublas_us`) rests on:
 
@@ -104,14 +122,21 @@ def ground(
     "smaller"   nothing: a few tiles on an idle GPU take what starting and ending a kernel takes.
                 The model's constant for that is what is left over at thousands of tiles, so that
                 for pairs it is 0, and N counts for nothing below one wave
+    "borrowed"  the model of another GPU of its generation
+    "unknown"   nothing: no GPU of its generation was measured
     """
+    if gpu.table is None:
+        return "unknown"
+    known = table(gpu)
     if program is None or config is None:
-        rows, every = table()["products"].get((n, k), ()), table()["shapes"]
+        rows, every = known["products"].get((n, k), ()), known["shapes"]
     else:
         kind = kind_of(program, terms)
-        rows = table()["kernels"].get((kind, n, k), ())
+        rows = known["kernels"].get((kind, n, k), ())
         group = family(program)
-        every = [row for row in table()["shapes"] if family(kinds()[row["kind"]]) == group]
+        every = [row for row in known["shapes"] if family(kinds()[row["kind"]]) == group]
+    if gpu.borrowed:
+        return "borrowed"
     if _nearest(rows, hint(m), "cublas" if config is None else str(config)) is not None:
         return "measured"
     sizes = {"m": hint(m), "n": n, "k": k}
@@ -122,31 +147,34 @@ def ground(
     return "modelled"
 
 
-def cublas_us(m, n: int, k: int) -> float:
+def cublas_us(m, n: int, k: int, gpu: Gpu = H100) -> float:
     """Expected microseconds of one plain 16-bit matrix product (m, k) x (k, n) through cuBLAS."""
-    return _cublas_us(hint(m), n, k)
+    return _cublas_us(gpu, hint(m), n, k)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel_us(kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
-    group = family(kinds()[kind])
-    if config not in table()["models"][group]:
+def _kernel_us(gpu: Gpu, kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
+    group, known = family(kinds()[kind]), table(gpu)
+    if config not in known["models"].get(group, ()):
         return math.inf  # a candidate that was never measured
-    expected = modelled(table(), group, config, m, n, k, moved, _processors())
-    row = _nearest(table()["kernels"].get((kind, n, k), ()), m, config)
+    expected = modelled(known, group, config, m, n, k, moved, gpu.processors)
+    row = _nearest(known["kernels"].get((kind, n, k), ()), m, config)
     if row is None:
         return expected
     there = traffic(kinds()[kind])
-    return expected * row["us"][config] / modelled(table(), group, config, row["m"], n, k, there)
+    return expected * row["us"][config] / modelled(known, group, config, row["m"], n, k, there)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cublas_us(m: int, n: int, k: int) -> float:
-    expected = modelled_cublas(table(), m, n, k, _processors())
-    row = _nearest(table()["products"].get((n, k), ()), m, "cublas")
+def _cublas_us(gpu: Gpu, m: int, n: int, k: int) -> float:
+    if gpu.table is None:
+        return 2 * m * n * k / (gpu.processors * _FLOPS_PER_US.get(gpu.arch, 4e6))
+    known = table(gpu)
+    expected = modelled_cublas(known, m, n, k, gpu.processors)
+    row = _nearest(known["products"].get((n, k), ()), m, "cublas")
     if row is None:
         return expected
-    return expected * row["us"]["cublas"] / modelled_cublas(table(), row["m"], n, k)
+    return expected * row["us"]["cublas"] / modelled_cublas(known, row["m"], n, k)
 
 
 def modelled(data, group, config, m, n, k, moved, processors=None) -> float:
@@ -177,14 +205,6 @@ def waves(group: str, config: str, m: int, n: int, processors: int) -> int:
     c = Config.parse(config)
     clusters = -(-m // (c.tile_m * c.cluster_m)) * -(-columns // (c.tile_n * c.cluster_n))
     return -(-clusters // (processors // (c.cluster_m * c.cluster_n)))
-
-
-@functools.lru_cache(maxsize=1)
-def _processors() -> int:
-    """This Hopper's multiprocessors; elsewhere those of the device that was measured."""
-    if torch.cuda.is_available() and arch_of() == 9:
-        return torch.cuda.get_device_properties().multi_processor_count
-    return table()["processors"]
 
 
 def _nearest(rows: Sequence[dict], m: int, config: str) -> dict | None:

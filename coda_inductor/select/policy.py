@@ -7,7 +7,9 @@ kernel libraries), before anything is planned; and *how* does the planned site r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -18,20 +20,75 @@ from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
-from coda_inductor.program import EpilogueProgram, Store
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program import Store as TileStore
 from coda_inductor.program.dtypes import FLOATS, HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Estimate
 from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
-from coda_inductor.select.device import arch_of
+from coda_inductor.select.device import H100, Gpu, gpu_of
 from coda_inductor.select.model import cublas_us, ground
 from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store, store_of
 
-_STORE = Store("out0", "acc", "bfloat16")
+_STORE = TileStore("out0", "acc", "bfloat16")
+#: A kernel that is expected to take so many times as long as the unfused way is not measured.
+_FAR = 1.25
 #: Shapes the partials of a call that is then expanded; any legal config will do.
 REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
+
+
+class Measurer(Protocol):
+    """What measures sites (``tune.tuner``)."""
+
+    @property
+    def left(self) -> Mapping[str, Site]:
+        """What there was no time for."""
+        ...
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        """Is anything known of them now that was not?"""
+        ...
+
+    def close(self) -> None:
+        """No more sites."""
+        ...
+
+
+@dataclass
+class Tuning:
+    """What one graph wants to be measured.
+
+    Attributes:
+        measurer: measures.
+        every: also where the model's measurements reach.
+        asked: sites that were judged without a measurement since the last :meth:`again`.
+        optimistic: whatever has no expected time wins, until it is measured.
+    """
+
+    measurer: Measurer
+    every: bool
+    asked: list[Site] = field(default_factory=list)
+    optimistic: bool = True
+
+    def wants(self, choice: Choice) -> bool:
+        """Would a measurement of it change anything? Not where there is no kernel, where the model
+        was fitted to this very size, and where it expects to lose by far."""
+        if choice.measured or not choice.config:
+            return False
+        hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
+        return self.every or not (hopeless or choice.ground == "measured")
+
+    def again(self) -> bool:
+        """Measure what was asked; True if the graph's sites must be planned again."""
+        asked, self.asked = self.asked, []
+        if asked and self.measurer.measure(asked):
+            return True
+        settled = not (asked and self.optimistic)
+        self.optimistic = False
+        return not settled
 
 
 @dataclass(frozen=True)
@@ -44,6 +101,9 @@ class Policy:
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
         on_gpu: are there GEMMs on a GPU?
         dry: only say what would happen, with expected times and the kernels' numerics.
+        store: what was measured on the graph's GPU model; None where there is none.
+        tuning: what is to be measured; None where nothing may be.
+        as_if: decide as if everything were on this CUDA device.
     """
 
     options: Options
@@ -51,25 +111,48 @@ class Policy:
     no_kernels: Refusal | None = None
     on_gpu: bool = False
     dry: bool = False
+    store: Store | None = None
+    tuning: Tuning | None = None
+    as_if: torch.device | None = None
 
     @staticmethod
-    def of(options: Options, graph: Graph, *, dry: bool = False) -> Policy:
-        """The policy for ``graph``: its GEMMs together decide whether the host is the limit."""
+    def of(
+        options: Options,
+        graph: Graph,
+        *,
+        dry: bool = False,
+        as_if: torch.device | None = None,
+        tuner: Callable[[Store, torch.device], Measurer] | None = None,
+    ) -> Policy:
+        """The policy for ``graph``: its GEMMs together decide whether the host is the limit.
+        ``tuner`` makes what measures, if anything may be measured; a dry run measures only with
+        ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
-        pairs = [(fake(a), fake(b)) for a, b in pairs if fake(a).is_cuda]
+        pairs = [(fake(a), fake(b)) for a, b in pairs if as_if is not None or fake(a).is_cuda]
         if not pairs:
             return Policy(options, dry=dry)
         shapes = [(hint(a.shape[0]), hint(b.shape[1]), hint(b.shape[0])) for a, b in pairs]
-        device = pairs[0][0].device
-        too_small = no_kernels = None
+        device = as_if or pairs[0][0].device
+        store, gpu = store_of(gpu_of(device)), gpu_of(device)
+        too_small = no_kernels = tuning = None
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
-            too_small = None if cuda_graphs else gate.host_bound(shapes)
-            no_kernels = no_kernels or gate.unmeasured(arch_of(device))
-        return Policy(options, too_small, no_kernels, on_gpu=True, dry=dry)
+            too_small = None if cuda_graphs else gate.host_bound(shapes, gpu)
+        tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
+        wanted = tunes and (as_if is not None or not dry)
+        if tuner is not None and wanted and (no_kernels or too_small) is None:
+            tuning = Tuning(tuner(store, device), options.tune == "always")
+        if options.gate == "auto" and tuning is None:
+            no_kernels = no_kernels or gate.unmeasured(gpu)
+        return Policy(options, too_small, no_kernels, True, dry, store, tuning, as_if)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that is decided for."""
+        return H100 if self.store is None else self.store.gpu
 
     @property
     def fuses(self) -> bool:
@@ -103,11 +186,12 @@ class Policy:
             return refuse("gate-never", "options['gate'] is 'never'")
         if not self._kernels(x):
             return None
-        if (why := availability.kernel_stack(x.device)) is not None:  # runtime.notice says it once
+        device = self.as_if or x.device
+        if (why := availability.kernel_stack(device)) is not None:  # runtime.notice says it once
             return why.failing() if self.options.strict else why
         bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
         return (
-            legality.unsupported(bare, w.shape[1], w.shape[0], device=x.device)
+            legality.unsupported(bare, w.shape[1], w.shape[0], device=device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
             or self.too_small
@@ -121,7 +205,9 @@ class Policy:
             return None
         m, k = fake(a).shape
         n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
-        return gate.norm_loses(hint(m), n, k, fake(a).element_size(), training=training)
+        return gate.norm_loses(
+            hint(m), n, k, fake(a).element_size(), training=training, gpu=self.gpu
+        )
 
     def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
         """Why reading a packed projection's halves apart costs more than it saves, or None. In
@@ -143,12 +229,22 @@ class Policy:
         elif not self._kernels(a):
             why = refuse("no-kernels-on-device", f"device {a.device.type} has no kernels")
         else:
-            return select(site, gated=self.options.gate == "auto")
+            return self._judged(site)
         return Choice("reference", REFERENCE_CONFIG, why)
 
+    def _judged(self, site: Site) -> Choice:
+        gated, tuning = self.options.gate == "auto", self.tuning
+        site = replace(site, device=self.as_if or site.device)
+        if tuning is None:
+            return select(site, gated=gated, store=self.store)
+        choice = select(site, gated=gated, store=self.store, optimistic=tuning.optimistic)
+        if tuning.wants(choice):
+            tuning.asked.append(site)
+        return choice
+
     def estimate(self, site: Site) -> Estimate:
-        """What would be chosen on an H100, whatever device this is."""
-        found = select(site, gated=self.options.gate == "auto")
+        """What would be chosen on the graph's GPU; on an H100 where it is on none."""
+        found = select(site, gated=self.options.gate == "auto", store=self.store)
         return Estimate(found.unfused_us, found.fused_us, found.ground, found.config, found.refusal)
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
@@ -158,8 +254,10 @@ class Policy:
         if symbolic or a.dtype not in HALF:
             return None
         (m, k), n = a.shape, b.shape[1]
-        return Estimate(cublas_us(m, n, k), ground=ground(None, None, m, n, k))
+        expected = cublas_us(m, n, k, self.gpu)
+        return Estimate(expected, ground=ground(None, None, m, n, k, gpu=self.gpu))
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""
-        return a.device.type == "cuda" and not self.options.reference
+        on_gpu = self.as_if is not None or a.device.type == "cuda"
+        return on_gpu and not self.options.reference

@@ -20,8 +20,10 @@ class Site:
             every call.
         after: the stores that an elementwise kernel reads which runs anyway (a norm that no GEMM
             reads, say). Unfused, it reads the products instead and writes the others.
+        a_major: the dimension of A with stride 1, "k" or "m".
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
-        device: where it runs; None for the GPU that was measured.
+        device: where it runs; None for an H100.
+        name: of its GEMMs' modules, for readers.
     """
 
     program: EpilogueProgram
@@ -31,8 +33,10 @@ class Site:
     terms: int = 1
     copied: tuple[int, ...] = ()
     after: frozenset[str] = frozenset()
+    a_major: str = "k"
     b_major: str = "k"
     device: torch.device | None = None
+    name: str = ""
 
     @property
     def ks(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import notice
 from coda_inductor.select import gate
+from coda_inductor.select.device import H100, known, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,13 +99,16 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
     """Blackwell: kernels could run, and the default gate has none."""
     stack(monkeypatch, None)
     graph = torch.fx.symbolic_trace(lambda x: x @ x)
-    monkeypatch.setattr(notice, "arch_of", lambda device: 10)
+    unknown = known("NVIDIA B200", (10, 0), 148, 232448, tables(None))
+    monkeypatch.setattr(notice, "gpu_of", lambda device: unknown)
     on_gpu = [torch.nn.Parameter(torch.ones(1))]
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
-    assert notice.no_kernels(graph, on_gpu, parse(None, None)) == gate.unmeasured(10)
+    never = parse(None, {"tune": "never"})
+    assert notice.no_kernels(graph, on_gpu, never) == gate.unmeasured(unknown)
     assert notice.no_kernels(graph, on_gpu, parse(None, {"gate": "always"})) is None
-    monkeypatch.setattr(notice, "arch_of", lambda device: 9)
-    assert notice.no_kernels(graph, on_gpu, parse(None, None)) is None
+    assert notice.no_kernels(graph, on_gpu, parse(None, None)) is None  # it will be measured
+    monkeypatch.setattr(notice, "gpu_of", lambda device: H100)
+    assert notice.no_kernels(graph, on_gpu, never) is None
 
 
 def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):

@@ -16,6 +16,7 @@ from coda_inductor.options import parse
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.select import device, gate
 from coda_inductor.select.choice import choose, select
+from coda_inductor.select.device import H100, known, tables
 from coda_inductor.select.kinds import kinds
 from coda_inductor.select.policy import Policy
 from coda_inductor.select.site import Site
@@ -79,11 +80,12 @@ def test_mode_reduce_overhead_lifts_the_limit():
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    monkeypatch.setattr("coda_inductor.select.policy.arch_of", lambda _: 10)
+    unknown = known("NVIDIA B200", (10, 0), 148, 232448, tables(None))
+    monkeypatch.setattr("coda_inductor.select.policy.gpu_of", lambda _: unknown)
     graph = graph_of(8192)
     gemm = next(n for n in graph.nodes if n.op == "call_function")
     auto, always = (Policy.of(parse(None, {"gate": g}), graph) for g in ("auto", "always"))
-    assert "nothing was measured on compute capability 10.x" in auto.legal(gemm).text
+    assert "nothing was measured on B200 (compute capability 10.x)" in auto.legal(gemm).text
     assert always.legal(gemm) is None
     assert (auto.compiles, always.compiles) == (False, True)
 
@@ -99,6 +101,7 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(device, "_majors", {})
+    monkeypatch.setattr("coda_inductor.select.policy.gpu_of", lambda _: H100)
     monkeypatch.setattr(availability, "library_stack", lambda: None)
     availability.kernel_stack.cache_clear()
     old, new = (Policy.of(parse(None, {"gate": "always"}), graph) for graph in graphs)

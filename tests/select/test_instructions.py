@@ -10,6 +10,7 @@ import pytest
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
 from coda_inductor.select.choice import choose, select
 from coda_inductor.select.config import Config
+from coda_inductor.select.device import H100
 from coda_inductor.select.instructions import extra_us, weight
 from coda_inductor.select.kinds import kinds
 from coda_inductor.select.model import kernel_us
@@ -44,7 +45,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_work_costs_about_what_was_measured(name):
     program, us = MEASURED[name]
-    assert extra_us(program, PLAIN, CONFIG, ELEMENTS) == pytest.approx(us, rel=0.75)
+    assert extra_us(program, PLAIN, CONFIG, ELEMENTS, H100) == pytest.approx(us, rel=0.75)
 
 
 def heavy() -> EpilogueProgram:
@@ -70,7 +71,7 @@ def test_code_that_the_instruction_cache_does_not_hold_is_dear():
 
 
 def test_a_lighter_program_is_no_cheaper_than_the_kind_it_is_like():
-    assert extra_us(PLAIN, heavy(), CONFIG, ELEMENTS) == 0.0
+    assert extra_us(PLAIN, heavy(), CONFIG, ELEMENTS, H100) == 0.0
 
 
 def test_the_gate_counts_the_work():

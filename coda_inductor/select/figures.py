@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of one site, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from coda_inductor.select.site import Site
+
+#: Two times closer than this are equal, whatever their spread says.
+_EQUAL = 0.005
+#: Noise beyond this does not make everything equal: the machine is busy.
+_NOISE = 0.03
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians on one GPU model, with a cold L2 cache, of a program at about so many rows.
+
+    Attributes:
+        us: microseconds of a kernel, by its config.
+        unfused: of cuBLAS and what Inductor compiles around it.
+        plain: of cuBLAS alone.
+        spread: the part of it by which a typical median may be off.
+        failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
+        m: the rows that were measured.
+        name: of a site that was measured, for readers.
+    """
+
+    us: Mapping[str, float]
+    unfused: float
+    plain: float
+    spread: float = 0.0
+    failed: Mapping[str, str] = field(default_factory=dict)
+    m: int = 0
+    name: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        """By which part of the shorter of two times the other must be longer to count as so."""
+        return max(_EQUAL, min(self.spread, _NOISE))
+
+    def best(self, order: Iterable[str]) -> str | None:
+        """The first config of ``order`` that nothing beats by more than the tolerance: noise then
+        moves no choice between equals. None if none was measured."""
+        times = {name: self.us[name] for name in order if name in self.us}
+        if not times:
+            return None
+        limit = min(times.values()) * (1 + self.tolerance)
+        return next(name for name, us in times.items() if us <= limit)
+
+    def wins(self, us: float, unfused: float) -> bool:
+        """Is a kernel of ``us`` faster than ``unfused`` by more than the tolerance?"""
+        return us * (1 + self.tolerance) <= unfused
+
+
+def rows_class(m: int) -> int:
+    """The number of rows whose measurement serves ``m``: powers of two to 128, multiples of 128 to
+    8192, then of 256, 512 and so on. What changes within a class is part of a wave of tiles."""
+    if m <= 128:
+        return max(16, 1 << (m - 1).bit_length())
+    step = 128 << max(0, math.ceil(math.log2(m / 8192)))
+    return -(-m // step) * step
+
+
+def key_of(site: Site) -> str:
+    """What a measurement is found by: program, size and layout of ``site``."""
+    terms = f" terms={site.terms}" if site.terms > 1 else ""
+    copied = f" copied={'+'.join(map(str, site.copied))}" if site.copied else ""
+    layout = f"{site.a_major}{site.b_major}"
+    size = f"{rows_class(site.m)}x{site.n}x{site.k}"
+    return f"{site.program.key} {size} {layout}{terms}{copied}"
+
+
+def to_row(key: str, found: Figures) -> dict[str, Any]:
+    """As it stands in a file. Inverse: :func:`from_row`."""
+    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name}
+    row |= {"unfused": found.unfused, "plain": found.plain, "spread": found.spread}
+    return row | {"us": dict(found.us)} | ({"failed": dict(found.failed)} if found.failed else {})
+
+
+def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
+    """(key, figures).
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such row.
+    """
+    us = {str(name): float(value) for name, value in row["us"].items()}
+    figures = Figures(
+        us,
+        float(row["unfused"]),
+        float(row["plain"]),
+        float(row["spread"]),
+        {str(name): str(why) for name, why in row.get("failed", {}).items()},
+        int(row["m"]),
+        str(row.get("name", "")),
+    )
+    if not all(0 < x < math.inf for x in (*us.values(), figures.unfused, figures.plain)):
+        raise ValueError("times must be positive numbers")
+    return str(row["key"]), figures

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where measurements are kept: one readable file for each GPU model, a line a site.
+
+Those of this user are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the
+tables under ``select/tables``, and a folder that ``CODA_CACHE_DIR`` names and that can only be read
+is looked into as well. Files are replaced as a whole, under a lock (``tune.lock``), and never
+trusted: a line that is no measurement is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coda_inductor.cache_dir import folder, prewarmed, write
+from coda_inductor.codegen.render import RENDERER_VERSION
+from coda_inductor.log import logger
+from coda_inductor.mainloop.environment import label
+from coda_inductor.select.device import Gpu
+from coda_inductor.select.figures import Figures, from_row, key_of, to_row
+from coda_inductor.select.site import Site
+
+FOLDER = "measured"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a second of measuring says about a GPU model (``tune``): see :class:`Gpu`."""
+
+    bytes_per_us: float
+    launch_us: float
+
+
+class Store:
+    """All measurements for ``gpu``: this user's, and those that are shipped.
+
+    Attributes:
+        path: the file of this user's.
+        gpu: with what was measured of the device, where nothing was shipped for it.
+    """
+
+    def __init__(self, gpu: Gpu, base: Path | None = None):
+        name = f"{gpu.file}-{versions()}.json"
+        self.path = (folder(FOLDER) if base is None else base) / name
+        self._given = gpu
+        self._stamp: tuple[int, int] | None = None
+        self._own: dict[str, Figures] = {}
+        self._device: Device | None = None
+        self._others = _shipped(gpu.table, gpu.borrowed)
+        if base is None and (read_only := prewarmed()) is not None:
+            self._others |= _read(read_only / FOLDER / name)[0]
+
+    @property
+    def gpu(self) -> Gpu:
+        self._refresh()
+        given, measured = self._given, self._device
+        if measured is None or (given.table is not None and not given.borrowed):
+            return given
+        return replace(given, bytes_per_us=measured.bytes_per_us, launch_us=measured.launch_us)
+
+    @property
+    def device(self) -> Device | None:
+        """What was measured of the device itself."""
+        self._refresh()
+        return self._device
+
+    def find(self, site: Site) -> tuple[Figures, str] | None:
+        """What was measured of ``site``, and where: "here" (by this user) or "shipped"."""
+        self._refresh()
+        key = key_of(site)
+        if (own := self._own.get(key)) is not None:
+            return own, "here"
+        other = self._others.get(key)
+        return None if other is None else (other, "shipped")
+
+    def own(self) -> Mapping[str, Figures]:
+        """This user's measurements, by key."""
+        self._refresh()
+        return self._own
+
+    def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:
+        """Keep measurements; whoever calls holds the lock (``tune.lock``).
+
+        Raises:
+            OSError: the file cannot be written; they are known in this process all the same.
+        """
+        self._refresh()
+        self._own = {**self._own, **found}
+        self._device = device or self._device
+        try:
+            write(self.path, as_text(self._given, self._own, self._device))
+        finally:
+            self._stamp = _stamp(self.path)
+
+    def _refresh(self) -> None:
+        """Read the file again if another process has replaced it."""
+        stamp = _stamp(self.path)
+        if stamp is not None and stamp != self._stamp:
+            own, device = _read(self.path)
+            self._own, self._stamp = {**self._own, **own}, stamp
+            self._device = device or self._device
+
+
+@functools.lru_cache(maxsize=16)
+def store_of(gpu: Gpu) -> Store:
+    """The store of this process for ``gpu``."""
+    return Store(gpu)
+
+
+def versions() -> str:
+    """Of everything that a time depends on, in a file's name: the kernel libraries, CUDA (whose
+    cuBLAS is the other candidate), how programs are rendered."""
+    return f"{label()}-cuda{torch.version.cuda or 'none'}-r{RENDERER_VERSION}"
+
+
+def as_text(gpu: Gpu, sites: Mapping[str, Figures], device: Device | None = None) -> str:
+    """The file's text: JSON with one site a line, in the order of their keys."""
+    about = None if device is None else vars(device)
+    head = {"format": _FORMAT, "gpu": gpu.name, "versions": versions(), "device": about}
+    lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
+    rows = [json.dumps(to_row(key, sites[key])) for key in sorted(sites)]
+    return "\n".join(
+        ["{", *lines, ' "sites": [', ",\n".join(f"  {row}" for row in rows), " ]\n}\n"]
+    )
+
+
+def merged(texts: Iterable[str]) -> dict[str, Figures]:
+    """The sites of several files; the last one counts."""
+    return {key: found for text in texts for key, found in _sites(json.loads(text)).items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _shipped_sites(table: Path) -> dict[str, Figures]:
+    return _sites(json.loads(table.read_text()))
+
+
+def _shipped(table: Path | None, borrowed: bool) -> dict[str, Figures]:
+    """The sites of a shipped table; none of another GPU model's."""
+    return {} if table is None or borrowed else dict(_shipped_sites(table))
+
+
+def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:
+    try:
+        data = json.loads(path.read_text())
+        if data["format"] != _FORMAT:
+            return {}, None
+        device = data.get("device")
+        return _sites(data), None if device is None else Device(**device)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if path.exists():
+            logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
+        return {}, None
+
+
+def _sites(data: Mapping[str, Any]) -> dict[str, Figures]:
+    found = {}
+    for row in data.get("sites", ()):
+        try:
+            key, figures = from_row(row)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            logger.debug("no measurement: %r", row)
+            continue
+        found[key] = figures
+    return found
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as a site has them, of random values or of none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coda_inductor.select.site import Site
+
+
+def tensors(site: Site, device: torch.device | str) -> tuple[list[Tensor], list[Tensor], list]:
+    """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. On the
+    meta device they have no values, which is enough to ask for kernels."""
+    program, m, n = site.program, site.m, site.n
+    dtype = getattr(torch, program.in_dtype)
+
+    def matrix(rows: int, columns: int, row_major: bool, scale: float = 1.0) -> Tensor:
+        shape = (rows, columns) if row_major else (columns, rows)
+        made = (torch.randn(shape, device=device) * scale).to(dtype)
+        return made if row_major else made.t()
+
+    as_ = [matrix(m, k, site.a_major == "k") for k in site.ks]
+    weights = [k for k in site.ks for _ in program.accs]
+    bs = [matrix(k, n, site.b_major == "n", k**-0.5) for k in weights]
+    operands = []
+    for operand in program.operands:
+        kind = getattr(torch, operand.dtype)
+        if operand.kind == "tile":
+            made = torch.randn(m, n, device=device)
+        elif operand.kind == "row":
+            made = 1 + 0.1 * torch.randn(n, device=device)
+            made = made.repeat_interleave(2) if program.paired else made
+        elif operand.kind == "col":  # a statistic of a row: positive, as most are
+            made = 0.5 + torch.rand(m, device=device)
+        else:
+            made = torch.ones((), device=device)
+        operands.append(made.to(kind))
+    return _by_address(as_), _by_address(bs), operands
+
+
+def size(site: Site) -> int:
+    """Bytes that a measurement of ``site`` needs at most, about: inputs, outputs of two candidates
+    at a time, and what plain ops keep between them."""
+    program = site.program
+    factors = sum(site.m * k + len(program.accs) * site.n * k for k in site.ks) * 2
+    tiles = sum(o.kind == "tile" for o in program.operands) + 2 * len(program.stores)
+    return factors * 2 + site.m * site.n * (2 * tiles + 8 * len(program.accs))
+
+
+def _by_address(made: list[Tensor]) -> list[Tensor]:
+    """In the order in which they lie, so that one variant of a kernel serves."""
+    return made if made[0].is_meta else sorted(made, key=Tensor.data_ptr)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process measures at a time: the others wait, and find what it has measured.
+
+The lock is one of the operating system: it is free as soon as the process that held it ends,
+however that happens. There is no collective: a rank that never comes keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+from coda_inductor.cache_dir import private_dir
+from coda_inductor.log import logger
+
+
+@contextlib.contextmanager
+def held(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock of the measurements in ``path``; False if another process has held it for so
+    many seconds, or there can be no lock."""
+    with contextlib.ExitStack() as stack:
+        got = False
+        for place in _places(path):
+            try:
+                stack.enter_context(filelock.FileLock(place, timeout=seconds))
+            except filelock.Timeout:
+                logger.debug("%s was held for %.0f s", place, seconds)
+                break
+            except (OSError, NotImplementedError):  # no folder, or a file system without locks
+                continue
+            got = True
+            break
+        yield got
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Where the lock file may lie, best first."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path.with_suffix(".lock")
+    with contextlib.suppress(OSError):
+        locks = private_dir() / "locks"
+        locks.mkdir(exist_ok=True)
+        yield locks / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.lock"

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of several functions on a GPU that compare with each other.
+
+Every round runs every function once, in turn, and a time counts as a part of its round's: a clock
+that changes changes all of them. Before each call, a buffer larger than the L2 cache is read: in a
+model, weights and activations of the layer before have left it. Reading takes longer than the host
+needs for the next launch, so that no function's time holds a wait for the host.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: Rounds that warm the clock, and the most and fewest that count.
+_WARM, _MOST, _FEWEST = 4, 60, 9
+_SECONDS = 1.0
+#: Microseconds that the read takes at least.
+_HOST_US = 150.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one function: the median of its rounds, and by how much of itself that may be
+    off: twice the standard error of a median of so many rounds."""
+
+    median: float
+    spread: float
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]], bytes_per_us: float = 4e6
+) -> dict[str, Times]:
+    """Times of ``calls`` on the current CUDA device; at most about a second. ``bytes_per_us`` of
+    the memory sets how much is read between two calls."""
+    flush = _flush(bytes_per_us)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.monotonic()
+    for number in range(_WARM + _MOST):
+        late = time.monotonic() - start > _SECONDS
+        if late and number >= _WARM + _FEWEST:
+            break
+        events = []
+        for name, call in calls.items():
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush()
+            before.record()
+            call()
+            after.record()
+            events.append((name, before, after))
+        torch.cuda.synchronize()
+        if number >= _WARM:
+            for name, before, after in events:
+                samples[name].append(1e3 * before.elapsed_time(after))
+    return evaluated(samples)
+
+
+def evaluated(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
+    """The times that microseconds of several functions, as many of each, say."""
+    rounds = [statistics.fmean(values) for values in zip(*samples.values(), strict=True)]
+    typical = statistics.median(rounds)
+    found = {}
+    for name, values in samples.items():
+        parts = [value / whole for value, whole in zip(values, rounds, strict=True)]
+        low, median, high = statistics.quantiles(parts, n=4)
+        # The quartiles of a normal distribution are 1.35 standard deviations apart, and a median's
+        # standard error is 1.25 of them over the root of their number.
+        error = 1.25 * (high - low) / 1.35 / math.sqrt(len(parts))
+        found[name] = Times(typical * median, 2 * error / median)
+    return found
+
+
+def _flush(bytes_per_us: float) -> Callable[[], object]:
+    l2 = torch.cuda.get_device_properties().L2_cache_size
+    buffer = torch.ones(max(4 * l2, math.ceil(_HOST_US * bytes_per_us)) // 4, device="cuda")
+    return buffer.amax
+
+
+def device_times() -> tuple[float, float]:
+    """(bytes a microsecond of an elementwise kernel, microseconds that a launch takes the GPU) of
+    the current device; takes less than a second.
+
+    The first is of ``x + y`` on tensors far larger than the cache. The second is what one more
+    kernel with nothing to do takes in a CUDA graph, where the host is not waited for."""
+    x, y = (torch.ones(2**27, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(x)
+    moved = 3 * x.numel() * x.element_size()
+    add = measure({"add": lambda: torch.add(x, y, out=out)})["add"].median
+    one = torch.ones(1, device="cuda")
+
+    def replayed(times: int) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                one.add_(1)
+        return graph.replay
+
+    launches = measure({str(times): replayed(times) for times in (10, 210)})
+    return moved / add, (launches["210"].median - launches["10"].median) / 200

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that measures. A candidate that hangs or ends it ends nothing else.
+
+It reads JSON lines from its standard input and writes some to where its standard output was:
+
+- ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
+- ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
+  before each candidate's first run ``{"trying": config}``;
+- ``{"device": true}`` answers ``{"device": {...}}``.
+
+It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.errors import KernelError
+from coda_inductor.program import EpilogueProgram, Store, reference
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.select.figures import Figures, to_row
+from coda_inductor.select.site import Site
+from coda_inductor.tune import inputs, timing
+
+#: Largest relative error of a candidate's output against the unfused one's: roundings are 0.004.
+_WRONG = 0.05
+
+
+def main(index: int) -> None:
+    """Answer until the input ends. ``index``: of the CUDA device."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    torch.cuda.set_device(index)
+    worker = Worker(lambda answer: print(json.dumps(answer), file=answers, flush=True))
+    for line in sys.stdin:
+        worker.answer(json.loads(line))
+
+
+class Worker:
+    """Measures on the current device; ``say`` takes its answers."""
+
+    def __init__(self, say: Callable[[dict[str, Any]], None]):
+        self._say = say
+        self._bytes_per_us = 4e6
+        self._unfused: dict[str, Callable[..., list[Tensor]]] = {}
+
+    def answer(self, asked: dict[str, Any]) -> None:
+        """One message: see the module's docstring."""
+        try:
+            if "device" in asked:
+                self._bytes_per_us, launch_us = timing.device_times()
+                about = {"bytes_per_us": self._bytes_per_us, "launch_us": launch_us}
+                self._say({"device": {k: float(f"{v:.4g}") for k, v in about.items()}})
+                return
+            site = site_from(asked["site"])
+            as_, bs, operands = inputs.tensors(site, "cuda")
+            unfused = self._unfused.setdefault(repr(asked["site"]), _compiled(site.program))
+            expected = unfused(as_, bs, operands)
+            if "configs" not in asked:
+                self._say({"ready": True})
+                return
+            figures = self._figures(site, asked["configs"], (as_, bs, operands), unfused, expected)
+            self._say({"figures": to_row("", figures)})
+        except Exception as error:
+            self._say({"error": f"{type(error).__name__}: {error}"[:500]})
+            torch.cuda.synchronize()  # a context that is lost ends the process here
+        finally:
+            torch.cuda.empty_cache()
+
+    def _figures(self, site, configs, given, unfused, expected) -> Figures:
+        as_, bs, operands = given
+        calls: dict[str, Callable[[], object]] = {
+            "plain": lambda: [torch.mm(a, b) for a, b in _products(site, as_, bs)],
+            "unfused": lambda: unfused(as_, bs, operands),
+        }
+        failed: dict[str, str] = {}
+        for config in configs:
+            self._say({"trying": config})
+            call = _kernel(site.program, config, given)
+            try:
+                why = _wrong(site.program, call(), expected)
+                torch.cuda.synchronize()
+            except KernelError as error:
+                why = str(error)[:200]
+            if why is None:
+                calls[config] = call
+            else:
+                failed[config] = why
+        times = timing.measure(calls, self._bytes_per_us)
+        us = {name: float(f"{t.median:.4g}") for name, t in times.items()}
+        spreads = sorted(t.spread for t in times.values())
+        return Figures(
+            {name: us[name] for name in configs if name in us},
+            us["unfused"],
+            us["plain"],
+            float(f"{spreads[len(spreads) // 2]:.3g}"),
+            failed,
+            site.m,
+        )
+
+
+def site_text(site: Site) -> dict[str, Any]:
+    """``site`` for a message. Inverse: :func:`site_from`."""
+    plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
+    plain |= {"a_major": site.a_major, "b_major": site.b_major}
+    return plain | {"program": site.program.to_json()}
+
+
+def site_from(text: dict[str, Any]) -> Site:
+    """Inverse of :func:`site_text`."""
+    given = {**text, "copied": tuple(text["copied"])}
+    return Site(EpilogueProgram.from_json(given.pop("program")), **given)
+
+
+def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
+    """The program as Inductor runs it: matrix products of cuBLAS and what it generates."""
+
+    def unfused(as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
+        return reference.run(program, as_, bs, operands, exact=False)
+
+    # Dynamo counts how often one code object is compiled, and stops: each function gets its own.
+    code = unfused.__code__.replace(co_name="unfused")
+    own = types.FunctionType(code, globals(), "unfused", None, unfused.__closure__)
+    return torch.compile(own, dynamic=False, fullgraph=True)
+
+
+def _kernel(program: EpilogueProgram, config: str, given: Sequence) -> Callable[[], list[Tensor]]:
+    """A call of the op that ends as a graph does: the partials of all tiles are combined."""
+    text, (as_, bs, operands) = program.to_json(), given
+
+    def call() -> list[Tensor]:
+        made = gemm_epilogue(as_, bs, operands, text, config, "tuning", strict=True)
+        return [
+            x if isinstance(o, Store) else reference.COMBINE[o.combine](x, _axis(o), keepdim=True)
+            for o, x in zip(program.outputs, made, strict=True)
+        ]
+
+    return call
+
+
+def _axis(reduce: Any) -> int:
+    return 1 if reduce.axis == "row" else 0
+
+
+def _products(site: Site, as_: list[Tensor], bs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(as_[0], b) for b in bs] if site.program.paired else list(zip(as_, bs, strict=True))
+
+
+def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:
+    """Why a candidate's results are not those of the unfused one, or None."""
+    for output, x, y in zip(program.outputs, got, expected, strict=True):
+        difference = torch.linalg.vector_norm(x.float() - y.float())
+        error = (difference / torch.linalg.vector_norm(y.float()).clamp_min(1e-20)).item()
+        if not error < _WRONG:
+            return f"wrong: {output.name} is off by {error:.2g} of its norm"
+    return None
