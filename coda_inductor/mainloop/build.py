@@ -35,8 +35,12 @@ def build(
     same order ("straight") or not ("crossed"); "" for one product.
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
-    Raises whatever QuACK or CuTeDSL raises.
+    Raises:
+        ValueError: where the compiler would end the process: such a tile needs a K-major B.
+        Exception: whatever QuACK or CuTeDSL raises.
     """
+    if config.splits_columns and b_major != "k" and _arch(device) == 9:
+        raise ValueError(f"{config} needs a K-major B")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)
