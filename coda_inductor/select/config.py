@@ -245,8 +245,8 @@ def legal_configs(
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
     narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     candidates = HOPPER + HOPPER_LEAN if loaded and narrow else HOPPER
-    # Beside the accumulators of a larger tile there is no room for those that are loaded.
-    most = 256 * (192 if loaded else 208)
+    # Beside the accumulators of a larger tile there is no room for several others.
+    most = 256 * (192 if loaded and len(loaded) + len(program.stores) > 2 else 208)
     suiting = [c for c in candidates if c.tile_m * c.tile_n <= most and _suits(program, c)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
     # Two stages are too few: a load takes longer than the multiplication before it.
