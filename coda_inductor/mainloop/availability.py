@@ -14,7 +14,9 @@ from coda_inductor.compat import missing_from_libraries
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
 from coda_inductor.refusal import Refusal, refuse
 
-_ARCHS = (9, 10, 11, 12)
+#: Compute capabilities, major, that QuACK has GEMMs for. Its class for 8 (Ampere, Ada) is a stub
+#: that raises NotImplementedError.
+ARCHS = (9, 10, 11, 12)
 
 
 @functools.lru_cache(maxsize=64)
@@ -27,11 +29,16 @@ def kernel_stack(device: torch.device | None = None) -> Refusal | None:
             built = f"torch {torch.__version__} is built without CUDA"
             why = f"{built}, an NVIDIA GPU needs a build with it"
         return refuse("no-cuda", f"no CUDA device is available: {why}")
-    arch = torch.cuda.get_device_capability(device)
-    if arch[0] not in _ARCHS:
-        text = f"compute capability {arch[0]}.{arch[1]} is not supported: Hopper or newer is needed"
-        return refuse("old-gpu", text)
-    return library_stack()
+    major, minor = torch.cuda.get_device_capability(device)
+    return unsupported_gpu(major, str(minor)) or library_stack()
+
+
+def unsupported_gpu(major: int, minor: str = "x") -> Refusal | None:
+    """Why no kernel runs on GPUs of this compute capability, or None if there are such."""
+    if major in ARCHS:
+        return None
+    text = f"compute capability {major}.{minor} is not supported: {QUACK.spec} has no GEMM for it"
+    return refuse("old-gpu", text)
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import torch
 from quack.cute_dsl_utils import get_device_capacity
-from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
+from quack.gemm_runtime.host import GemmEpiPlan
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.mod import load
+from coda_inductor.mainloop.plan import limited
+from coda_inductor.mainloop.plan import run as run_gemm_epi_plan
 from coda_inductor.mainloop.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
 
@@ -33,13 +35,20 @@ def build(
     same order ("straight") or not ("crossed"); "" for one product.
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
-    Raises whatever QuACK or CuTeDSL raises.
+    Raises:
+        ValueError: where the compiler would end the process: such a tile needs a K-major B.
+        Exception: whatever QuACK or CuTeDSL raises.
     """
+    if config.splits_columns and b_major != "k" and _arch(device) == 9:
+        raise ValueError(f"{config} needs a K-major B")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)
     values.update({distance.name: DELTA_DIVISOR for distance in mod.distances})
-    return mod.gemm(
+    # The scheduler of Blackwell is dynamic in hardware; Hopper's counts in memory.
+    blackwell = _arch(device) >= 10
+    counter = torch.empty(1, dtype=torch.int32, device=device) if config.dynamic else None
+    plan = mod.gemm(
         a,
         b,
         d,
@@ -50,12 +59,16 @@ def build(
         cluster_M=config.cluster_m,
         cluster_N=config.cluster_n,
         pingpong=config.pingpong,
-        # The hardware scheduler of Blackwell; Hopper's software one needs a semaphore a launch.
-        is_dynamic_persistent=_arch(device) >= 10,
+        persistent=config.persistent,
+        is_dynamic_persistent=config.dynamic or blackwell,
+        tile_count_semaphore=counter,
+        max_swizzle_size=config.swizzle,
+        split_k=config.split_k,
         b_kn=True,
         post_init_attrs=(("lean", True),) if config.lean else (),
         _launch=False,
     )
+    return limited(plan, config.processors)
 
 
 def dummy_arguments(program, config, m, n, k, a_major, b_major, device):

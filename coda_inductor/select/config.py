@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,14 +12,33 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.device import H100
 
-_TEXT = re.compile(r"(\d+)x(\d+):(\d+)x(\d+):(pp|co)(:lean)?")
+_TEXT = re.compile(
+    r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn|:np)?(?::kN)?(?::pN)?".replace("N", r"([1-9]\d*)")
+)
+_SWIZZLE = 8  # QuACK's
 
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA tile (rows x columns of the output), a cluster of CTAs that share loads, the schedule:
-    ping-pong (two consumer warpgroups on two tiles) or cooperative (on one tile), and whether the
-    epilogue's buffers are small in favour of the main loop's (``kernels.lean``)."""
+    """How a kernel goes about its GEMM.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of the output that one CTA computes at a time.
+        cluster_m, cluster_n: a cluster of CTAs that share loads.
+        pingpong: the schedule: ping-pong (two consumer warpgroups on two tiles) or cooperative (all
+            of them on one tile).
+        lean: the epilogue's buffers are small in favour of the main loop's (``mainloop.lean``).
+        swizzle: how many clusters wide the band is in which tiles are walked through, for the L2
+            cache's sake.
+        dynamic: a cluster takes its next tile from a counter in memory, not every so-manieth one:
+            none waits for processors that another kernel holds. On Hopper; Blackwell always does.
+        persistent: a cluster works on one tile after the other; if not, each tile has its own, and
+            the hardware hands them out. Cooperative only.
+        split_k: K is divided among so many CTAs, whose sums the last adds up, in order.
+        processors: it runs on at most so many, 0 for all.
+
+    ``swizzle`` and ``processors`` are arguments of a launch, all others are compiled in.
+    """
 
     tile_m: int
     tile_n: int
@@ -26,25 +46,63 @@ class Config:
     cluster_n: int
     pingpong: bool
     lean: bool = False
+    swizzle: int = _SWIZZLE
+    dynamic: bool = False
+    persistent: bool = True
+    split_k: int = 1
+    processors: int = 0
 
     def __str__(self) -> str:
-        schedule = "pp" if self.pingpong else "co"
-        lean = ":lean" if self.lean else ""
-        return f"{self.tile_m}x{self.tile_n}:{self.cluster_m}x{self.cluster_n}:{schedule}{lean}"
+        parts = [
+            f"{self.tile_m}x{self.tile_n}",
+            f"{self.cluster_m}x{self.cluster_n}",
+            "pp" if self.pingpong else "co",
+        ]
+        parts += ["lean"] * self.lean
+        parts += [f"sw{self.swizzle}"] * (self.swizzle != _SWIZZLE)
+        parts += ["dyn"] * self.dynamic + ["np"] * (not self.persistent)
+        parts += [f"k{self.split_k}"] * (self.split_k != 1)
+        parts += [f"p{self.processors}"] * (self.processors != 0)
+        return ":".join(parts)
 
     @staticmethod
     def parse(text: str) -> Config:
-        """Inverse of ``str``.
+        """Inverse of ``str``: each config has one text.
 
         Raises:
-            KernelError: if ``text`` is not of the form "128x192:2x1:pp" or "128x192:2x1:pp:lean".
+            KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
+                ":lean", ":sw4", ":dyn" or ":np", ":k2" and ":p120", in this order.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise KernelError(f"{text!r} is not a kernel config: write it like '128x192:2x1:pp'")
+            raise KernelError(
+                f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', perhaps "
+                "followed by ':lean', ':sw4', ':dyn' or ':np', ':k2', ':p120', in this order"
+            )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        pingpong, lean = match[5] == "pp", match[6] is not None
-        return Config(tile_m, tile_n, cluster_m, cluster_n, pingpong, lean)
+        config = Config(
+            tile_m,
+            tile_n,
+            cluster_m,
+            cluster_n,
+            pingpong=match[5] == "pp",
+            lean=match[6] is not None,
+            swizzle=int(match[7] or _SWIZZLE),
+            dynamic=match[8] == ":dyn",
+            persistent=match[8] != ":np",
+            split_k=int(match[9] or 1),
+            processors=int(match[10] or 0),
+        )
+        if str(config) != text:
+            raise KernelError(f"{text!r} is not how this kernel config is written: {config}")
+        return config
+
+    @property
+    def splits_columns(self) -> bool:
+        """Do two warpgroups share the columns of a tile on Hopper, as its rows cannot be halved?
+        They have every other eight of them, which takes a B with K-major rows."""
+        wide = self.tile_m == 192 and self.tile_n > 128
+        return not self.pingpong and (wide or self.tile_m == 320)
 
     def cta_tile_m(self, arch: int) -> int:
         """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
@@ -72,44 +130,137 @@ HOPPER_LEAN = tuple(
         *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
     )
 )
-#: The one config elsewhere, until someone measures: (data-centre, consumer) Blackwell.
-_BLACKWELL = Config.parse("256x256:2x1:co")
-_BLACKWELL_CONSUMER = Config.parse("128x128:1x1:pp")
+#: Candidates that came later, after those whose times ship.
+HOPPER_MORE = tuple(
+    Config.parse(text)
+    for text in (
+        *("128x144:2x1:pp", "128x176:2x1:pp", "192x192:2x1:co", "192x192:1x2:co"),
+        *("192x160:2x1:co", "320x128:2x1:co", "320x128:1x2:co", "256x144:2x1:co"),
+        *("256x176:2x1:co", "64x128:1x1:pp", "64x64:1x1:co", "64x32:1x1:co"),
+        *("64x64:1x1:co:k4", "128x128:2x1:pp:dyn", "256x128:2x1:co:dyn"),
+    )
+)
+#: On data-centre Blackwell, the first until someone measures.
+BLACKWELL = tuple(
+    Config.parse(text)
+    for text in (
+        *("256x256:2x1:co", "256x224:2x1:co", "256x192:2x1:co", "256x160:2x1:co"),
+        *("256x128:2x1:co", "128x256:2x1:co", "128x192:2x1:co", "128x128:2x1:co"),
+        *("256x256:2x2:co", "256x128:2x2:co", "128x256:1x1:co", "128x192:1x1:co"),
+        *("128x128:1x1:co", "128x64:1x1:co", "128x32:1x1:co", "128x128:1x1:co:k4"),
+    )
+)
+#: On consumer Blackwell, which has no clusters.
+BLACKWELL_CONSUMER = tuple(
+    Config.parse(text)
+    for text in (
+        *("128x128:1x1:pp", "128x64:1x1:pp", "64x128:1x1:pp", "128x160:1x1:pp"),
+        *("128x128:1x1:co", "128x192:1x1:co", "64x64:1x1:pp", "64x32:1x1:co"),
+    )
+)
+#: By compute capability, major. What is not there has no kernels.
+_CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
+#: Shared memory of a CTA, where it is not an H100's.
+_SMEM_BYTES = {12: 99 * 1024}
 
 _TILE_K = 64
 
 
-def mainloop_stages(program: EpilogueProgram, config: Config) -> int:
-    """How many K steps of A and B fit into Hopper's shared memory beside the epilogue's buffers
-    (four stages of each tile load, two of each tile store, vectors once; lean ones are half as wide
-    and have two stages of everything)."""
-    rows = 64 if config.pingpong else 128
-    columns, load_stages = (16, 2) if config.lean else (32, 4)
+def unwritten(config: Config, b_major: str = "n") -> str | None:
+    """Why QuACK has no kernel with this tile and schedule on Hopper, or None.
+
+    ``b_major``: "k", or "n", with which fewer are legal.
+    """
+    m, n = config.tile_m, config.tile_n
+    if config.cluster_m * config.cluster_n > 4:
+        return "a cluster has at most 4 CTAs"
+    if config.dynamic and not config.persistent:
+        return "only a persistent kernel has a scheduler"
+    if config.pingpong:
+        widest, step = {64: 256, 128: 208, 192: 128}.get(m, 0), 16
+        if not config.persistent:
+            return "a ping-pong kernel is persistent"
+    else:
+        widest = {64: 256, 128: 256, 192: 256, 256: 208, 320: 160}.get(m, 0)
+        step = 32 if m in (192, 320) else 16
+    if not 0 < n <= widest or n % step:
+        return f"{m} rows go with multiples of {step} up to {widest} columns"
+    if config.splits_columns and b_major != "k":
+        # No descriptor of N-major shared memory says so, and CuTeDSL ends the process.
+        return f"{m}x{n} tiles need a K-major B"
+    return None
+
+
+def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:
+    """(rows, columns) of the tiles that an epilogue moves through shared memory at a time."""
+    if arch in (10, 11):
+        loads = any(o.kind == "tile" for o in program.operands)
+        return config.cta_tile_m(arch), math.gcd(64 if loads else 32, config.tile_n)
+    columns = 16 if config.lean else math.gcd(32, config.tile_n)
+    if config.pingpong or config.splits_columns or arch == 12:
+        return 64, columns  # one warpgroup's rows: beside another, not on top of it
+    return (192 if config.tile_m == 192 else min(config.tile_m, 128)), columns
+
+
+def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> int:
+    """How many K steps of A and B fit into shared memory beside the epilogue's buffers (on Hopper
+    four stages of each tile load, on Blackwell two, two of each tile store, four if they are
+    narrow, vectors once; lean ones have two stages of everything)."""
+    rows, columns = epilogue_tile(program, config, arch)
+    tiles = config.cta_tile_m(arch) * config.tile_n // (rows * columns)
+    load_stages = 2 if config.lean else min(tiles, 4 if arch == 9 else 2)
+    store_stages = 2 if config.lean else min(tiles, 4 if columns <= 16 else 2)
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / (2 if program.paired else 1)
     loaded = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
-    tile_bytes = rows * columns * (2 * stored + load_stages * loaded)
+    tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
     vectors = sum(
         WIDTHS[o.dtype] * (config.tile_n if o.kind == "row" else config.tile_m)
         for o in program.operands
         if o.kind in ("row", "col")
     )
-    # Reductions over M meet in shared memory, one vector a warp.
-    vectors += sum(4 * 8 * config.tile_n for r in program.reduces if r.axis == "col")
-    step_bytes = (config.tile_m + config.tile_n) * _TILE_K * WIDTHS[program.in_dtype]
-    return int((H100.smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
+    # Where several warps share a row or a column, their sums meet in shared memory.
+    for reduce in program.reduces:
+        if reduce.axis == "col":
+            vectors += 4 * config.tile_n * (rows // 16 - 1)
+        elif config.splits_columns:
+            vectors += 4 * config.tile_m * (2 if reduce.combine == "logsumexp" else 1)
+    # A pair of CTAs that multiply together has half of A and half of B each.
+    pair = config.tile_m // config.cta_tile_m(arch)
+    step_bytes = (config.tile_m + config.tile_n) // pair * _TILE_K * WIDTHS[program.in_dtype]
+    smem_bytes = _SMEM_BYTES.get(arch, H100.smem_bytes)
+    return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
-def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
-    """Configs that compile for ``program`` on compute capability ``arch``.x; may be empty."""
-    if arch in (10, 11):
-        return (_BLACKWELL,)
-    if arch == 12:
-        return (_BLACKWELL_CONSUMER,)
+def legal_configs(
+    program: EpilogueProgram, arch: int = 9, b_major: str = "n"
+) -> tuple[Config, ...]:
+    """Configs that compile for ``program`` on compute capability ``arch``.x, in an order that never
+    changes; none where QuACK has no kernels. ``b_major``: which dimension of B has stride 1, "k" or
+    "n"; every config for "n" is one for "k".
+    """
+    if arch != 9:
+        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c))
+        configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
+        return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
     narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     candidates = HOPPER + HOPPER_LEAN if loaded and narrow else HOPPER
-    configs = [c for c in candidates if mainloop_stages(program, c) >= 2]
-    if program.paired:
-        configs = [c for c in configs if c.tile_n % 32 == 0 and c.tile_m != 192]
+    # Beside the accumulators of a larger tile there is no room for several others.
+    most = 256 * (192 if loaded and len(loaded) + len(program.stores) > 2 else 208)
+    suiting = [c for c in candidates if c.tile_m * c.tile_n <= most and _suits(program, c)]
+    configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
     # Two stages are too few: a load takes longer than the multiplication before it.
-    return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
+    configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
+    if not configs:  # so heavy that only tiny tiles are left, which nobody costed
+        return ()
+    more = [c for c in HOPPER_MORE if unwritten(c, b_major) is None and _suits(program, c)]
+    more = [c for c in more if c.tile_m * c.tile_n <= most and (not c.lean or (loaded and narrow))]
+    return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
+
+
+def _suits(program: EpilogueProgram, config: Config) -> bool:
+    """Can ``program`` be divided so?"""
+    if not program.paired:
+        return True
+    # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has none.
+    return config.tile_n % 32 == 0 and config.tile_m != 192 and config.split_k == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from coda_inductor.codegen.ports import ports
+from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import legal_configs
@@ -64,7 +65,9 @@ def _unsupported(
         if b_major != "k":
             text = "paired weights must be K-major (out_features x in_features)"
             return "paired-weight-layout", text
-    if not legal_configs(program, arch):
+    if (old := unsupported_gpu(arch)) is not None:
+        return old.code, old.text
+    if not legal_configs(program, arch, b_major):
         text = "its tile loads and stores need more shared memory than a kernel has"
         return "shared-memory", text
     return None

@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import programs
+
+from coda_inductor.select.config import Config, mainloop_stages
 
 pytest.importorskip("quack")
 
@@ -23,37 +26,55 @@ KERNELS = (
     "rms_partial,layer_partial,swiglu,paired_rows,chain,row_statistics,"
     "norm_bwd/straight,norm_bwd/crossed"
 )
-#: Hopper alone has lean epilogues.
-HOPPER = f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean"
+#: Hopper alone has lean epilogues, and the most tiles and schedules.
+HOPPER = (
+    f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean,norm_bwd//256x144:2x1:co,"
+    "rms_partial//192x192:1x2:co,scale//320x128:2x1:co,scale//64x32:1x1:co:np,"
+    "scale//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100"
+)
 
 COMPILE = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import quack.gemm_runtime.host as host
-host.get_max_active_clusters = lambda *args, **kwargs: 0  # only a GPU knows, only a launch asks
+host.get_max_active_clusters = lambda *args, **kwargs: 66  # only a GPU knows, only a launch asks
+import quack.gemm_sm90
+stages, setup = [], quack.gemm_sm90.GemmSm90._setup_attributes
+def note(self, *arguments):
+    setup(self, *arguments)
+    stages.append(self.ab_stage)
+quack.gemm_sm90.GemmSm90._setup_attributes = note
 from programs import programs
 from coda_inductor.mainloop.build import build
 from coda_inductor.select.config import Config, legal_configs
 arch = int(sys.argv[2]) // 10
-seconds = {}
+found = {}
 for kernel in sys.argv[3].split(","):
     name, joined, config = (kernel + "//").split("/")[:3]
     program = programs()[name]
     config = Config.parse(config) if config else legal_configs(program, arch)[0]
     start = time.perf_counter()
-    build(program, config, b_major="n" if joined else "k", joined=joined)
-    seconds[kernel] = time.perf_counter() - start
-print(json.dumps(seconds))
+    plan = build(program, config, b_major="n" if joined else "k", joined=joined)
+    seconds = time.perf_counter() - start
+    launch = [plan.max_active_clusters, plan.max_swizzle_size, plan.scheduler_uses_semaphore]
+    fixed = plan.scheduler_static
+    launch.append(fixed and [int(fixed.max_active_clusters), int(fixed.max_swizzle_size)])
+    found[kernel] = {"seconds": seconds, "config": str(config), "stages": stages[-1:]}
+    found[kernel]["plan"] = launch
+    stages.clear()
+print(json.dumps(found))
 """
 
 
-def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
-    """Compile kernels for ``arch`` with its cache in ``cache``; returns seconds for each. A name is
-    that of a program, perhaps followed by "/joined" and "/config"."""
+def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, dict]:
+    """Compile kernels for ``arch`` with its cache in ``cache``; returns for each its "seconds", its
+    "config", its "stages" of A and B if it was compiled (on Hopper), and of its "plan" the clusters
+    that run at a time, the width of its bands, whether it counts in memory, and both again where it
+    does not. A name is that of a program, perhaps followed by "/joined" and "/config"."""
     environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
     environment |= {
         "QUACK_ARCH": arch,
-        "CUTE_DSL_ARCH": f"sm_{arch}a",
+        "CUTE_DSL_ARCH": f"sm_{arch}" if arch < "90" and len(arch) == 2 else f"sm_{arch}a",
         "CODA_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
@@ -71,7 +92,7 @@ def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def hopper(tmp_path_factory):
-    """(the cache folder of all kernels for Hopper, the seconds that each took)."""
+    """(the cache folder of all kernels for Hopper, what ``compile_in_process`` says of each)."""
     cache = tmp_path_factory.mktemp("hopper")
     return cache, compile_in_process("90", HOPPER, cache)
 
@@ -79,12 +100,12 @@ def hopper(tmp_path_factory):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_representative_kernels_compile(arch, tmp_path, request):
     if arch == "90":
-        cache, seconds = request.getfixturevalue("hopper")
+        cache, found = request.getfixturevalue("hopper")
     else:
-        cache, seconds = tmp_path, compile_in_process(arch, KERNELS, tmp_path)
-    assert [*seconds] == (HOPPER if arch == "90" else KERNELS).split(",")
+        cache, found = tmp_path, compile_in_process(arch, KERNELS, tmp_path)
+    assert [*found] == (HOPPER if arch == "90" else KERNELS).split(",")
     sources = [p.read_text() for p in (cache / "epilogues").glob("*.py")]
-    assert len(sources) == len(seconds)
+    assert len(sources) == len({tuple((kernel + "/").split("/")[:2]) for kernel in found})
     assert all("def epilogue(acc" in source for source in sources)
 
 
@@ -95,4 +116,35 @@ def test_second_process_loads_what_the_first_compiled(hopper):
     again = compile_in_process("90", ",".join(first), cache)
     assert sorted((cache / "kernels").rglob("*.o")) == objects
     assert again.keys() == first.keys()
-    assert sum(again.values()) < sum(first.values()) / 5
+    assert not any(kernel["stages"] for kernel in again.values())
+    before, now = (sum(k["seconds"] for k in found.values()) for found in (first, again))
+    assert now < before / 5
+
+
+def test_stages_are_what_legality_counts(hopper):
+    for name, kernel in hopper[1].items():
+        program = programs()[name.split("/")[0]]
+        assert [mainloop_stages(program, Config.parse(kernel["config"]))] == kernel["stages"], name
+
+
+def test_what_a_launch_decides(hopper):
+    """Bands and processors are arguments: no kernel of their own."""
+    plans = {kernel["config"]: kernel["plan"] for kernel in hopper[1].values()}
+    assert plans["320x128:2x1:co"] == [66, 8, False, [66, 8]]
+    assert plans["128x128:2x1:pp:sw4:dyn:p100"] == [50, 4, True, None]
+    assert plans["128x176:2x1:pp:k2:p100"] == [50, 8, False, [50, 8]]
+    assert plans["64x32:1x1:co:np"] == [0, 8, False, [0, 8]]
+
+
+@pytest.mark.parametrize("arch", ["80", "89"])
+def test_ampere_and_ada_have_no_gemm(arch, tmp_path):
+    """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
+    with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
+        compile_in_process(arch, "scale//128x128:1x1:co", tmp_path)
+
+
+def test_a_tile_that_kills_the_compiler_is_refused():
+    from coda_inductor.mainloop.build import build
+
+    with pytest.raises(ValueError, match="192x192:2x1:co needs a K-major B"):
+        build(programs()["scale"], Config.parse("192x192:2x1:co"), b_major="n")

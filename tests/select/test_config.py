@@ -22,14 +22,18 @@ from coda_inductor.select.choice import choose, select
 from coda_inductor.select.config import (
     HOPPER,
     HOPPER_LEAN,
+    HOPPER_MORE,
     Config,
     legal_configs,
     mainloop_stages,
+    unwritten,
 )
 from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 from coda_inductor.select.legality import unsupported
 from coda_inductor.select.model import cublas_us, kernel_us, kind_of, table
 from coda_inductor.select.site import Site
+
+SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
 
 
 def lost(site: Site) -> str | None:
@@ -53,13 +57,39 @@ def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
     )
 
 
+MODES = [
+    Config(128, 192, 2, 1, True, lean=True),
+    Config(128, 192, 2, 1, True, swizzle=4),
+    Config(128, 192, 2, 1, True, dynamic=True),
+    Config(256, 128, 2, 1, False, persistent=False, split_k=2),
+    Config(64, 64, 1, 1, True, lean=True, swizzle=1, dynamic=True, split_k=4, processors=120),
+]
+
+
 def test_text_form_round_trips():
-    for config in HOPPER + HOPPER_LEAN:
+    every = HOPPER + HOPPER_LEAN + HOPPER_MORE
+    assert len({str(config) for config in every}) == len(every)
+    for config in (*every, *MODES):
         assert Config.parse(str(config)) == config
     assert str(Config(128, 192, 2, 1, True)) == "128x192:2x1:pp"
-    assert str(Config(128, 192, 2, 1, True, lean=True)) == "128x192:2x1:pp:lean"
-    with pytest.raises(KernelError, match="'128x192'"):
-        Config.parse("128x192")
+    assert [str(config) for config in MODES] == [
+        "128x192:2x1:pp:lean",
+        "128x192:2x1:pp:sw4",
+        "128x192:2x1:pp:dyn",
+        "256x128:2x1:co:np:k2",
+        "64x64:1x1:pp:lean:sw1:dyn:k4:p120",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["128x192", "128x192:2x1:xx", "128x192:2x1:pp:p120:k2", "128x192:2x1:pp:dyn:np",
+     "128x192:2x1:pp:sw8", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "128x192:2x1:pp:p0",
+     "0128x192:2x1:pp", "128x192:2x1:pp:k0"],
+)  # fmt: skip
+def test_each_config_has_one_text(text):
+    with pytest.raises(KernelError, match=f"'{text}' is not"):
+        Config.parse(text)
 
 
 def test_two_cta_tiles_of_blackwell_are_halved():
@@ -75,10 +105,62 @@ def test_paired_configs_suit_half_wide_stores():
 
 
 def test_heavy_programs_have_fewer_configs_then_none():
-    counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 8)]
-    assert counts[0] == len(HOPPER)
+    counts = [len(legal_configs(sum_of_tiles(n))) for n in (0, 2, 16)]
+    assert counts[0] >= len(HOPPER)
     assert counts[0] > counts[1] > counts[2] == 0
-    assert "shared memory" in unsupported(sum_of_tiles(8), 4096, 4096).text
+    assert "shared memory" in unsupported(sum_of_tiles(16), 4096, 4096).text
+
+
+@pytest.mark.parametrize("name", list(kinds()))
+def test_what_was_measured_stands_first(name):
+    """Ties go to the first: they must not change when candidates are added."""
+    program = kinds()[name]
+    legal = legal_configs(program, 9, B_MAJOR[name])
+    old = [c for c in legal if c in HOPPER + HOPPER_LEAN]
+    assert list(legal[: len(old)]) == old
+    assert set(legal[len(old) :]) <= set(HOPPER_MORE)
+    order = [(*HOPPER, *HOPPER_LEAN, *HOPPER_MORE).index(c) for c in legal]
+    assert order == sorted(order)
+
+
+def test_warpgroups_that_share_columns_need_a_k_major_b():
+    narrow, wide = (legal_configs(SCALE, 9, b_major) for b_major in "nk")
+    assert set(narrow) < set(wide)
+    assert all(unwritten(c, "n") is None for c in narrow)
+    for text in ("192x192:2x1:co", "320x128:1x2:co"):
+        assert "K-major" in unwritten(Config.parse(text), "n")
+        assert unwritten(Config.parse(text), "k") is None
+    assert unwritten(Config.parse("192x128:2x1:pp"), "n") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("128x152:2x1:pp", "multiples of 16 up to 208"),
+        ("128x224:2x1:pp", "up to 208"),
+        ("192x144:2x1:pp", "up to 128"),
+        ("192x144:2x1:co", "multiples of 32"),
+        ("320x192:2x1:co", "up to 160"),
+        ("256x224:2x1:co", "up to 208"),
+        ("96x128:2x1:co", "up to 0"),
+        ("128x128:4x2:pp", "at most 4"),
+        ("128x128:2x1:pp:np", "persistent"),
+        ("128x128:2x1:co:dyn", None),
+        ("256x144:2x1:co", None),
+        ("64x16:1x1:co:np", None),
+    ],
+)
+def test_what_hopper_has_no_kernel_for(text, why):
+    found = unwritten(Config.parse(text), "k")
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize("major", [7, 8, 13])
+def test_architectures_without_kernels(major, monkeypatch):
+    assert legal_configs(SCALE, major) == ()
+    monkeypatch.setattr(legality, "arch_of", lambda _: major)
+    why = unsupported(SCALE, 4096, 4096)
+    assert (why.code, f"{major}.x" in why.text, "quack" in why.text) == ("old-gpu", True, True)
 
 
 def test_lean_configs_are_for_16_bit_tiles():
@@ -199,9 +281,6 @@ def test_symbolic_rows_are_chosen_by_their_hint():
 def test_every_representative_program_is_supported():
     for program in [*programs().values(), one_op("tanh")]:
         assert unsupported(program, 4096, 4096) is None
-
-
-SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
 
 
 @pytest.mark.parametrize(
