@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,6 +87,10 @@ def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
+_NO_LOWERING = types.SimpleNamespace(
+    fallback_handler=_nothing, register_lowering=lambda *_, **__: _nothing
+)
+_DISPATCHED = "each call of a kernel takes the host some microseconds more"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
 _CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
@@ -111,6 +116,17 @@ TORCH: dict[str, Private] = {
         }.items()
     },
     "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
+    "empty_strided_cuda": Private(
+        "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does",
+        "a call of a kernel takes the host microseconds more",
+        lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
+    ),
+    "inductor_lowering": Private(
+        "torch._inductor.lowering", "says how Inductor calls our op", _DISPATCHED, _NO_LOWERING,
+    ),
+    "inductor_graph": Private(
+        "torch._inductor.virtualized.V", "is the graph that it compiles", _DISPATCHED, _NO_LOWERING,
+    ),
     # compiling
     "lookup_backend": Private(
         "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
@@ -285,6 +301,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",
         "quack.gemm_runtime.host.run_gemm_epi_plan": "launches a kernel",
         "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
+        "quack.gemm_tvm_ffi_utils.launch_gemm": "does so, given all arguments",
         "quack.gemm_sm90._compute_stages": "how many steps are in flight",
         "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
     }.items()
