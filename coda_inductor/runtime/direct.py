@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import functools
 
-from coda_inductor.compat import inductor_graph, inductor_lowering
+from coda_inductor.compat import fallback_handler, register_lowering, virtualized
 from coda_inductor.runtime import op
 
 
 @functools.cache
 def install() -> None:
     """Let Inductor generate such calls, from now on."""
-    fall_back = inductor_lowering.fallback_handler(op.OP, add_to_fallback_set=False)
+    fall_back = fallback_handler(op.OP, add_to_fallback_set=False)
+    if fall_back is None:
+        return
 
     def lower(*args, **kwargs):
         outputs = fall_back(*args, **kwargs)
-        graph = inductor_graph.graph
+        graph = virtualized.graph
         if not graph.cpp_wrapper:
             made = [x for x in graph.operations if getattr(x, "op_overload", None) is op.OP]
-            made[-1].python_kernel_name = "torch.ops.coda_inductor.gemm_epilogue.default.direct"
+            made[-1].python_kernel_name += ".direct"
         return outputs
 
-    inductor_lowering.register_lowering(op.OP, type_promotion_kind=None)(lower)
+    register_lowering(op.OP, type_promotion_kind=None)(lower)

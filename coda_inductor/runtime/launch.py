@@ -75,7 +75,8 @@ class Kernel:
             self._prepared.clear()
 
         def plan(*how):
-            return self._plans[(*how, as_[0].device)]
+            variant = (*how, as_[0].device)
+            return self._plans[variant]
 
         try:
             found = prepare(self.program, self.config, plan, as_, bs, operands)

@@ -39,7 +39,7 @@ _Reading = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, 
 
 def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
     """Equal for calls of one kernel that differ in M and in addresses only."""
-    key = [as_[0].get_device()]
+    key: list[object] = [as_[0].get_device()]
     for x in as_:
         key += x.shape[1], x.stride(), x.dtype
     for x in bs:
