@@ -5,6 +5,7 @@ everything above it is QuACK's and ours."""
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ class Entry:
         self.long_ways = 0
         self.error: Exception | None = None
 
-    def __call__(self, *arguments):
-        self.calls.append(arguments)
+    def __call__(self, which, *arguments):
+        self.calls.append((which, *arguments))
         if self.error is not None:
             raise self.error
 
@@ -50,7 +51,8 @@ def entry(monkeypatch):
     monkeypatch.setattr(prepared, "empty_strided_cuda", allocate)
     for module in (prepared, tensors):
         monkeypatch.setattr(module, "foreign_view", view_of)
-    monkeypatch.setattr(host, "_compile_gemm_epi", lambda *_, **__: made)
+    compiled = functools.partial(functools.partial, made)  # of a class of kernels
+    monkeypatch.setattr(host, "_compile_gemm_epi", lambda which, *_, **__: compiled(repr(which)))
     monkeypatch.setattr(host, "get_max_active_clusters", lambda *_: 66)
     long_way = Kernel.launch
 
@@ -94,7 +96,7 @@ def plain(value, outputs):
         return where, value.shape, value.stride(), value.dtype
     if isinstance(value, tuple):
         return tuple(plain(x, outputs) for x in value)
-    return None if value is None else int(value)
+    return value if value is None or isinstance(value, str) else int(value)
 
 
 def given(entry, call):
@@ -193,6 +195,21 @@ def flat(arguments):
             yield x
         elif isinstance(x, tuple):
             yield from flat(x)
+
+
+def test_one_product_that_cannot_be_read_in_place(entry):
+    as_, bs, operands, *how = case("scale")
+    given(entry, (as_, bs, operands, *how))
+    for a, b in (([overlapping(as_[0])], bs), (as_, [overlapping(bs[0].t()).t()])):
+        assert [given(entry, (a, b, operands, *how))[1] for _ in range(2)] == [True, True]
+
+
+def test_more_rows_than_the_columns_of_a_have_room_for(entry):
+    (a,), bs, operands, *how = case("scale", 64)
+    turned = torch.zeros(K, 64, dtype=a.dtype).t()
+    assert [given(entry, ([turned], bs, operands, *how))[1] for _ in range(2)] == [True, False]
+    more = torch.zeros(64 * K + 64, dtype=a.dtype).as_strided((72, K), (1, 64))
+    assert given(entry, ([more], bs, [torch.zeros(72)], *how))[1]
 
 
 def test_distances_that_tma_does_not_reach(entry, monkeypatch):
