@@ -3,7 +3,6 @@
 
     python benchmarks/sweep.py measure OUT.json [KIND ...]      # on the GPU; minutes
     python benchmarks/sweep.py fit OUT.json coda_inductor/select/tables/h100.json
-    python benchmarks/sweep.py overhead                         # on the GPU; seconds
 
 ``measure`` times, for each site of a Llama layer (three sizes, several M), every legal config of
 its kind and the same products through torch.mm, interleaved, and keeps the medians. Weights rotate,
@@ -16,10 +15,8 @@ from the measured best.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
@@ -153,29 +150,6 @@ def _inputs(kind: str, m: int, n: int, k: int, copies: int):
     weights = [by_address([weight() for _ in range(products)]) for _ in range(copies)]
     as_ = by_address([randn(m, k // terms, dtype=program.in_dtype) for _ in range(terms)])
     return as_, weights, operands
-
-
-def overhead() -> None:
-    """Print the host's microseconds for one call of the op, and of torch.mm."""
-    for kind, program in kinds().items():
-        as_, weights, operands = _inputs(kind, 256, 256, 256, 1)
-        text, config = program.to_json(), str(legal_configs(program)[0])
-        op = torch.ops.coda_inductor.gemm_epilogue
-        fused = _host_us(functools.partial(op, as_, weights[0], operands, text, config))
-        plain = _host_us(functools.partial(torch.mm, as_[0], weights[0][0]))
-        print(f"{kind:<15} op {fused:.1f} us, torch.mm {plain:.1f} us of the host a call")
-
-
-def _host_us(call) -> float:
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(500):
-        call()
-    us = 1e6 * (time.perf_counter() - start) / 500
-    torch.cuda.synchronize()
-    return us
 
 
 def measure(path: Path, names: list[str]) -> None:
@@ -320,7 +294,6 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("out", type=Path)
     measuring.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(kinds()))
-    commands.add_parser("overhead")
     fitting = commands.add_parser("fit")
     fitting.add_argument("source", type=Path)
     fitting.add_argument("target", type=Path)
@@ -330,8 +303,6 @@ def main() -> None:
         if unknown:
             parser.error(f"unknown kind {min(unknown)!r}; known: {', '.join(kinds())}")
         measure(arguments.out, arguments.kinds)
-    elif arguments.command == "overhead":
-        overhead()
     else:
         fit(arguments.source, arguments.target)
 

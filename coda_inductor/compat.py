@@ -17,14 +17,13 @@ import importlib
 import importlib.util
 import itertools
 import logging
-import re
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,6 +85,7 @@ def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
+_DISPATCHED = "each call of a kernel takes the host some microseconds more"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
 _CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
@@ -111,6 +111,24 @@ TORCH: dict[str, Private] = {
         }.items()
     },
     "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
+    "empty_strided_cuda": Private(
+        "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does",
+        _DISPATCHED,
+        lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
+    ),
+    # calling kernels
+    "fallback_handler": Private(
+        "torch._inductor.lowering.fallback_handler", "says how Inductor calls ops", _DISPATCHED,
+        _nothing,
+    ),
+    "register_lowering": Private(
+        "torch._inductor.lowering.register_lowering", "says how it calls ours", _DISPATCHED,
+        lambda *_, **__: _nothing,
+    ),
+    "virtualized": Private(
+        "torch._inductor.virtualized.V", "has the graph that it compiles", _DISPATCHED,
+        types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True)),
+    ),
     # compiling
     "lookup_backend": Private(
         "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
@@ -285,6 +303,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",
         "quack.gemm_runtime.host.run_gemm_epi_plan": "launches a kernel",
         "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
+        "quack.gemm_tvm_ffi_utils.launch_gemm": "does so, given all arguments",
         "quack.gemm_sm90._compute_stages": "how many steps are in flight",
         "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
     }.items()
@@ -313,13 +332,6 @@ def __getattr__(name: str) -> Any:
 def lacking() -> list[str]:
     """The essential names that this torch does not have: with any, the backend does nothing."""
     return [p.path for p in TORCH.values() if p.essential and not _exists(p.path)]
-
-
-@functools.cache
-def missing_from_libraries() -> str | None:
-    """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
-    their files and imports nothing, which would take seconds."""
-    return next((p.path for p in KERNELS if not _written_down(p.path)), None)
 
 
 def storage(tensor: Tensor) -> int:
@@ -372,29 +384,3 @@ def _unusable(private: Private) -> type:
         raise CodaError(f"this torch has no {private.path}: {private.without}")
 
     return type(private.path.rpartition(".")[2], (), {"__init__": raises})
-
-
-def _written_down(path: str) -> bool:
-    """Is ``path`` a module, or its last part a word in the file of the module before it?"""
-    module, _, name = path.rpartition(".")
-    file = _file(module)
-    said = "" if file is None else file.read_text("utf-8", "replace")
-    return _file(path) is not None or bool(re.search(rf"\b{name}\b", said))
-
-
-@functools.cache
-def _file(module: str) -> Path | None:
-    package, *parts = module.split(".")
-    for place in _places(package):
-        found = place.joinpath(*parts)
-        for file in (found.with_suffix(".py"), found / "__init__.py"):
-            if file.is_file():
-                return file
-    return None
-
-
-@functools.cache
-def _places(package: str) -> list[Path]:
-    spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec is not None else None
-    return [Path(place) for place in places or ()]

@@ -119,10 +119,10 @@ def test_without_a_name_of_the_kernel_libraries_there_are_no_kernels(entry, monk
     pytest.importorskip("quack")
     gone = dataclasses.replace(entry, path=f"{entry.path}_gone")
     others = [gone if e is entry else e for e in compat.KERNELS]
-    monkeypatch.setattr(compat, "KERNELS", others)
-    compat.missing_from_libraries.cache_clear()
+    monkeypatch.setattr(availability, "KERNELS", others)
+    availability.missing_from_libraries.cache_clear()
     why = availability.library_stack.__wrapped__()
-    compat.missing_from_libraries.cache_clear()
+    availability.missing_from_libraries.cache_clear()
     assert why.code == "no-kernel-stack"
     assert f"has no {entry.path}_gone" in why.text
 

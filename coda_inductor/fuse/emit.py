@@ -27,7 +27,7 @@ from coda_inductor.graph.nodes import aten, base, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.refusal import refuse
-from coda_inductor.runtime import op
+from coda_inductor.runtime import direct, op
 from coda_inductor.semantic.loss import row_logsumexp
 
 _VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
@@ -50,6 +50,7 @@ def emit(
     anchor = region.anchors[-1]
     inputs = [*region.anchors, *(node for node, _ in region.operands)]
     inputs += [n for a in region.anchors for n in a.all_input_nodes]
+    direct.install()
     first = max(inputs)
     end = first.next
     with graph.inserting_before(end):

@@ -7,10 +7,12 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
+from pathlib import Path
 
 import torch
 
-from coda_inductor.compat import missing_from_libraries
+from coda_inductor.compat import KERNELS
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
 from coda_inductor.refusal import Refusal, refuse
 
@@ -83,3 +85,36 @@ def _missing(needed: Range) -> Refusal | None:
         f"pip install '{needed.spec}'"
     )
     return refuse("no-kernel-stack", text)
+
+
+@functools.cache
+def missing_from_libraries() -> str | None:
+    """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
+    their files and imports nothing, which would take seconds."""
+    return next((p.path for p in KERNELS if not _written_down(p.path)), None)
+
+
+def _written_down(path: str) -> bool:
+    """Is ``path`` a module, or its last part a word in the file of the module before it?"""
+    module, _, name = path.rpartition(".")
+    file = _file(module)
+    said = "" if file is None else file.read_text("utf-8", "replace")
+    return _file(path) is not None or bool(re.search(rf"\b{name}\b", said))
+
+
+@functools.cache
+def _file(module: str) -> Path | None:
+    package, *parts = module.split(".")
+    for place in _places(package):
+        found = place.joinpath(*parts)
+        for file in (found.with_suffix(".py"), found / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+@functools.cache
+def _places(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    return [Path(place) for place in places or ()]

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from coda_inductor.codegen.ports import ports
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Reduce
+from coda_inductor.runtime.prepared import Prepared, alike, prepare
 from coda_inductor.runtime.tensors import (
     UnpairableError,
     joint_view,
@@ -36,6 +38,9 @@ _PASSING = frozenset(
 #: Seconds until a kernel that could not be had for such a reason is asked for again: it may take
 #: seconds to fail once more.
 _RETRY_SECONDS = 60.0
+#: Kinds of calls of one kernel that are prepared for at a time.
+_MOST_PREPARED = 256
+_log = logging.getLogger("coda_inductor")
 
 
 class Kernel:
@@ -51,6 +56,34 @@ class Kernel:
         self._plans: dict[tuple, object] = {}
         # the same -> why it could not be built, and until when that is not tried again
         self._unbuilt: dict[tuple, tuple[str, float]] = {}
+        # what calls have in common -> what serves all of them; None where the long way is the only
+        self._prepared: dict[tuple, Prepared | None] = {}
+
+    def __call__(
+        self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]
+    ) -> list[Tensor] | None:
+        """Launch, and return the outputs, if a call like this one was prepared for; else None."""
+        found = self._prepared.get(alike(as_, bs, operands))
+        return None if found is None else found(as_, bs, operands)
+
+    def prepare(self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor]) -> None:
+        """Prepare for calls like this one, which has been launched."""
+        key = alike(as_, bs, operands)
+        if key in self._prepared or (len(as_) > 1 and torch.are_deterministic_algorithms_enabled()):
+            return
+        if len(self._prepared) >= _MOST_PREPARED:  # sizes that change without end
+            self._prepared.clear()
+
+        def plan(*how):
+            variant = (*how, as_[0].device)
+            return self._plans[variant]
+
+        try:
+            found = prepare(self.program, self.config, plan, as_, bs, operands)
+        except Exception as error:  # it runs without, at the cost of microseconds
+            _log.debug("%s %s is not prepared: %r", self.program.key, self.config, error)
+            found = None
+        self._prepared[key] = found
 
     def launch(
         self, as_: list[Tensor], bs: list[Tensor], operands: list[Tensor], outputs: list[Tensor]

@@ -28,14 +28,18 @@ def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
     TMA wants one unit stride (the last; either, with ``either_major``) and 16-byte multiples for
     the pointer and the other stride.
     """
-    if x.data_ptr() % _ALIGN == 0:
-        rows, columns = x.stride()
-        step = _ALIGN // x.element_size()
-        if columns == 1 and rows >= x.shape[1] and rows % step == 0:
-            return x
-        if either_major and rows == 1 and columns >= x.shape[0] and columns % step == 0:
-            return x
+    if x.data_ptr() % _ALIGN == 0 and readable(x, either_major):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(x: Tensor, either_major: bool = False) -> bool:
+    """Can TMA read ``x`` (rows, columns), whatever its pointer? See :func:`tma_matrix`."""
+    rows, columns = x.stride()
+    step = _ALIGN // x.element_size()
+    if columns == 1 and rows >= x.shape[1] and rows % step == 0:
+        return True
+    return either_major and rows == 1 and columns >= x.shape[0] and columns % step == 0
 
 
 def vector(x: Tensor) -> Tensor:
@@ -55,20 +59,24 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
     if b0.stride(0) != 1 or b0.stride(1) % 8 or b0.stride(1) < b0.shape[0]:
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
-    return _distance(b0, b1, "paired weights")
+    return distance(b0, b1, "paired weights")
 
 
-def _distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
-    """(y lies lower, the distance in elements), if it is one that TMA takes for a stride."""
+def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
+    """(y lies lower, the distance in elements) of two matrices of one dtype.
+
+    Raises:
+        UnpairableError: it is no distance that TMA takes for a stride.
+    """
     first, second = x.data_ptr(), y.data_ptr()
-    distance = abs(second - first)
-    if first % _ALIGN or distance % _ALIGN or not 0 < distance < _MAX_STRIDE:
+    gap = abs(second - first)
+    if first % _ALIGN or gap % _ALIGN or not 0 < gap < _MAX_STRIDE:
         raise UnpairableError(f"the {what} are not a legal TMA stride apart")
-    return second < first, distance // x.element_size()
+    return second < first, gap // x.element_size()
 
 
 @functools.lru_cache(maxsize=1024)
-def _foreign_view(pointer: int, rows: int, columns: int, stride: int, dtype, device) -> Tensor:
+def foreign_view(pointer: int, rows: int, columns: int, stride: int, dtype, device) -> Tensor:
     """A non-owning (rows, columns) view of device memory; what lies between is never touched."""
     memory = types.SimpleNamespace(
         __cuda_array_interface__={
@@ -94,7 +102,7 @@ def pair_view(b0: Tensor, b1: Tensor) -> tuple[Tensor, int, bool]:
     swapped, delta = pair_order(b0, b1)
     lower = b1 if swapped else b0
     k, n = lower.shape
-    view = _foreign_view(lower.data_ptr(), 2 * n, k, lower.stride(1), lower.dtype, lower.device)
+    view = foreign_view(lower.data_ptr(), 2 * n, k, lower.stride(1), lower.dtype, lower.device)
     return view.t(), delta, swapped
 
 
@@ -138,6 +146,6 @@ def joint_view(
     reason = unjoinable(as_, bs)
     if reason is not None:
         raise UnpairableError(reason)
-    a_lower, delta_a = _distance(as_[0], as_[1], "left operands")
-    b_lower, delta_b = _distance(bs[0], bs[1], "right operands")
+    a_lower, delta_a = distance(as_[0], as_[1], "left operands")
+    b_lower, delta_b = distance(bs[0], bs[1], "right operands")
     return as_[a_lower], bs[b_lower], delta_a, delta_b, a_lower != b_lower

@@ -140,7 +140,7 @@ def _mapped(driver, x: torch.Tensor, address: int) -> torch.Tensor | None:
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     done(*driver.cuMemSetAccess(pointer, size, [access], 1))
     rows, columns = x.shape
-    view = tensors._foreign_view(int(pointer), rows, columns, x.stride(0), x.dtype, x.device)
+    view = tensors.foreign_view(int(pointer), rows, columns, x.stride(0), x.dtype, x.device)
     return view.copy_(x)
 
 

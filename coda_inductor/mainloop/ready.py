@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch plan of QuACK's from which everything that is the same at each call has been taken out.
+
+``run_gemm_epi_plan`` makes the epilogue's arguments by name, asks every resource for its own, and
+looks at options that a plain GEMM does not have. Here that is done once: what a call brings stands
+in a list in an order that is agreed on, one C function picks the kernel's arguments out of it, and
+the kernel's own entry point checks their dtypes, shapes, strides, alignment and device, enters the
+device, and takes PyTorch's current stream.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+from quack.gemm_runtime.host import GemmEpiPlan
+from quack.gemm_tvm_ffi_utils import launch_gemm
+from torch import Tensor
+
+#: (A, B, D, C, the epilogue's values) -> None
+Launch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, list], None]
+
+
+def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
+    """A function that launches ``plan`` as ``run_gemm_epi_plan`` does. ``names`` are those of the
+    epilogue's values, which each call gives in this order, and None as the last.
+
+    Returns None where a launch needs more than its arguments: a semaphore of the scheduler's, or
+    the workspace of a split K.
+    """
+    scheduler = plan.scheduler_static
+    if scheduler is None or plan.split_k > 1:
+        return None
+    active = {name for name, _, _ in plan.call_ops}
+    places = [
+        names.index(name) if name in active and name in names else len(names)
+        for name in plan.arg_template
+    ]
+    pick = _picker(places)
+    converted = [
+        (names.index(name), convert, key)
+        for name, convert, key in plan.call_ops
+        if convert is not None and name in names
+    ]
+
+    def launch(a, b, d, c, values) -> None:
+        launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
+
+    def launch_converted(a, b, d, c, values) -> None:
+        for place, convert, key in converted:
+            values[place] = convert(values[place], key)
+        launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
+
+    return launch_converted if converted else launch
+
+
+def _picker(places: list[int]) -> Callable[[list], tuple]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)

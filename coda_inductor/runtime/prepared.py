@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of one kernel whose tensors differ in M and in their addresses only.
+
+The first of them goes the long way through ``launch.Kernel``, which checks, converts and copies.
+What it found out serves all others: which tensor goes where, what the outputs are, and that each
+tensor can be read in place. What is left to look at is what two such calls may differ in: the
+addresses (16-byte multiples; of two weights or terms, their order and distance), M, and PyTorch's
+current device and deterministic mode. A call for which one of these does not hold goes the long way
+again. Strides of the outputs, dtypes and shapes are checked once more by the kernel's entry point.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen.ports import ports
+from coda_inductor.compat import empty_strided_cuda
+from coda_inductor.program import EpilogueProgram, Operand, Store
+from coda_inductor.runtime.tensors import (
+    UnpairableError,
+    distance,
+    foreign_view,
+    pair_order,
+    readable,
+    unjoinable,
+)
+from coda_inductor.select.config import Config
+from coda_inductor.select.device import arch_of
+
+_MOST_VIEWS = 1024
+#: (A, B, the launch, distances): how a call's A and B are read
+_Reading = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, Callable, tuple]]
+
+
+def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
+    """Equal for calls of one kernel that differ in M and in addresses only."""
+    key: list[object] = [as_[0].get_device()]
+    for x in as_:
+        key += x.shape[1], x.stride(), x.dtype
+    for x in bs:
+        key += x.shape, x.stride(), x.dtype
+    for x in operands:
+        key += x.stride(), x.dtype
+    return tuple(key)
+
+
+def prepare(
+    program: EpilogueProgram,
+    config: Config,
+    plan: Callable[[str, str, bool, str], object],
+    as_: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    operands: Sequence[Tensor],
+) -> Prepared | None:
+    """What serves all calls like this one, which has been launched, or None: something is copied or
+    converted, or a launch takes more than arguments.
+
+    ``plan`` gives QuACK's: of A's major, B's, whether lanes are swapped, how two terms are read.
+    """
+    a, b = as_[0], bs[0]
+    outputs = _outputs(program, config, a, b)
+    if outputs is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
+        return None
+    if not readable(a, either_major=True) or not readable(b, either_major=True):
+        return None
+    majors = "k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k"
+    ways: tuple[tuple[bool, str], ...] = ((False, ""),)
+    distances: tuple[str, ...] = ()
+    if program.paired:
+        pair_order(*bs)
+        ways, distances = ((False, ""), (True, "")), ("pair_delta",)
+    elif len(as_) > 1:
+        if unjoinable(as_, bs) is not None:
+            return None
+        ways = (False, "straight"), (False, "crossed")
+        distances = "join_delta_a", "join_delta_b"
+    names = [o.name for o in program.operands] + [o.name for o in program.outputs] + [*distances]
+    launches = [_ready()(plan(*majors, swap, way), names) for swap, way in ways]
+    if None in launches:
+        return None
+    mapping = ports(program)
+    reading = _terms(launches) if len(as_) > 1 else _one(launches[0])
+    return Prepared(
+        reading=_pair(launches, b) if program.paired else reading,
+        outputs=outputs,
+        c=None if mapping.c is None else [o.name for o in program.operands].index(mapping.c),
+        d=None if mapping.d is None else program.outputs.index(mapping.d),
+        scalars=[i for i, o in enumerate(program.operands) if o.kind == "scalar"],
+        most_rows=math.inf if a.stride(1) == 1 else a.stride(1),
+        index=a.get_device(),
+    )
+
+
+def _outputs(program, config, a, b) -> list[tuple[int, int, torch.dtype]] | None:
+    """As ``Prepared`` takes them; None if one of them is copied after the launch."""
+    n = b.shape[1]
+    tile_n = config.tile_n // 2 if program.paired else config.tile_n
+    found = []
+    for spec in program.outputs:
+        if isinstance(spec, Store):
+            found.append((0, n, getattr(torch, spec.dtype)))
+        elif spec.axis == "row":
+            found.append((0, -(-n // tile_n), torch.float32))
+        elif program.paired:
+            return None
+        else:
+            found.append((config.cta_tile_m(arch_of(a.device)), n, torch.float32))
+    return found
+
+
+def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
+    """Does the kernel take ``x``, whatever its address?"""
+    if x.device != a.device:
+        return False
+    if operand.kind == "scalar":
+        return x.dtype == torch.float32
+    if x.dtype != getattr(torch, operand.dtype):
+        return False
+    return readable(x) if operand.kind == "tile" else x.stride(0) == 1
+
+
+class Prepared:
+    """Calls that are alike.
+
+    Args:
+        reading: what reads A and B in place.
+        outputs: (rows of a tile or 0, columns, dtype) of each: (M, columns), or with the rows of a
+            tile (tiles, columns).
+        c: which operand is the kernel's C, d: which output is its D; None: there is none.
+        scalars: which operands are scalars.
+        most_rows: the largest M for which A can be read in place.
+        index: the CUDA device of all tensors.
+    """
+
+    def __init__(
+        self,
+        reading: _Reading,
+        outputs: list[tuple[int, int, torch.dtype]],
+        c: int | None,
+        d: int | None,
+        scalars: list[int],
+        most_rows: float,
+        index: int,
+    ):
+        self._reading = reading
+        self._outputs = outputs
+        self._c, self._d = c, d
+        self._scalars = scalars
+        self._most_rows = most_rows
+        self._index = index
+
+    def __call__(self, as_, bs, operands) -> list[Tensor] | None:
+        """Launch; the outputs, or None for a call that has to go the long way.
+
+        Raises whatever the kernel's entry point raises.
+        """
+        m = as_[0].shape[0]
+        bits = as_[0].data_ptr() | bs[0].data_ptr()
+        for x in operands:
+            bits |= x.data_ptr()
+        if bits & 15 or not 0 < m <= self._most_rows or self._index != current_device():
+            return None
+        for i in self._scalars:
+            if operands[i].get_device() != self._index:
+                return None
+        try:
+            a, b, launch, distances = self._reading(as_, bs)
+        except UnpairableError:
+            return None
+        outputs = [
+            empty_strided_cuda((-(-m // rows) if rows else m, n), (n, 1), dtype)
+            for rows, n, dtype in self._outputs
+        ]
+        c = None if self._c is None else operands[self._c]
+        d = None if self._d is None else outputs[self._d]
+        launch(a, b, d, c, [*operands, *outputs, *distances, None])
+        return outputs
+
+
+def current_device() -> int:
+    """The CUDA device that outputs are allocated on."""
+    return torch.cuda.current_device()
+
+
+def _one(launch: Callable) -> _Reading:
+    """A product of two matrices."""
+    return lambda as_, bs: (as_[0], bs[0], launch, ())
+
+
+def _pair(launches: Sequence[Callable], b: Tensor) -> _Reading:
+    """Two weights like ``b`` as one operand: ``launches`` is of the order of their addresses."""
+    k, n = b.shape
+    views: dict[int, Tensor] = {}
+
+    def read(as_, bs):
+        swapped, delta = distance(bs[0], bs[1], "paired weights")
+        lower = bs[swapped].data_ptr()
+        view = views.get(lower)
+        if view is None:
+            if len(views) >= _MOST_VIEWS:
+                views.clear()
+            view = foreign_view(lower, 2 * n, k, b.stride(1), b.dtype, b.device).t()
+            views[lower] = view
+        return as_[0], view, launches[swapped], (delta,)
+
+    return read
+
+
+def _terms(launches: Sequence[Callable]) -> _Reading:
+    """Two terms of one sum in place: ``launches`` is of terms in the same order, and crossed."""
+
+    def read(as_, bs):
+        if torch.are_deterministic_algorithms_enabled():
+            raise UnpairableError("the order of the sum is the allocator's choice")
+        a, delta_a = distance(as_[0], as_[1], "left operands")
+        b, delta_b = distance(bs[0], bs[1], "right operands")
+        return as_[a], bs[b], launches[a != b], (delta_a, delta_b)
+
+    return read
+
+
+@functools.lru_cache(maxsize=1)
+def _ready():
+    from coda_inductor.mainloop.ready import ready
+
+    return ready

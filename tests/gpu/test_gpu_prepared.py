@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that go from their tensors to the kernel: whatever two calls of one kind may differ in, the
+second must be as right as the first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import compiled, make
+from oracle import check, config_for, launched
+from programs import inputs, legal
+from torch._inductor.utils import run_and_get_code
+
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.runtime.launch import Kernel, kernel
+from coda_inductor.runtime.pool import wait
+from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("fresh"),
+]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+N, K = 264, 128
+NAMES = list(kinds())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """Every kernel of this file, compiled side by side; a failure here is a failure."""
+    wanted = []
+    for name in NAMES:
+        program = legal(kinds()[name])
+        how = {"b_major": B_MAJOR[name]}
+        ways = [{"swap_lanes": s} for s in (False, True)] if program.paired else [{}]
+        ways = [{"joined": j} for j in ("straight", "crossed")] if TERMS[name] > 1 else ways
+        text, config = program.to_json(), str(config_for(program))
+        wanted += [KernelRequest(text, config, **how, **way) for way in ways]
+    assert not {r: error for r, error in wait(wanted, 300).items() if error}
+
+
+def case(name: str, m: int = 300, device: str = "cuda"):
+    """(program, as_, bs, operands)"""
+    program = legal(kinds()[name])
+    how = {"b_major": B_MAJOR[name], "terms": TERMS[name]}
+    return program, *inputs(program, m, N, K, device=device, **how)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Makes the first call of a kind; from then on the long way is a failure."""
+
+    def first(name: str, **how):
+        program, *tensors = case(name, **how)
+        launched(*tensors, program, config_for(program))
+        monkeypatch.setattr(Kernel, "launch", lambda *_: pytest.fail("the long way"))
+        return monkeypatch
+
+    return first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_right_as_the_first(prepared, name):
+    prepared(name)
+    for m in (300, 1, 77, 1021):
+        program, *tensors = case(name, m)
+        one = check(program, *tensors)
+        two = launched(*tensors, program, config_for(program))
+        for x, y in zip(one, two, strict=True):
+            assert torch.equal(x, y)
+            assert x.data_ptr() != y.data_ptr()
+            assert x.is_contiguous()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thousand_sizes_are_one_kind_of_call(prepared, name):
+    prepared(name)
+    program, as_, bs, operands = case(name, 1200)
+    entry = kernel(program.to_json(), str(config_for(program)))
+    before = len(entry._prepared)
+    whole = [o.kind == "row" for o in program.operands]
+    for m in range(1, 1001):
+        some = [x if w else x[:m] for w, x in zip(whole, operands, strict=True)]
+        launched([a[:m] for a in as_], bs, some, program, config_for(program))
+    assert len(entry._prepared) == before
+
+
+def off(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x``, its strides, its shape, and an address that is no multiple of 16 bytes."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:]
+    return flat.as_strided(x.shape, x.stride(), 1).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["scale", "swiglu", "dswiglu", "norm_bwd", "norm_bwd_joined"])
+def test_at_odd_addresses(name):
+    program, as_, bs, operands = case(name)
+    check(program, as_, bs, operands)
+    for i, x in enumerate(operands):
+        check(program, as_, bs, [*operands[:i], off(x), *operands[i + 1 :]])
+    check(program, [off(as_[0]), *as_[1:]], bs, operands)
+    if not program.paired:  # such a pair has no kernel
+        check(program, as_, [off(bs[0]), *bs[1:]], operands)
+        check(program, as_, [*bs[:-1], off(bs[-1])], operands)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_train", "norm_bwd_joined"])
+def test_in_either_order(prepared, name):
+    prepared(name)
+    for _ in range(2):
+        program, as_, bs, operands = case(name)
+        for left in (as_, as_[::-1]):
+            for right in (bs, bs[::-1]):
+                check(program, left, right, operands)
+
+
+def test_on_the_current_stream(prepared):
+    prepared("dswiglu")
+    program, as_, bs, operands = case("dswiglu", 2048)
+    want = launched(as_, bs, operands, program, config_for(program))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # what follows on this stream finds the values, no other
+        late = [torch.zeros_like(x) for x in operands]
+        for x, y in zip(late, operands, strict=True):
+            x.copy_(y)
+        got = launched(as_, bs, late, program, config_for(program))
+    stream.synchronize()
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+@TWO
+@pytest.mark.parametrize("name", NAMES)
+def test_on_another_device_than_the_current_one(name):
+    for device in ("cuda:0", "cuda:1", "cuda:1", "cuda:0"):
+        program, *tensors = case(name, device=device)
+        for x in check(program, *tensors):
+            assert str(x.device) == device
+    with torch.cuda.device(1):
+        for device in ("cuda:1", "cuda:1", "cuda:0"):
+            program, *tensors = case(name, device=device)
+            check(program, *tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_and_replayed_with_other_values(prepared, name):
+    prepared(name)
+    program, as_, bs, operands = case(name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launched(as_, bs, operands, program, config_for(program))
+    _, others, *_ = case(name)
+    for x, y in zip(as_, others, strict=True):
+        x.copy_(y)
+    graph.replay()
+    want = launched(as_, bs, operands, program, config_for(program))
+    for x, y in zip(captured, want, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows(name):
+    for m in (300, 0, 300):
+        program, *tensors = case(name, m)
+        if m:
+            check(program, *tensors)
+        else:
+            assert not sum(
+                len(x) for x in launched(*tensors, program, config_for(program)) if x.dim() == 2
+            )
+
+
+@pytest.mark.parametrize("name", ["rms_partial", "norm_bwd"])
+def test_operands_of_other_dtypes_and_strides(name):
+    program, as_, bs, operands = case(name)
+    check(program, as_, bs, operands)
+    wide = [x.float() for x in operands]
+    check(program, as_, bs, wide)
+    first = operands[0]
+    check(program, as_, bs, [first[:1].expand(first.shape), *operands[1:]])
+    check(program, as_, bs, [first.t().contiguous().t(), *operands[1:]])
+    check(program, as_, bs, operands)
+
+
+def test_deterministic_mode_switched_between_calls():
+    program, as_, bs, operands = case("norm_bwd_joined")
+    config = config_for(program)
+
+    def both():
+        return [launched(as_[::s], bs[::s], operands, program, config) for s in (1, -1)]
+
+    check(program, as_, bs, operands)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = [torch.cat(as_[::s], 1) for s in (1, -1)]
+        second = [torch.cat(bs[::s], 0) for s in (1, -1)]
+        for got, a, b in zip(both(), first, second, strict=True):
+            want = launched([a], [b], operands, program, config)
+            for x, y in zip(got, want, strict=True):
+                assert torch.equal(x, y)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    one, two = both()  # in place both start with the term at the lower address
+    for x, y in zip(one, two, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_compiled_graph_calls_it_without_the_dispatcher():
+    model = make()
+    run = compiled(model)
+    xs = [torch.randn(264, 256, device="cuda").bfloat16() for _ in range(2)]
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(run, *xs)
+        again = run(*xs)
+    assert code.count("gemm_epilogue.default.direct(") >= 4
+    for x, y in zip(got, again, strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated code calls the op's implementation, in the process that made it and in others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import inputs
+from torch._inductor.utils import run_and_get_code
+
+from coda_inductor.runtime import direct, op
+from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.select.config import Config
+from coda_inductor.select.kinds import kinds
+
+PROGRAM = kinds()["rms_partial"]
+TEXT, CONFIG = PROGRAM.to_json(), str(Config(128, 160, 2, 1, True))
+CALL = "torch.ops.coda_inductor.gemm_epilogue.default.direct("
+
+
+def call(as_, bs, operands):
+    return op.OP(as_, bs, operands, TEXT, CONFIG, "site", False)
+
+
+def test_inductor_calls_it_without_the_dispatcher():
+    direct.install()
+    tensors = inputs(PROGRAM, 40, 64, 64)
+    got, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *tensors)
+    assert code.count(CALL) == 1
+    for x, y in zip(got, gemm_epilogue(*tensors, PROGRAM, CONFIG), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_dynamic_row_count():
+    direct.install()
+    run = torch.compile(call, fullgraph=True, dynamic=True)
+    for m in (40, 300):
+        tensors = inputs(PROGRAM, m, 64, 64)
+        for x, y in zip(run(*tensors), gemm_epilogue(*tensors, PROGRAM, CONFIG), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_the_cpp_wrapper_keeps_the_dispatcher(monkeypatch):
+    """It finds ops by their names; ours would be none."""
+    direct.install()
+    named = []
+
+    def codegen(self, _wrapper):
+        named.append(self.python_kernel_name)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch._inductor.ir.FallbackKernel, "codegen", codegen)
+    for cpp_wrapper in (True, False):
+        torch._dynamo.reset()
+        run = torch.compile(call, fullgraph=True, options={"cpp_wrapper": cpp_wrapper})
+        with pytest.raises(Exception, match="seen"):
+            run(*inputs(PROGRAM, 40, 64, 64))
+    assert [name.endswith(".direct") for name in named] == [False, True]
+
+
+SCRIPT = """
+import torch
+from torch._dynamo.utils import counters
+import test_direct as t
+from coda_inductor.runtime import direct
+if {first}:
+    direct.install()
+tensors = t.inputs(t.PROGRAM, 40, 64, 64)
+got = torch.compile(t.call, fullgraph=True)(*tensors)
+for x, y in zip(got, t.gemm_epilogue(*tensors, t.PROGRAM, t.CONFIG), strict=True):
+    assert torch.equal(x, y)
+print("hits", counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_generated_code_out_of_the_cache_runs_in_another_process(tmp_path):
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "PYTHONPATH": os.pathsep.join(
+            [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(first=first)],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout
+        for first in (True, False)
+    ]  # fmt: skip
+    assert [x.strip() for x in said] == ["hits 0", "hits 1"]
+    code = [p.read_text() for p in tmp_path.rglob("*.py")]
+    assert any(CALL in text for text in code)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that go from their tensors to the kernel, on a CPU: the kernel's entry point is a recorder,
+everything above it is QuACK's and ours."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from programs import inputs, legal, programs
+
+from coda_inductor.runtime import launch, op, prepared, tensors
+from coda_inductor.runtime.launch import Kernel
+from coda_inductor.select.config import Config
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
+
+host = pytest.importorskip("quack.gemm_runtime.host")
+
+CONFIG = Config(128, 128, 2, 1, True)
+M, N, K = 300, 72, 64
+ONE_EACH = {
+    **{name: legal(program) for name, program in kinds().items()},
+    **{name: p for name, p in programs().items() if p.stores and name not in kinds()},
+}
+
+
+class Entry:
+    """In the kernel's place: what it was called with, and how often the long way was gone."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+        self.long_ways = 0
+        self.error: Exception | None = None
+
+    def __call__(self, which, *arguments):
+        self.calls.append((which, *arguments))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def entry(monkeypatch):
+    """CPU tensors go where CUDA tensors go, down to the kernel's entry point."""
+    made = Entry()
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_on_device", lambda _: torch.no_grad())
+    monkeypatch.setattr(op, "_unsupported", lambda *_: None)
+    monkeypatch.setattr(prepared, "current_device", lambda: -1)
+    monkeypatch.setattr(prepared, "empty_strided_cuda", allocate)
+    for module in (prepared, tensors):
+        monkeypatch.setattr(module, "foreign_view", view_of)
+    compiled = functools.partial(functools.partial, made)  # of a class of kernels
+    monkeypatch.setattr(host, "_compile_gemm_epi", lambda which, *_, **__: compiled(repr(which)))
+    monkeypatch.setattr(host, "get_max_active_clusters", lambda *_: 66)
+    long_way = Kernel.launch
+
+    def counted(self, *tensors):
+        made.long_ways += 1
+        return long_way(self, *tensors)
+
+    monkeypatch.setattr(Kernel, "launch", counted)
+    from coda_inductor.mainloop import mod
+
+    mod.load.cache_clear()  # plans are kept in what it returns
+    yield made
+    mod.load.cache_clear()
+
+
+def allocate(shape, stride, dtype):
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def view_of(pointer, rows, columns, stride, dtype, _device):
+    size = 2 * ((rows - 1) * stride + columns)
+    memory = (ctypes.c_char * size).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
+
+
+def case(name: str, m: int = M):
+    """(as_, bs, operands, program's text, config) of a call, its tensors by address."""
+    program = ONE_EACH[name]
+    how = {"b_major": B_MAJOR.get(name, "k"), "terms": TERMS.get(name, 1)}
+    as_, bs, operands = inputs(program, m, N, K, **how)
+    as_.sort(key=torch.Tensor.data_ptr)
+    bs.sort(key=torch.Tensor.data_ptr)
+    return as_, bs, operands, program.to_json(), str(CONFIG)
+
+
+def plain(value, outputs):
+    """An argument of a kernel, comparable: outputs by their number."""
+    if isinstance(value, torch.Tensor):
+        places = [i for i, x in enumerate(outputs) if x.data_ptr() == value.data_ptr()]
+        where = places or value.data_ptr()
+        return where, value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple):
+        return tuple(plain(x, outputs) for x in value)
+    return value if value is None or isinstance(value, str) else int(value)
+
+
+def given(entry, call):
+    """What the kernel gets in a call, and whether that went the long way."""
+    before = entry.long_ways
+    outputs = op._cuda(*call, "site", True)
+    return plain(entry.calls[-1], outputs), entry.long_ways > before, outputs
+
+
+@pytest.mark.parametrize("order", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+@pytest.mark.parametrize("name", list(ONE_EACH))
+def test_the_kernel_gets_what_quack_gives_it(entry, name, order):
+    as_, bs, *others = case(name)
+    if len(bs) == 1 and order != (1, 1):
+        return
+    call = as_[:: order[0]], bs[:: order[1]], *others
+    first, long, outputs = given(entry, call)
+    assert long
+    second, long, again = given(entry, call)
+    copied = ONE_EACH[name].paired and any(r.axis == "col" for r in ONE_EACH[name].reduces)
+    assert long is copied  # every other column is taken out of a buffer that no one else has
+    if not copied:
+        assert second == first
+    for x, y in zip(outputs, again, strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        assert x.data_ptr() != y.data_ptr()
+
+
+@pytest.mark.parametrize("name", list(kinds()))
+def test_calls_that_differ_in_rows_addresses_and_order_are_alike(entry, name):
+    given(entry, case(name))
+    for m in (1, 77, 1021):
+        as_, bs, operands, text, config = case(name, m)
+        for left, right in ((as_, bs), (as_[::-1], bs), (as_, bs[::-1])):
+            call = left, right, operands, text, config
+            got, long, outputs = given(entry, call)
+            assert not long
+            launch._kernels[text, config]._prepared.clear()
+            want, long, expected = given(entry, call)
+            assert long
+            assert got == want
+            assert [x.shape for x in outputs] == [x.shape for x in expected]
+    assert len(launch._kernels[text, config]._prepared) == 1
+
+
+def off(x):
+    """A copy at an address that is no multiple of 16 bytes."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
+    return flat.as_strided(x.shape, x.stride(), 1).copy_(x)
+
+
+#: What another call of the same site may bring: (as_, bs, operands) -> the same, changed.
+OTHERWISE = {
+    "A at an odd address": lambda a, b, o: ([off(a[0]), a[1]], b, o),
+    "other A at an odd address": lambda a, b, o: ([a[0], off(a[1])], b, o),
+    "B at an odd address": lambda a, b, o: (a, [off(b[0]), b[1]], o),
+    "other B at an odd address": lambda a, b, o: (a, [b[0], off(b[1])], o),
+    "a tile at an odd address": lambda a, b, o: (a, b, [off(o[0]), *o[1:]]),
+    "a row at an odd address": lambda a, b, o: (a, b, [*o[:2], off(o[2]), o[3]]),
+    "a column at an odd address": lambda a, b, o: (a, b, [*o[:3], off(o[3])]),
+    "a tile of another dtype": lambda a, b, o: (a, b, [o[0].float(), *o[1:]]),
+    "a column of another dtype": lambda a, b, o: (a, b, [*o[:3], o[3].double()]),
+    "one row for all": lambda a, b, o: (a, b, [o[0][:1].expand(o[0].shape), *o[1:]]),
+    "a tile the other way round": lambda a, b, o: (a, b, [o[0].t().contiguous().t(), *o[1:]]),
+    "every other element": lambda a, b, o: (a, b, [*o[:2], torch.stack([o[2]] * 2, 1)[:, 0], o[3]]),
+    "one A twice": lambda a, b, o: ([a[0], a[0]], b, o),
+    "overlapping rows": lambda a, b, o: ([overlapping(x) for x in a], b, o),
+    "terms of other strides": lambda a, b, o: ([a[0], wider(a[1])], b, o),
+    "A of the other major": lambda a, b, o: ([x.t().contiguous().t() for x in a], b, o),
+}
+
+
+def overlapping(x):
+    return torch.zeros(x.numel(), dtype=x.dtype).as_strided(x.shape, (8, 1))
+
+
+def wider(x):
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("name", list(OTHERWISE))
+def test_what_cannot_be_read_in_place_goes_the_long_way_each_time(entry, name):
+    as_, bs, operands, *how = case("norm_bwd_joined")
+    given(entry, (as_, bs, operands, *how))
+    changed = OTHERWISE[name](as_, bs, operands)
+    for _ in range(2):
+        arguments, long, _ = given(entry, (*changed, *how))
+        assert long
+        assert all(x[0] % 16 == 0 for x in flat(arguments) if isinstance(x[0], int))
+    assert not given(entry, (as_, bs, operands, *how))[1]
+
+
+def flat(arguments):
+    for x in arguments:
+        if isinstance(x, tuple) and len(x) == 4 and isinstance(x[3], torch.dtype):
+            yield x
+        elif isinstance(x, tuple):
+            yield from flat(x)
+
+
+def test_one_product_that_cannot_be_read_in_place(entry):
+    as_, bs, operands, *how = case("scale")
+    given(entry, (as_, bs, operands, *how))
+    for a, b in (([overlapping(as_[0])], bs), (as_, [overlapping(bs[0].t()).t()])):
+        assert [given(entry, (a, b, operands, *how))[1] for _ in range(2)] == [True, True]
+
+
+def test_more_rows_than_the_columns_of_a_have_room_for(entry):
+    (a,), bs, operands, *how = case("scale", 64)
+    turned = torch.zeros(K, 64, dtype=a.dtype).t()
+    assert [given(entry, ([turned], bs, operands, *how))[1] for _ in range(2)] == [True, False]
+    more = torch.zeros(64 * K + 64, dtype=a.dtype).as_strided((72, K), (1, 64))
+    assert given(entry, ([more], bs, [torch.zeros(72)], *how))[1]
+
+
+def test_distances_that_tma_does_not_reach(entry, monkeypatch):
+    call = case("norm_bwd_joined")
+    given(entry, call)
+    monkeypatch.setattr(tensors, "_MAX_STRIDE", 16)
+    assert given(entry, call)[1]
+
+
+def test_the_current_device_and_the_deterministic_mode_are_asked_at_each_call(entry, monkeypatch):
+    call = case("norm_bwd_joined")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert given(entry, call)[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [given(entry, call)[1] for _ in range(2)] == [True, False]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert given(entry, call)[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not given(entry, call)[1]
+    monkeypatch.setattr(prepared, "current_device", lambda: 1)
+    assert given(entry, call)[1]
+
+
+def test_no_rows(entry):
+    call = case("rms_partial")
+    given(entry, call)
+    calls = len(entry.calls)
+    assert [x.shape for x in op._cuda(*case("rms_partial", 0))] == [(0, N), (0, N), (0, 1)]
+    assert len(entry.calls) == calls
+
+
+def test_what_is_kept_is_bounded(entry):
+    (a,), bs, operands, *how = case("scale", 600)
+    for m in range(8, 600):
+        turned = a[:m].t().contiguous().t()  # its strides hold M
+        given(entry, ([turned], bs, [operands[0][:m]], *how))
+    (kept,) = launch._kernels.values()
+    assert 1 < len(kept._prepared) <= launch._MOST_PREPARED
+
+
+def test_what_the_kernel_refuses_goes_the_long_way(entry):
+    call = case("scale")
+    given(entry, call)
+    entry.error = ValueError("Mismatched Tensor")
+    with pytest.raises(Exception, match="Mismatched Tensor"):
+        op._cuda(*call, "site", True)
+    assert entry.long_ways == 2
+    entry.error = None
+    assert not given(entry, call)[1]
+
+
+def test_without_preparation_calls_go_the_long_way(entry, monkeypatch, caplog):
+    monkeypatch.setattr(launch, "prepare", lambda *_: 1 / 0)
+    call = case("scale")
+    assert [given(entry, call)[1] for _ in range(3)] == [True] * 3
+    assert not caplog.messages
+
+
+def test_a_launch_that_needs_more_than_arguments_goes_the_long_way(entry):
+    from coda_inductor.mainloop.build import build
+    from coda_inductor.mainloop.ready import ready
+
+    plan = build(ONE_EACH["scale"], CONFIG)
+    assert ready(plan, ["rstd", "out0"]) is not None
+    assert ready(plan._replace(scheduler_static=None), ["rstd", "out0"]) is None
+    assert ready(plan._replace(split_k=2), ["rstd", "out0"]) is None
