@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import tables, train_tables
+from . import grid_tables, tables, train_tables
 from .kernels import STEP
 
 if TYPE_CHECKING:
@@ -46,6 +46,14 @@ parameters and optimizer state. Errors are those of all gradients as one vector,
 parameter where a variant is worst. A key projection's bias is never that: it has no gradient but
 rounding, and no error to compare.
 """
+
+GRID_NOTES = """\
+The same layer at more widths and rows M, bf16 and fp16: *width-M-mode-dtype*, *forward* under
+`torch.no_grad()`, *training* with the gradients of inputs and parameters. 13B has as many key and
+value heads as query heads. The variants share their weights. *speedup* is the time of the better
+torch.compile over ours; beside it its 20th and 80th percentile over plain torch.compile round by
+round, and how many of the GEMMs are fused. *J*: joules of one step, by the driver's counter of
+energy, while the step repeats without a pause."""
 
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
@@ -121,6 +129,15 @@ SECTIONS = (
             (GRAPHS, _of("layer_train", tables.layer_graphs)),
             ("What a step needs beyond weights and inputs:", train_tables.layer_memory),
             ("Errors of the gradients:", _of("layer_train", tables.errors)),
+        ),
+    ),
+    Section(
+        "grid",
+        "Grid of layers",
+        GRID_NOTES,
+        (
+            ("All cases, *joules* those of ours over torch.compile's:", grid_tables.together),
+            ("Each:", grid_tables.cases),
         ),
     ),
     Section(
