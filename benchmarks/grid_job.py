@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of suite `grid`: ``python -m benchmarks.grid_job FOLDER`` reads its order there.
+"""The processes of suites `grid` and `families`: ``python -m benchmarks.grid_job FOLDER`` reads its
+order there.
 
 An order is JSON: "ahead" has many processes compile the cases into the shared caches;
 "measure" measures them one after another in this process, alone on the machine.
@@ -15,26 +16,27 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from . import grid
+from . import contest
+from .cases import Case, Way
 from .runner import Files
 
 
 def main(folder: str) -> None:
     """Do what the order in `folder` says; see ``grid_run`` for what it holds."""
     order = json.loads(Files(Path(folder)).order.read_text())
-    named = {name: grid.Way(**way) for name, way in order["ways"].items()}
+    named = {name: Way(**way) for name, way in order["ways"].items()}
     if order["what"] == "ahead":
         _ahead(order, named)
     else:
         _measure(Path(folder), order, named)
 
 
-def _ahead(order: dict, named: dict[str, grid.Way]) -> None:
+def _ahead(order: dict, named: dict[str, Way]) -> None:
     """Compile every variant of every case, in `order["jobs"]` processes."""
     context = multiprocessing.get_context("spawn")  # an import may have touched the GPU
     queue = context.SimpleQueue()
     workers = [
-        context.Process(target=_worker, args=(queue, Path(order["said"]), named))
+        context.Process(target=_worker, args=(queue, order["suite"], Path(order["said"]), named))
         for _ in range(order["jobs"])
     ]
     for worker in workers:
@@ -45,7 +47,7 @@ def _ahead(order: dict, named: dict[str, grid.Way]) -> None:
         worker.join()
 
 
-def _worker(queue: Any, folder: Path, named: dict[str, grid.Way]) -> None:
+def _worker(queue: Any, suite: str, folder: Path, named: dict[str, Way]) -> None:
     from torch._inductor import config
 
     # What a kernel's fastest config is cannot be told while others use the GPU.
@@ -54,7 +56,7 @@ def _worker(queue: Any, folder: Path, named: dict[str, grid.Way]) -> None:
         case, name = work
         start = time.monotonic()
         try:
-            said = grid.prepare(grid.Case.parse(case), named[name])
+            said = contest.prepare(suite, Case.parse(case), named[name])
         except Exception:  # noqa: BLE001  the measuring process will say what is wrong
             traceback.print_exc()
             said = None
@@ -65,18 +67,19 @@ def _worker(queue: Any, folder: Path, named: dict[str, grid.Way]) -> None:
             path.write_text(json.dumps([case, name, said]))
 
 
-def _measure(folder: Path, order: dict, named: dict[str, grid.Way]) -> None:
+def _measure(folder: Path, order: dict, named: dict[str, Way]) -> None:
     """Measure the cases until the deadline; each result is a line of the file of results."""
     files = Files(folder)
     for name, only in order["cases"]:
         start = time.monotonic()
         if start > order["deadline"]:
             return
-        case = grid.Case.parse(name)
+        case = Case.parse(name)
         (folder / "case").write_text(name)
-        effort = grid.Effort(order["seconds"], order["energy_s"], order["deadline"])
+        effort = contest.Effort(order["seconds"], order["energy_s"], order["deadline"])
         wanted = {variant: named[variant] for variant in only}
-        result = grid.run(case, wanted, effort, files.progress, order["skip"].get(name))
+        skip = order["skip"].get(name)
+        result = contest.run(order["suite"], case, wanted, effort, files.progress, skip)
         result["seconds"] = time.monotonic() - start
         with files.result.open("a") as stream:
             stream.write(json.dumps([name, result]) + "\n")

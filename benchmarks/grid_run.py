@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of suite `grid`: ``python -m benchmarks grid --out DIR``.
+"""The command line of suites `grid` and `families`: ``python -m benchmarks grid --out DIR``.
 
 First many processes compile all cases into shared caches; then one measures them. Into DIR, after
 every case: ``results.json``, ``tables.txt`` and ``profiles.txt`` as the other suites, ``log.txt``.
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from . import environment, grid, report
+from . import contest, environment, report
+from .cases import Case, chosen, ways
 from .environment import REPOSITORY
 from .runner import CACHE_VARIABLES, Files
 
@@ -47,9 +48,9 @@ def _list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(suite: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks grid", description=__doc__.split("\n")[0]
+        f"python -m benchmarks {suite}", description=__doc__.split("\n")[0]
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the results")
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_list,
         default=["*"],
         help="shell patterns of names, such as '8B-*-training-*,1B-*'; a full name of a case "
-        "outside the grid adds that one; a width is a name or d/f/kv",
+        "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
     )
     add("--options", type=_object, help="JSON; ours with these options is a variant of its own")
     add(
@@ -91,32 +92,43 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclasses.dataclass
 class Run:
-    """One run of the suite: its options, time and results."""
+    """One run of a suite: its options, time and results."""
 
+    suite: str
     options: argparse.Namespace
     arguments: list[str]
     deadline: float
     folder: Path
 
     def __post_init__(self) -> None:
-        self.cases = [case.name for case in grid.chosen(self.options.cases)]
+        self.cases = [
+            case.name for case in chosen(self.options.cases, self.about.every(), self.about.check)
+        ]
         self.caches = (self.options.caches or self.folder / "caches").resolve()
-        self.ways = grid.ways(self.options.options)
+        self.ways = ways(self.options.options)
         self.results: dict = {
-            "environment": environment.describe(["grid", *self.arguments], self.options.commit),
-            "grid": {},
+            "environment": environment.describe([self.suite, *self.arguments], self.options.commit),
+            self.suite: {},
         }
+
+    @property
+    def about(self) -> contest.Suite:
+        """The suite that is run."""
+        return contest.SUITES[self.suite]
 
     def variants(self, case: str) -> list[str]:
         """The variants measured of a case."""
         slow = any(fnmatch.fnmatchcase(case, pattern) for pattern in self.options.max_autotune)
-        return [name for name in self.ways if name != "max_autotune" or slow]
+        names = [name for name in self.about.variants(Case.parse(case)) if name in self.ways]
+        return [name for name in names if name != "max_autotune" or slow]
 
     def order(self, what: str, **fields: Any) -> Path:
         """The folder of a process, its order in it."""
         folder = Path(tempfile.mkdtemp(prefix=what, dir=self.folder))
-        ways = {name: dataclasses.asdict(way) for name, way in self.ways.items()}
-        Files(folder).order.write_text(json.dumps({"what": what, "ways": ways, **fields}))
+        named = {name: dataclasses.asdict(way) for name, way in self.ways.items()}
+        Files(folder).order.write_text(
+            json.dumps({"what": what, "suite": self.suite, "ways": named, **fields})
+        )
         return folder
 
     def process(
@@ -151,7 +163,7 @@ class Run:
         work = [*first, *(pair for pair in work if pair not in first)]
         jobs = min(self.options.jobs, len(work))
         # Beside the caches: a graph that comes out of them says nothing of itself.
-        notes = self.caches / "grid"
+        notes = self.caches / self.suite
         notes.mkdir(parents=True, exist_ok=True)
         folder = self.order("ahead", work=work, jobs=jobs, said=str(notes))
         until = time.monotonic() + AHEAD * (self.deadline - time.monotonic())
@@ -171,7 +183,8 @@ class Run:
         prepared, or without the case.
         """
         skip: dict[str, dict[str, str]] = {}
-        known = self.results["grid"]
+        why = "no time was left"
+        known = self.results[self.suite]
 
         def left() -> list[str]:
             return [case for case in self.cases if case not in known]
@@ -202,22 +215,23 @@ class Run:
             case = (folder / "case").read_text() if (folder / "case").exists() else ""
             culprit = files.progress.read_text() if files.progress.exists() else ""
             if case in known or not case:
-                break  # no case's fault
+                why = "the process died outside a case; its log says why"
+                break
             if culprit and culprit not in skip.get(case, {}):
                 skip.setdefault(case, {})[culprit] = "the process died while preparing it"
             else:
                 self.add(case, {"error": "the process died while measuring it"})
         for case in left():
-            self.add(case, {"error": "no time was left"})
+            self.add(case, {"error": why})
 
     def add(self, case: str, result: dict) -> None:
         """Keep a result, and all of them on disk."""
-        self.results["grid"][case] = result
+        self.results[self.suite][case] = result
         out = self.options.out
         (out / "results.json").write_text(json.dumps(self.results, indent=1) + "\n")
         (out / "tables.txt").write_text(report.short(self.results) + "\n")
         (out / "profiles.txt").write_text(report.profiles(self.results))
-        print(f"grid {case}: {_line(result)}", flush=True)
+        print(f"{self.suite} {case}: {_line(result)}", flush=True)
 
 
 def _line(result: dict) -> str:
@@ -242,15 +256,15 @@ def _start(folder: Path, log: IO[bytes], variables: dict[str, str]) -> subproces
     )
 
 
-def main(arguments: list[str]) -> None:
-    """Run the suite; files and terminal as the module docstring says."""
+def main(suite: str, arguments: list[str]) -> None:
+    """Run `suite`, "grid" or "families"; files and terminal as the module docstring says."""
     start = time.monotonic()
-    parser = _parser()
+    parser = _parser(suite)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run = Run(options, arguments, start + options.deadline, Path(folder))
+            run = Run(suite, options, arguments, start + options.deadline, Path(folder))
         except ValueError as error:
             parser.error(f"--cases: {error}")
         run.measure(run.ahead())
