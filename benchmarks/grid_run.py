@@ -215,7 +215,8 @@ class Run:
             case = (folder / "case").read_text() if (folder / "case").exists() else ""
             culprit = files.progress.read_text() if files.progress.exists() else ""
             if case in known or not case:
-                why = "the process died outside a case; its log says why"
+                if time.monotonic() < self.deadline:
+                    why = "the process died outside a case; its log says why"
                 break
             if culprit and culprit not in skip.get(case, {}):
                 skip.setdefault(case, {})[culprit] = "the process died while preparing it"
