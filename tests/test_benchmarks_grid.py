@@ -9,6 +9,7 @@ stand in for a GPU's, the death of a process with scripts in place of one.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import queue
 import subprocess
@@ -21,6 +22,7 @@ from benchmark_runs import benchmarks
 
 from benchmarks import (
     cases,
+    compile_parts,
     contest,
     energy,
     families,
@@ -31,6 +33,7 @@ from benchmarks import (
     ratio_plot,
 )
 from benchmarks.cases import Case, Way
+from coda_inductor.runtime import client
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -366,3 +369,42 @@ def test_a_family_with_a_decoder_gets_its_input(monkeypatch):
         (logits,) = work.compiled(Way("eager"))()
     assert logits.shape == (1, 16, 64)
     assert "compile_causal" not in families.variants(Case("t5", 16, "forward"))
+
+
+# Where the time of a first call goes
+
+
+def test_a_part_within_another_is_not_counted_twice():
+    watch = compile_parts.Stopwatch()
+    inner = watch.timed("inner", lambda: time.sleep(0.05))
+
+    def work(depth: int) -> None:
+        time.sleep(0.02)
+        inner()
+        if depth:
+            outer(depth - 1)
+
+    outer = watch.timed("outer", work)
+    outer(1)
+    assert watch.calls == {"outer": 2, "inner": 2}
+    assert 0.1 <= watch.whole["inner"] == watch.seconds["inner"] < 0.14
+    assert 0.04 <= watch.seconds["outer"] < 0.08
+    assert watch.whole["outer"] == pytest.approx(sum(watch.seconds.values()), abs=1e-3)
+
+
+def test_kernels_have_the_times_of_their_server(monkeypatch):
+    monkeypatch.setattr(client.Server, "__init__", lambda *_: None)
+    futures: list[concurrent.futures.Future] = []
+
+    def submit(*_):
+        futures.append(concurrent.futures.Future())
+        return futures[-1]
+
+    monkeypatch.setattr(client.Server, "submit", submit)
+    kernels = compile_parts.Kernels(time.perf_counter())
+    client.Server("90").submit({})
+    time.sleep(0.02)
+    for future in futures:
+        future.set_result(None)
+    ((asked, ready),) = kernels.jobs
+    assert 0 <= asked < 0.02 <= ready == pytest.approx(kernels.ready[0], abs=0.01)
