@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``python -m benchmarks --out DIR``, ``python -m benchmarks report FILE``.
+"""The command line: ``python -m benchmarks --out DIR``, ``python -m benchmarks report FILE``, and
+``python -m benchmarks grid --out DIR`` or ``families`` (``grid_run``).
 
 Measuring writes into DIR, after every part: ``results.json``, ``tables.txt`` (the tables that are
 also printed last), ``profiles.txt`` (kernels, and what our backend reports) and ``log.txt`` (all
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import environment, kernels, layer, llama, models, report, runner
+from . import environment, grid_run, kernels, layer, llama, models, report, runner
 from .blocks import BLOCKS
 from .environment import REPOSITORY
 from .runner import Job
@@ -241,6 +242,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["report"]:
         render(arguments[1:])
+    elif arguments[:1] in (["grid"], ["families"]):
+        grid_run.main(arguments[0], arguments[1:])
     else:
         measure(arguments)
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 SIZES = {
     "tiny": (64, 128, 32),
     "1B": (2048, 8192, 512),
+    "3B": (3072, 8192, 1024),
     "8B": (4096, 14336, 1024),
+    "13B": (5120, 13824, 5120),
+    "32B": (5120, 27648, 1024),
     "70B": (8192, 28672, 1024),
 }
 OUTPUTS = ("x2", "q", "k", "v")
@@ -53,6 +56,17 @@ class HFRMSNorm(nn.Module):
         variance = x.pow(2).mean(-1, keepdim=True)
         x = x * torch.rsqrt(variance + self.eps)
         return self.weight * x.to(dtype)
+
+
+def widths(size: str) -> tuple[int, int, int]:
+    """(d, f, kv) of a key of SIZES, or of a text "d/f/kv" such as "2048/8192/512"; KeyError
+    otherwise.
+    """
+    numbers = size.split("/")
+    if len(numbers) == 3 and all(number.isdecimal() for number in numbers):
+        d, f, kv = map(int, numbers)
+        return d, f, kv
+    return SIZES[size]
 
 
 NORMS = {"hf": HFRMSNorm, "torch": nn.RMSNorm}
@@ -84,20 +98,23 @@ class Block(nn.Module):
 
 
 @torch.no_grad()
-def build(size: str, rows: int, norm: str) -> tuple[Block, torch.Tensor, torch.Tensor]:
-    """A bf16 block of unit-gain random weights and its inputs x0, y of shape (1, rows, d), on the
-    device.
+def build(
+    size: str, rows: int, norm: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Block, torch.Tensor, torch.Tensor]:
+    """A block of unit-gain random weights and its inputs x0, y of shape (1, rows, d), all of
+    `dtype`, on the device. `size` as :func:`widths` takes it.
     """
     torch.manual_seed(0)
+    d, f, kv = widths(size)
     with torch.device(device()):
-        block = Block(*SIZES[size], norm)
+        block = Block(d, f, kv, norm)
         for name, weight in block.named_parameters():
             if name.startswith("norm"):
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
             else:
                 weight.normal_(std=weight.shape[1] ** -0.5)
-        x0, y = (torch.randn(1, rows, SIZES[size][0]).bfloat16() for _ in range(2))
-    return block.bfloat16(), x0, y
+        x0, y = (torch.randn(1, rows, d).to(dtype) for _ in range(2))
+    return block.to(dtype), x0, y
 
 
 def gemms(
@@ -167,7 +184,7 @@ def run(job: Job, variants: Variants) -> dict:
         variants.add("ceiling", lambda: ceiling.make(path, block, x0, y))
     variants.add_graphs(("compile", "max_autotune", "coda"))
     result = variants.measure(job.rounds)
-    d, f, kv = SIZES[job.size]
+    d, f, kv = widths(job.size)
     result["shape"] = {"M": job.length, "d": d, "f": f, "kv": kv, "norm": job.norm}
     result["profile"] = variants.profile(("coda", "compile", "max_autotune"))
     accuracy = variants.attempt("accuracy", lambda: _accuracy(variants, block, x0, y))

@@ -71,7 +71,7 @@ def run(job: Job, variants: Variants) -> dict:
     variants.add("max_autotune", lambda: compiled(mode="max-autotune-no-cudagraphs"))
     variants.add_graphs(("max_autotune",))
     result = variants.measure(job.rounds)
-    d, f, kv = layer.SIZES[job.size]
+    d, f, kv = layer.widths(job.size)
     result["shape"] = {"M": job.length, "d": d, "f": f, "kv": kv, "norm": job.norm}
     result["profile"] = variants.profile(("coda", "compile", "ceiling"), TOP_KERNELS)
     accuracy = variants.attempt("accuracy", lambda: _accuracy(variants, block, inputs, given))

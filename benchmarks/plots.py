@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
+from . import ratio_plot
 from .kernels import STEP
 from .report import markdown, merged
 from .tables import LAYER_COLUMNS, LLAMA_COLUMNS, complete, label, median, speedup
@@ -71,6 +72,8 @@ FIGURES = {
         Panel("Peak memory of the step", STEP_COLUMNS, memory=True),
     ],
 }
+#: Suites of many cases: a point each.
+RATIOS = ("grid", "families")
 
 
 def _draw(axes: Any, panel: Panel, parts: list[tuple[str, dict]], shown: list[str], suite: str):
@@ -102,6 +105,8 @@ def _tick(part: str, result: dict) -> str:
 
 def _figure(results: dict, suite: str, path: Path) -> bool:
     """Draw the panels of `suite` into `path`; False where there is nothing to draw."""
+    if suite in RATIOS:
+        return ratio_plot.write(results, suite, path)
     parts = [
         (_tick(part, result) if suite == "kernels" else part, result)
         for part, result in complete(results, suite)
@@ -135,7 +140,7 @@ def write(sources: list[Path], docs: Path) -> list[Path]:
     docs.mkdir(parents=True, exist_ok=True)
     # Reproducible ids: rendering the same results twice must not change a committed file.
     rcParams["svg.hashsalt"] = "benchmarks"
-    paths = {suite: docs / f"benchmarks_{suite}.svg" for suite in FIGURES}
+    paths = {suite: docs / f"benchmarks_{suite}.svg" for suite in (*FIGURES, *RATIOS)}
     images = [path for suite, path in paths.items() if _figure(results, suite, path)]
     page = docs / "benchmarks.md"
     page.write_text(

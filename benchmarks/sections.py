@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import tables, train_tables
+from . import grid_tables, tables, train_tables
 from .kernels import STEP
 
 if TYPE_CHECKING:
@@ -46,6 +46,24 @@ parameters and optimizer state. Errors are those of all gradients as one vector,
 parameter where a variant is worst. A key projection's bias is never that: it has no gradient but
 rounding, and no error to compare.
 """
+
+GRID_NOTES = """\
+The same layer at more widths and rows M, bf16 and fp16: *width-M-mode-dtype*, *forward* under
+`torch.no_grad()`, *training* with the gradients of inputs and parameters. 13B has as many key and
+value heads as query heads. The variants share their weights. *speedup* is the time of the better
+torch.compile over ours; beside it its 20th and 80th percentile, round by round, and how many of the
+GEMMs are fused. *J*: joules of one step, by the driver's counter of energy, while the step repeats
+without a pause."""
+
+FAMILIES_NOTES = """\
+Models of `transformers`, unmodified, random bf16 weights: *model-tokens-mode-dtype*. *1B* is
+`LlamaForCausalLM` with 16 layers of width 2048, the others have the widths of Qwen3 1.7B, Gemma 2
+2B, Phi-3 mini (8 layers each, sequences of 2048), GPT-2 large (12 layers, sequences of 1024), BERT
+large (12 layers) and T5 v1.1 large (8 and 8 layers, sequences of 512) and ViT-L (24 layers and 64
+images, whatever the number of tokens says). *forward*: logits (a language model's of the last
+position) under `torch.no_grad()`; *training*: forward with HF's loss, and backward. *is_causal*:
+HF hands SDPA a mask of constants; this is torch.compile of the model with that mask left out and
+SDPA told to be causal, which coda finds by itself. Columns as in the grid of layers."""
 
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
@@ -100,6 +118,7 @@ def _ending(ending: str) -> Callable[..., str]:
     return lambda results, form: train_tables.kernel_times(results, ending, form)
 
 
+TOGETHER = "All cases, *joules* those of ours over torch.compile's:"
 GRAPHS = "Replayed as CUDA graphs, and what an ordinary call costs the host:"
 SECTIONS = (
     Section(
@@ -121,6 +140,24 @@ SECTIONS = (
             (GRAPHS, _of("layer_train", tables.layer_graphs)),
             ("What a step needs beyond weights and inputs:", train_tables.layer_memory),
             ("Errors of the gradients:", _of("layer_train", tables.errors)),
+        ),
+    ),
+    Section(
+        "grid",
+        "Grid of layers",
+        GRID_NOTES,
+        (
+            (TOGETHER, _of("grid", grid_tables.together)),
+            ("Each:", _of("grid", grid_tables.cases)),
+        ),
+    ),
+    Section(
+        "families",
+        "Families of models",
+        FAMILIES_NOTES,
+        (
+            (TOGETHER, _of("families", grid_tables.together)),
+            ("Each:", _of("families", grid_tables.cases)),
         ),
     ),
     Section(

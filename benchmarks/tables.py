@@ -25,7 +25,9 @@ ERROR_COLUMNS = (
 )
 LABELS = {
     "compile": "torch.compile",
+    "compile_causal": "torch.compile, is_causal",
     "max_autotune": "max-autotune",
+    "coda_options": "coda, options",
     "gemms": "GEMMs (cuBLAS)",
     "gemms_fused": "fewer GEMMs (cuBLAS)",
     "ceiling": "hand-composed",

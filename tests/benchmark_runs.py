@@ -21,19 +21,22 @@ FORKING = """
 import multiprocessing, os, subprocess, sys
 import torch._inductor.compile_fx, transformers.models.llama.modeling_llama
 import coda_inductor.backend
-from benchmarks import __main__, job, runner
+from benchmarks import __main__, grid_job, grid_run, job, runner
 
 class Job(multiprocessing.get_context("fork").Process):
-    def __init__(self, folder, output, environment):
-        super().__init__(target=self.work, args=(folder, output.fileno(), environment))
+    def __init__(self, folder, output, environment, main=job.main):
+        super().__init__(target=self.work, args=(folder, output.fileno(), environment, main))
         self.start()
 
-    def work(self, folder, output, environment):
+    def work(self, folder, output, environment, main):
         os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(environment)
-        job.main(folder)
+        main(folder)
+
+    def poll(self):
+        return self.exitcode
 
     def wait(self, seconds=None):
         self.join(seconds)
@@ -42,6 +45,7 @@ class Job(multiprocessing.get_context("fork").Process):
         return self.exitcode
 
 runner._start = Job
+grid_run._start = lambda *arguments: Job(*arguments, grid_job.main)
 sys.argv[0] = "-m benchmarks"
 __main__.main()
 """

@@ -106,7 +106,7 @@ def test_report_renders_page_and_plots_the_same_each_time(run, results, tmp_path
 def test_unknown_size_is_refused_with_the_known_ones(tmp_path):
     done = benchmarks("--out", str(tmp_path), "--sizes", "1B,9B")
     assert done.returncode == 2
-    assert "unknown 9B; known: tiny, 1B, 8B, 70B" in done.stderr
+    assert "unknown 9B; known: tiny, 1B, 3B, 8B, 13B, 32B, 70B" in done.stderr
 
 
 def test_a_variant_that_raises_leaves_its_error_and_the_others(tmp_path):

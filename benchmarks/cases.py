@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What suites `grid` and `families` have in common: cases, by name, and ways of compiling them."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+FORWARD, TRAINING = "forward", "training"
+DTYPES = ("bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison: what is compiled (the widths of a layer, a model), its rows M or tokens,
+    "forward" or "training", and "bf16" or "fp16".
+    """
+
+    size: str
+    rows: int
+    mode: str
+    dtype: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """For example ``8B-4096-training-bf16``."""
+        return f"{self.size}-{self.rows}-{self.mode}-{self.dtype}"
+
+    @property
+    def training(self) -> bool:
+        """Are there gradients?"""
+        return self.mode == TRAINING
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case of a :attr:`name`; ValueError if it is none."""
+        size, rows, mode, dtype = name.split("-")
+        if mode not in (FORWARD, TRAINING) or dtype not in DTYPES:
+            raise ValueError(name)
+        return cls(size, int(rows), mode, dtype)
+
+
+def chosen(
+    patterns: Sequence[str], every: Iterable[Case], check: Callable[[str], Any]
+) -> list[Case]:
+    """Those of `every` whose names match one of the shell `patterns`; a full name of another case
+    is that case, if `check` raises no KeyError for its size. Raises ValueError for a pattern that
+    is neither.
+    """
+    every = list(every)
+    found: dict[Case, None] = {}
+    for pattern in patterns:
+        matches = [case for case in every if fnmatch.fnmatchcase(case.name, pattern)]
+        try:
+            if not matches:
+                matches = [Case.parse(pattern)]
+                check(matches[0].size)
+        except (ValueError, KeyError):
+            raise ValueError(f"{pattern!r} matches no case such as {every[0].name}") from None
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a variant calls torch.compile: `backend`, and `mode` or `options`.
+
+    `causal`: the model's attention is told to be causal instead of given a mask that says so.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    causal: bool = False
+
+
+def ways(options: dict[str, Any] | None = None) -> dict[str, Way]:
+    """The variants by name; "coda_options" is ours with `options`, if there are any."""
+    found = {
+        "compile": Way(),
+        "coda": Way("coda"),
+        "compile_causal": Way(causal=True),
+        "max_autotune": Way(mode="max-autotune-no-cudagraphs"),
+    }
+    if options:
+        found["coda_options"] = Way("coda", options=options)
+    return found

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joules of a call, by the driver's counter of the GPU's energy (NVML).
+
+The counter moves in steps some tens of milliseconds apart, so the energy of a loop is not its
+difference between begin and end: the power is taken between two of its steps, while the call
+repeats without a pause, and multiplied by the time of one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from .measure import synchronize
+
+if TYPE_CHECKING:
+    from .measure import Call
+
+POLL_S = 0.002
+#: What is queued at a time: the device must not run dry, nor be busy long after the loop.
+BATCH_S = 0.01
+#: Share of the loop after which steps of the counter count: the power has settled.
+SETTLED = 0.2
+
+
+class EnergyError(Exception):
+    """The driver does not tell the energy; says why."""
+
+
+class Counter:
+    """The energy that the first CUDA device of this process has used.
+
+    Raises EnergyError where there is no such device, no NVML, or no counter.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise EnergyError("no CUDA device")
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise EnergyError(f"no NVML: {error}") from None
+        self._call("nvmlInit_v2")
+        self._device = ctypes.c_void_p()
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        if count.value == 1:
+            self._call("nvmlDeviceGetHandleByIndex_v2", 0, ctypes.byref(self._device))
+        else:
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+            self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._device))
+        self.millijoules()
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._nvml, name)(*arguments):
+            raise EnergyError(f"{name} returned {status}")
+
+    def millijoules(self) -> int:
+        """Since the driver was loaded."""
+        value = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(value))
+        return value.value
+
+
+def joules(call: Call, seconds: float, counter: Counter) -> dict:
+    """Energy of one of many calls in a row.
+
+    Args:
+        call: what to repeat.
+        seconds: how long to repeat it; at least 0.3 for an H100's counter.
+        counter: anything whose ``millijoules()`` is the energy used so far.
+
+    Returns:
+        ``{"joules": of one call, "watts", "calls": repeated, "counted_s": seconds between the first
+        and last step of the counter that count}``. Raises EnergyError where it moved less than
+        twice meanwhile.
+    """
+    call()
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    batch = max(1, int(BATCH_S / (time.perf_counter() - start)))
+    steps: list[tuple[float, int]] = []
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(counter, steps, done), daemon=True)
+    watcher.start()
+    start = time.perf_counter()
+    calls = 0
+    before = None
+    while time.perf_counter() - start < seconds:
+        for _ in range(batch):
+            call()
+        calls += batch
+        before = _queued(before)
+    last = time.perf_counter()
+    synchronize()
+    took = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    counted = [step for step in steps if start + SETTLED * seconds <= step[0] <= last]
+    if len(counted) < 2:
+        raise EnergyError(f"the counter moved {len(counted)} times in {seconds} s")
+    (first_s, first_mj), (last_s, last_mj) = counted[0], counted[-1]
+    watts = (last_mj - first_mj) / 1e3 / (last_s - first_s)
+    return {
+        "joules": watts * took / calls,
+        "watts": watts,
+        "calls": calls,
+        "counted_s": last_s - first_s,
+    }
+
+
+def _queued(before: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """An event after what is queued, once the device is past `before`; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    if before is not None:
+        before.synchronize()
+    return event
+
+
+def _watch(counter: Counter, steps: list[tuple[float, int]], done: threading.Event) -> None:
+    """Note when the counter moves, and to what, until `done`."""
+    known = counter.millijoules()
+    while not done.wait(POLL_S):
+        value = counter.millijoules()
+        if value != known:
+            steps.append((time.perf_counter(), value))
+            known = value

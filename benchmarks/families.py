@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suite `families`: whole, unmodified models of ``transformers``, a forward pass and a training
+step of each.
+
+As in suite `model_train`, but without eager and without an optimizer; the variants share one model.
+``grid_run`` is its command line.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import models
+from .cases import FORWARD, TRAINING, Case
+from .measure import register
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .cases import Way
+    from .measure import Call
+
+TOKENS = 8192
+#: Key of :data:`benchmarks.models.MODELS` -> what its widths are those of.
+FAMILIES = {
+    "1B": "Llama 1B",
+    "qwen3": "Qwen3 1.7B",
+    "gemma2": "Gemma 2 2B",
+    "phi3": "Phi-3 mini",
+    "gpt2": "GPT-2",
+    "bert": "BERT large",
+    "t5": "T5 large",
+    "vit": "ViT-L",
+}
+#: Their masks say no more than "causal", which SDPA can be told.
+CAUSAL = ("tiny", "1B", "8B", "qwen3", "phi3")
+
+
+def every() -> list[Case]:
+    """The cases of the suite: a forward pass and a training step of each family."""
+    return [Case(name, TOKENS, mode) for name in FAMILIES for mode in (FORWARD, TRAINING)]
+
+
+def variants(case: Case) -> tuple[str, ...]:
+    """The variants that a case has, of :func:`benchmarks.cases.ways`."""
+    causal = ("compile_causal",) if case.size in CAUSAL else ()
+    return ("compile", "coda", *causal, "max_autotune", "coda_options")
+
+
+class Model:
+    """The model of one case with its batch: made once, used by all variants.
+
+    A forward pass gives the logits, a language model's of the last position only. Raises KeyError
+    where its size is no key of :data:`benchmarks.models.MODELS`.
+    """
+
+    def __init__(self, case: Case):
+        self.training = case.training
+        self.model, batch, self.shape = models.build(case.size, case.rows)
+        self.model.train(self.training)
+        config, takes = self.model.config, inspect.signature(self.model.forward).parameters
+        self.batch: dict[str, Any] = dict(batch)
+        if hasattr(config, "use_cache"):
+            self.batch["use_cache"] = False
+        if not self.training:
+            labels = self.batch.pop("labels")
+            if config.is_encoder_decoder:
+                self.batch["decoder_input_ids"] = labels
+            if "logits_to_keep" in takes:
+                self.batch["logits_to_keep"] = 1
+
+    def compiled(self, way: Way) -> Call:
+        """The forward pass, or the step, compiled that way when first called. It returns a list of
+        tensors: the logits, or the gradients of all parameters, of which the model keeps none.
+        """
+        register(way.backend)
+        model = causal(self.model) if way.causal else self.model
+        function = torch.compile(model, backend=way.backend, mode=way.mode, options=way.options)
+        if self.training:
+            return functools.partial(self._step, function, list(model.parameters()))
+        return lambda: [function(**self.batch).logits]
+
+    def _step(self, function: Any, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        function(**self.batch).loss.backward()
+        found = [weight.grad for weight in weights if weight.grad is not None]
+        for weight in weights:
+            weight.grad = None
+        return found
+
+    def difference(self, values: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> float:
+        """The relative difference of all `values`, as one vector, from `truths`."""
+        pairs = list(zip(values, truths, strict=True))
+        off = sum((value.float() - truth.float()).square().sum() for value, truth in pairs)
+        return (off / sum(truth.float().square().sum() for _, truth in pairs)).sqrt().item()
+
+
+def causal(model: Any) -> Any:
+    """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # transformers makes no mask for attention of a name that has no function for masks.
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+    kept = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    own = copy.deepcopy(model, kept)
+    own.set_attn_implementation("sdpa_causal")
+    return own

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of suites `grid` and `families`: every case, and what they come to together."""
+
+from __future__ import annotations
+
+import statistics
+
+from .cases import FORWARD, TRAINING
+from .tables import (
+    COMPILE_MODES,
+    cells,
+    complete,
+    label,
+    measurement,
+    median,
+    number,
+    speedup,
+    table,
+)
+
+#: Ours, as a user who asks for nothing gets it, and with the options of the run.
+OURS = ("coda", "coda_options")
+#: torch.compile of a model whose attention is told to be causal instead of given a mask.
+CAUSAL = "compile_causal"
+#: A case below is one that torch.compile is faster at, beyond what the clock tells apart.
+FLOOR = 0.99
+
+
+def speedups(
+    results: dict,
+    suite: str,
+    ours: str,
+    mode: str,
+    baselines: tuple[str, ...] = COMPILE_MODES,
+) -> dict[str, float]:
+    """Case -> speed of `ours` over the better of `baselines`, of the cases of `mode` that have
+    both."""
+    found = {
+        case: speedup(result, ours, baselines)
+        for case, result in complete(results, suite)
+        if f"-{mode}-" in case
+    }
+    return {case: ratio for case, ratio in found.items() if ratio is not None}
+
+
+def spread(result: dict, ours: str = "coda") -> tuple[float, float] | None:
+    """20th and 80th percentile of the better torch.compile's time over that of `ours`, round by
+    round.
+    """
+    modes = [name for name in COMPILE_MODES if median(result, name) is not None]
+    better = min(modes, key=lambda name: median(result, name) or 0.0, default="")
+    pairs = zip(
+        measurement(result, better, "samples_ms") or (),
+        measurement(result, ours, "samples_ms") or (),
+        strict=False,
+    )
+    ratios = sorted(theirs / own for theirs, own in pairs)
+    if not ratios:
+        return None
+    last = len(ratios) - 1
+    return ratios[round(0.2 * last)], ratios[round(0.8 * last)]
+
+
+def joules(result: dict, name: str) -> float | None:
+    """Joules of a call of one variant; None if they were not measured."""
+    return result["energy"].get(name, {}).get("joules")
+
+
+def _range(found: tuple[float, float] | None) -> str:
+    return f"{found[0]:.3f} to {found[1]:.3f}" if found else number(None, "")
+
+
+def _fused(result: dict, ours: str) -> str:
+    said = result["decisions"].get(ours)
+    return f"{said['fused']} of {said['gemms']}" if said else number(None, "")
+
+
+def shown(results: dict, suite: str) -> tuple[str, ...]:
+    """The variants that any case has, in the order of the columns."""
+    names = (*COMPILE_MODES, CAUSAL, *OURS)
+    known = [result["variants"] for _, result in complete(results, suite)]
+    return tuple(name for name in names if any(name in variants for variants in known))
+
+
+def cases(results: dict, suite: str, form: str = "github") -> str:
+    """A row a case: times, speedup with its spread, GEMMs fused, joules."""
+    names = shown(results, suite)
+    ours = [name for name in OURS if name in names]
+    powered = ("compile", *ours)
+    rows = []
+    for case, result in complete(results, suite):
+        row = [case, *cells(result, names)]
+        for name in ours:
+            row += [number(speedup(result, name, COMPILE_MODES), ".3f")]
+            if CAUSAL in names:
+                row += [number(speedup(result, name, (CAUSAL,)), ".3f")]
+            row += [_range(spread(result, name)), _fused(result, name)]
+        row += [number(joules(result, name), ".3f") for name in powered]
+        rows.append(row)
+    headers = ["ms", *map(label, names)]
+    for name in ours:
+        headers += [f"speedup, {label(name)}"]
+        headers += ["over is_causal"] if CAUSAL in names else []
+        headers += ["20 to 80 %", "fused"]
+    headers += [f"J, {label(name)}" for name in powered]
+    return table(rows, headers, form)
+
+
+def together(results: dict, suite: str, form: str = "github") -> str:
+    """Geometric mean, extremes and the number of slower cases of each of ours, by mode."""
+    rows = []
+    for ours in OURS:
+        for mode in (FORWARD, TRAINING):
+            found = speedups(results, suite, ours, mode)
+            if found:
+                values = list(found.values())
+                worst = min(found, key=found.__getitem__)
+                rows.append(
+                    [
+                        label(ours),
+                        mode,
+                        str(len(values)),
+                        f"{statistics.geometric_mean(values):.3f}",
+                        f"{min(values):.3f} ({worst})",
+                        f"{max(values):.3f}",
+                        str(sum(value < FLOOR for value in values)),
+                        number(_energy(results, suite, ours, mode), ".3f"),
+                    ]
+                )
+    headers = ["", "", "cases", "geometric mean", "least", "most", f"under {FLOOR}", "joules"]
+    return table(rows, headers, form)
+
+
+def _energy(results: dict, suite: str, ours: str, mode: str) -> float | None:
+    """Geometric mean of the joules of `ours` over torch.compile's."""
+    ratios = [
+        own / theirs
+        for case, result in complete(results, suite)
+        if f"-{mode}-" in case
+        and (own := joules(result, ours))
+        and (theirs := joules(result, "compile"))
+    ]
+    return statistics.geometric_mean(ratios) if ratios else None
