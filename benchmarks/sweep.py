@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time every legal kernel config against cuBLAS, and fit the cost model that is shipped.
+"""Measure what ships for a GPU model: the sites of Llama layers, and the model's constants.
 
-    python benchmarks/sweep.py measure OUT.json [KIND ...]      # on the GPU; minutes
-    python benchmarks/sweep.py fit OUT.json coda_inductor/select/tables/h100.json
+    python benchmarks/sweep.py measure OUT.json [--seconds S]      # on the GPU; minutes
+    python benchmarks/sweep.py fit OUT.json [OUT.json ...] coda_inductor/select/tables/NAME.json
 
-``measure`` times, for each site of a Llama layer (three sizes, several M), every legal config of
-its kind and the same products through torch.mm, interleaved, and keeps the medians. Weights rotate,
-so that small ones are not read from the L2 cache. Named kinds are measured alone, and what OUT.json
-holds of the others stays. ``fit`` needs no GPU: it fits, for each config, the four constants of
-``coda_inductor.select.model`` by weighted least squares, and prints how far the model's choices are
-from the measured best.
+``measure`` first times every legal config of the kinds of sites (``select/kinds.py``) at three
+widths, then the sites of layers of all widths of the suite ``grid``, as traced by this torch, with
+the likeliest configs; both as ``python -m coda_inductor tune`` does. What was measured before (in
+the cache) is not measured again, and what there is no time for is left out. ``fit`` needs no GPU:
+it fits, for each config, the four constants of ``coda_inductor.select.model`` by weighted least
+squares, prints how far the model's choices are from the measured best, and writes the table, with
+the measured sites.
 """
 
 from __future__ import annotations
@@ -17,14 +18,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from coda_inductor.select import model
-from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import H100, gpu_of
+from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
+from coda_inductor.select.site import Site
+from coda_inductor.select.store import as_text, merged, store_of
+from coda_inductor.tune.rank import MANY
+from coda_inductor.tune.tuner import Tuner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import layer
+from benchmarks.sites import layers
 
 #: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
 SIZES = {
@@ -36,8 +50,11 @@ ROWS = {"1B": (512, 2048, 8192), "8B": (512, 2048, 8192), "70B": (8192,)}
 TRAINING_ROWS = {"1B": (2048, 8192), "8B": (8192,), "70B": (8192,)}
 VOCABULARY = 128256
 HEADS = ((VOCABULARY, 2048), (VOCABULARY, 4096), (50304, 1280))
-ROUNDS = 11
-_COLD_BYTES = 128 * 2**20  # more than twice the L2 cache
+LAYERS = ("1B", "3B", "8B", "13B", "32B", "70B")
+#: What the model says least about comes first.
+LAYER_ROWS = (5000, 2048, 1000, 8192, 4096, 512, 16384)
+#: Configs of a site that ship.
+_BEST = 4
 
 
 def shapes() -> list[tuple[str, int, int, int]]:
@@ -69,135 +86,74 @@ def shapes() -> list[tuple[str, int, int, int]]:
     return list(found)
 
 
-def compile_all(names: list[str]) -> None:
-    """Compile all kernels of the kinds called ``names`` in parallel."""
-    from coda_inductor.runtime.pool import KernelRequest, wait
-
-    requests = [
-        KernelRequest(
-            kinds()[name].to_json(),
-            str(config),
-            B_MAJOR[name],
-            joined="straight" if TERMS[name] > 1 else "",
-        )
-        for name in names
-        for config in legal_configs(kinds()[name])
+def sites() -> list[Site]:
+    """The kinds' sites at :func:`shapes`."""
+    programs = kinds()
+    return [
+        Site(programs[kind], m, n, k, TERMS[kind], b_major=B_MAJOR[kind], name=kind)
+        for kind, m, n, k in shapes()
     ]
-    failed = {r: error for r, error in wait(requests, 400).items() if error}
-    for request, error in failed.items():
-        print("cannot compile", request.config, error)
 
 
-def measure_shape(kind: str, m: int, n: int, k: int) -> dict:
-    """Median microseconds of every config and of cuBLAS (one product of pairs and of sums)."""
-    from coda_inductor.runtime.launch import kernel
-    from coda_inductor.runtime.op import _allocate
+def measure(out: Path, seconds: float) -> None:
+    """Measure for at most so many seconds, and write everything that is known of this GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    store, start = store_of(gpu_of(device)), time.monotonic()
 
-    program = kinds()[kind]
-    products = len(program.accs) * TERMS[kind]
-    copies = max(2, min(16, -(-_COLD_BYTES // (2 * n * k * len(program.accs)))))
-    as_, weights, operands = _inputs(kind, m, n, k, copies)
-    runs = {}
-    for config in legal_configs(program):
-        entry = kernel(program.to_json(), str(config))
-        outputs = _allocate(program, config, as_[0], weights[0])
-        runs[str(config)] = lambda bs, entry=entry, outputs=outputs: entry.launch(
-            as_, bs, operands, outputs
-        )
-    product = as_[0].new_empty(m, n)
-    lefts = as_ * len(program.accs)
-    runs["cublas"] = lambda bs: [
-        torch.mm(a, b, out=product) for a, b in zip(lefts, bs, strict=True)
-    ]
-    times = {name: [] for name in runs}
-    for round_ in range(ROUNDS + 2):
-        torch.cuda._sleep(3_000_000)  # the queue fills meanwhile: no gaps between kernels
-        events = []
-        for index, (name, run) in enumerate(runs.items()):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run(weights[(round_ * len(runs) + index) % copies])
-            end.record()
-            events.append((name, start, end))
-        torch.cuda.synchronize()
-        if round_ >= 2:
-            for name, start, end in events:
-                times[name].append(1e3 * start.elapsed_time(end))
-    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    us["cublas"] = round(us["cublas"] / products, 2)
-    return {"kind": kind, "m": m, "n": n, "k": k, "us": us}
+    def batch(what: str, wanted: list[Site], most: int | None) -> None:
+        left = seconds - (time.monotonic() - start)
+        if left < 5:
+            print(f"no time for {what}")
+            return
+        tuner = Tuner(store, device, left, most)
+        tuner.measure(wanted)
+        tuner.close()
+        done = len(wanted) - len(tuner.left)
+        print(f"{what}: {done} of {len(wanted)}, {time.monotonic() - start:.0f} s", flush=True)
+        out.write_text(as_text(store.gpu, store.own(), store.device))
+
+    batch("kinds", sites(), None)
+    widths = [layer.SIZES[size] for size in LAYERS]
+    for m in LAYER_ROWS:
+        batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), MANY // 2)
 
 
-def _inputs(kind: str, m: int, n: int, k: int, copies: int):
-    """Random left operands, ``copies`` of the weights (each (K, N)), and the operands. They lie in
-    memory in their order, so that one variant of a kernel serves."""
-    program, terms = kinds()[kind], TERMS[kind]
-
-    def randn(*shape: int, dtype: str) -> torch.Tensor:
-        return torch.randn(shape, device="cuda").to(getattr(torch, dtype))
-
-    def weight() -> torch.Tensor:
-        if B_MAJOR[kind] == "k":
-            return randn(n, k // terms, dtype=program.in_dtype).t()
-        return randn(k // terms, n, dtype=program.in_dtype)
-
-    def by_address(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return sorted(tensors, key=torch.Tensor.data_ptr)
-
-    sizes = {"tile": (m, n), "row": (n,), "col": (m,)}
-    operands = [randn(*sizes[o.kind], dtype=o.dtype) for o in program.operands]
-    products = terms * len(program.accs)
-    weights = [by_address([weight() for _ in range(products)]) for _ in range(copies)]
-    as_ = by_address([randn(m, k // terms, dtype=program.in_dtype) for _ in range(terms)])
-    return as_, weights, operands
+def rows(measured: Mapping[str, Figures]) -> list[dict]:
+    """What of the measurements is of a kind: its row in the table."""
+    found, known = [], measured
+    for site in sites():
+        figures = known.get(key_of(site))
+        if figures is None:
+            continue
+        products = len(site.program.accs) * site.terms
+        us = {**figures.us, "cublas": round(figures.plain / products, 2)}
+        found.append({"kind": site.name, "m": site.m, "n": site.n, "k": site.k, "us": us})
+    return found
 
 
-def measure(path: Path, names: list[str]) -> None:
-    """Measure all shapes of the kinds called ``names`` (none: of all) and write them to ``path``,
-    in place of what it holds of them."""
-    names = names or list(kinds())
-    compile_all(names)
-    properties = torch.cuda.get_device_properties(0)
-    data = {"shapes": []}
-    if path.exists():
-        data = json.loads(path.read_text())
-    data |= {
-        "device": properties.name,
-        "processors": properties.multi_processor_count,
-        "torch": torch.__version__,
+def fit(sources: Sequence[Path], target: Path) -> None:
+    """Fit the model to the measurements of ``sources`` and write a table of both to ``target``,
+    with the constants that are not fitted as they stand there, or for an H100."""
+    texts = [source.read_text() for source in sources]
+    first, measured = json.loads(texts[0]), merged(texts)
+    known = json.loads((target if target.exists() else H100.table).read_text())
+    device = first["device"]
+    constants = known["constants"] | {"bytes_per_us": device["bytes_per_us"]}
+    data = {
+        "device": first["gpu"],
+        "constants": constants,
+        "processors": first["processors"],
+        "versions": first["versions"],
+        "shapes": rows(measured),
     }
-    data["shapes"] = [row for row in data["shapes"] if row["kind"] not in names]
-    for shape in shapes():
-        if shape[0] in names:
-            row = measure_shape(*shape)
-            data["shapes"].append(row)
-            path.write_text(json.dumps(data))
-            report(row)
-
-
-def report(row: dict) -> None:
-    """One line: the best configs and how they compare with cuBLAS."""
-    cublas = row["us"]["cublas"] * len(kinds()[row["kind"]].accs) * TERMS[row["kind"]]
-    configs = sorted((us, name) for name, us in row["us"].items() if name != "cublas")
-    best = ", ".join(f"{name} {us:.0f}" for us, name in configs[:3])
-    print(
-        f"{row['kind']:<15} M={row['m']:<5} N={row['n']:<6} K={row['k']:<6}"
-        f" cublas {cublas:8.1f} us  ratio {configs[0][0] / cublas:.3f}  {best}",
-        flush=True,
-    )
-
-
-def fit(source: Path, target: Path) -> None:
-    """Fit the model to the measurements of ``source`` and write both to ``target``."""
-    data = json.loads(source.read_text())
-    rows: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
+    groups: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
     for row in data["shapes"]:
-        rows[family(kinds()[row["kind"]])].append(row)
-    data["models"] = {g: _models(g, found, data["processors"]) for g, found in rows.items()}
+        groups[family(kinds()[row["kind"]])].append(row)
+    data["models"] = {g: _models(g, found, data["processors"]) for g, found in groups.items()}
     data["cublas"] = _cublas_model(data)
-    target.write_text(_pretty(data))
+    target.write_text(_pretty(data, measured))
     _report_choices(data)
-    print(f"wrote {target}")
+    print(f"wrote {target}: {len(measured)} sites")
 
 
 def _models(group: str, rows: list[dict], processors: int) -> dict[str, list[float]]:
@@ -273,18 +229,27 @@ def _report_choices(data: dict) -> None:
         print(f"{what}: mean {statistics.mean(values):.1%}, worst {max(values):.1%}")
 
 
-def _pretty(data: dict) -> str:
-    """JSON with one config and one measurement a line."""
-    lines = [f'"{key}": {json.dumps(data[key])}' for key in ("device", "processors", "torch")]
-    lines.append(f'"cublas": {json.dumps(data["cublas"])}')
+def _pretty(data: dict, measured: Mapping[str, Figures]) -> str:
+    """JSON with one config and one measurement a line; of a site the few best configs."""
+    heads = ("device", "constants", "processors", "versions", "cublas")
+    lines = [f'"{key}": {json.dumps(data[key])}' for key in heads]
     families = []
     for group, models in data["models"].items():
-        rows = ",\n   ".join(f'"{name}": {json.dumps(c)}' for name, c in models.items())
-        families.append(f'"{group}": {{\n   {rows}\n  }}')
+        constants = ",\n   ".join(f'"{name}": {json.dumps(c)}' for name, c in models.items())
+        families.append(f'"{group}": {{\n   {constants}\n  }}')
     lines.append('"models": {\n  ' + ",\n  ".join(families) + "\n }")
-    rows = ",\n  ".join(json.dumps(row) for row in data["shapes"])
-    lines.append(f'"shapes": [\n  {rows}\n ]')
+    for name, found in (
+        ("shapes", data["shapes"]),
+        ("sites", [_shipped(*s) for s in sorted(measured.items())]),
+    ):
+        text = ",\n  ".join(json.dumps(row) for row in found)
+        lines.append(f'"{name}": [\n  {text}\n ]')
     return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+def _shipped(key: str, found: Figures) -> dict:
+    best = dict(sorted(found.us.items(), key=lambda item: item[1])[:_BEST])
+    return to_row(key, replace(found, us=best, failed={}))
 
 
 def main() -> None:
@@ -293,18 +258,15 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("out", type=Path)
-    measuring.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(kinds()))
+    measuring.add_argument("--seconds", type=float, default=900.0, help="at most")
     fitting = commands.add_parser("fit")
-    fitting.add_argument("source", type=Path)
+    fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        unknown = set(arguments.kinds) - set(kinds())
-        if unknown:
-            parser.error(f"unknown kind {min(unknown)!r}; known: {', '.join(kinds())}")
-        measure(arguments.out, arguments.kinds)
+        measure(arguments.out, arguments.seconds)
     else:
-        fit(arguments.source, arguments.target)
+        fit(arguments.sources, arguments.target)
 
 
 if __name__ == "__main__":

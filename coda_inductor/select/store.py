@@ -124,7 +124,8 @@ def versions() -> str:
 def as_text(gpu: Gpu, sites: Mapping[str, Figures], device: Device | None = None) -> str:
     """The file's text: JSON with one site a line, in the order of their keys."""
     about = None if device is None else vars(device)
-    head = {"format": _FORMAT, "gpu": gpu.name, "versions": versions(), "device": about}
+    head = {"format": _FORMAT, "gpu": gpu.name, "processors": gpu.processors}
+    head |= {"versions": versions(), "device": about}
     lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
     rows = [json.dumps(to_row(key, sites[key])) for key in sorted(sites)]
     return "\n".join(

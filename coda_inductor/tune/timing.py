@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 #: Rounds that warm the clock, and the most and fewest that count.
-_WARM, _MOST, _FEWEST = 4, 60, 9
-_SECONDS = 1.0
+_WARM, _MOST, _FEWEST = 3, 40, 9
+_SECONDS = 0.5
 #: Microseconds that the read takes at least.
 _HOST_US = 150.0
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure sites while a graph is compiled, within a budget of seconds.
 
-Kernels are compiled side by side in the compile pool while the measuring process starts and
-compiles the unfused candidates. What one process has measured, all that share its cache know.
+Kernels are compiled side by side in the compile pool while the measuring processes start and
+compile the unfused candidates; only one of them times at a time. What one process has measured, all
+that share its cache know.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -17,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coda_inductor.log import logger, warn_once
 from coda_inductor.runtime import pool
+from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
@@ -29,6 +34,9 @@ from coda_inductor.tune.worker import site_text
 
 #: Seconds beyond its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
+#: Measuring processes at most. Each holds half a GiB of the GPU's memory.
+_MOST = 4
+_LATE = "no time left to compile it"
 #: Part of the GPU's free memory that a measurement may take.
 _ROOM = 0.8
 
@@ -46,7 +54,7 @@ class Tuner:
         self.left: dict[str, Site] = {}
         self._device = device
         self._seconds = seconds
-        self._process: Process | None = None
+        self._processes: dict[int, Process] = {}  # by thread
 
     def measure(self, sites: Sequence[Site]) -> bool:
         """Measure those of ``sites`` that were not; True if any of them now is. Takes no longer
@@ -56,106 +64,112 @@ class Tuner:
         if not wanted:
             return False
         start = time.monotonic()
-        self._submit(wanted.values())
         with lock.held(self.store.path, self._seconds + _SLACK) as got:
             waited = time.monotonic() - start
             missing = {k: s for k, s in wanted.items() if self.store.find(s) is None}
-            if not got or (waited > 1.0 and self._given_up(missing)):
-                self.left |= missing
-            else:
+            if got and not (waited > 1.0 and _others()):
                 self._measure_all(missing, time.monotonic() + self._seconds)
                 self._seconds -= time.monotonic() - start - waited
+            # Else another rank was measuring until now, and had no time for what is missing. Then
+            # this one must not measure it either: all ranks run the same kernels.
+        self.left |= {key: s for key, s in wanted.items() if self.store.find(s) is None}
         return len(self.left.keys() & wanted) < len(wanted)
 
     def close(self) -> None:
-        """End the measuring process: it holds memory of the GPU."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
-    def _submit(self, sites) -> None:
-        """Start compiling what will be timed."""
-        pool.submit([r for site in sites for c in self._configs(site) for r in _requests(site, c)])
+        """End the measuring processes: they hold memory of the GPU."""
+        for process in self._processes.values():
+            process.end()
+        self._processes.clear()
 
     def _configs(self, site: Site) -> list[Config]:
         return rank.candidates(site, self.store.gpu, self.most)
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
+        """The largest first. Several processes: while one compiles what is not fused, which takes
+        longer than to time it, another one times."""
         order = sorted(sites, key=lambda key: -sites[key].m * sites[key].n * sites[key].k)
         try:
-            self._prepare([sites[key] for key in order], deadline)
-            with _progress(len(order)) as progress:
-                for key in order:
-                    if (found := self._measured(sites[key], deadline)) is None:
-                        self.left[key] = sites[key]
-                    else:
-                        self.store.add({key: found})
+            pool.submit([r for key in order for c in self._configs(sites[key])
+                         for r in _requests(sites[key], c)])  # fmt: skip
+            if order and self.store.device is None:
+                about = self._ask({"device": True}, deadline).get("device")
+                self.store.add({}, None if about is None else Device(**about))
+            with (
+                _progress(len(order)) as progress,
+                concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
+            ):
+                found = threads.map(lambda key: self._measured(sites[key], deadline), order)
+                for key, figures in zip(order, found, strict=True):
+                    if figures is not None:
+                        self.store.add({key: figures})
                     progress.advance(progress.task_ids[0])
         except Exception as error:  # never in the way: what is not measured is modelled
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
-        self.left |= {k: s for k, s in sites.items() if self.store.find(s) is None}
-
-    def _prepare(self, sites: list[Site], deadline: float) -> None:
-        """Let the measuring process compile the unfused candidates, while kernels are compiled."""
-        if self.store.device is None:
-            about = self._ask({"device": True}, deadline).get("device")
-            if about is not None:
-                self.store.add({}, Device(**about))
-        for site in sites:
-            if self._fits(site):
-                self._ask({"site": site_text(site)}, deadline)
 
     def _measured(self, site: Site, deadline: float) -> Figures | None:
         """What ``site`` takes; None where that cannot be said."""
-        if not self._fits(site):
-            return None
-        failed: dict[str, str] = {}
-        wanted = {str(c): _requests(site, c) for c in self._configs(site)}
-        left = max(0.0, deadline - time.monotonic())
-        errors = pool.wait([r for group in wanted.values() for r in group], timeout=left)
-        for config, group in wanted.items():
-            whys = [why for r in group if (why := errors[r]) is not None]
-            if whys:
-                failed[config] = f"does not compile: {whys[0]}"[:200]
-        while configs := [c for c in wanted if c not in failed]:
-            if time.monotonic() > deadline:
+        text = site_text(site)
+        try:
+            if not self._fits(site) or "ready" not in self._ask({"site": text}, deadline):
                 return None
-            try:
-                answer = self._ask({"site": site_text(site), "configs": configs}, deadline)
-            except DeadError as error:
-                if not error.trying:
+            wanted = {str(c): _requests(site, c) for c in self._configs(site)}
+            failed = _uncompiled(wanted, deadline)
+            while configs := [c for c in wanted if c not in failed]:
+                try:
+                    answer = self._ask({"site": text, "configs": configs}, deadline)
+                except DeadError as error:
+                    if not error.trying:
+                        raise
+                    failed[error.trying] = str(error)  # the others, in another process
+                    continue
+                if "figures" not in answer:
+                    logger.debug("%s was not measured: %s", key_of(site), answer.get("error"))
                     return None
-                failed[error.trying] = str(error)
-                continue
-            if "figures" not in answer:
-                logger.debug("%s was not measured: %s", key_of(site), answer.get("error"))
-                return None
-            _, found = from_row({"key": "", **answer["figures"]})
-            late = {c: w for c, w in failed.items() if "took too long" not in w}
-            return Figures(
-                found.us, found.unfused, found.plain, found.spread,
-                {**found.failed, **late}, site.m, site.name,
-            )  # fmt: skip
+                _, found = from_row({"key": "", **answer["figures"]})
+                known = {c: why for c, why in failed.items() if why != _LATE}
+                return replace(found, failed={**found.failed, **known}, name=site.name)
+        except DeadError as error:
+            logger.debug("%s was not measured: %s", key_of(site), error)
         return None
 
     def _ask(self, message: dict, deadline: float) -> dict:
-        if self._process is None:
-            self._process = Process(self._device.index)
+        thread = threading.get_ident()
+        if thread not in self._processes:
+            if time.monotonic() > deadline:
+                raise DeadError("no time left", "")
+            self._processes[thread] = Process(self._device.index)
         try:
-            return self._process.ask(message, deadline)
+            return self._processes[thread].ask(message, deadline)
         except DeadError:
-            self._process = None
+            del self._processes[thread]
             raise
 
     def _fits(self, site: Site) -> bool:
         free, _ = torch.cuda.mem_get_info(self._device)
-        return inputs.size(site) < _ROOM * free
+        return inputs.size(site) * _processes() < _ROOM * free
 
-    def _given_up(self, missing: dict[str, Site]) -> bool:
-        """Was another rank of this job measuring until now, and had no time for these? Then this
-        one must not measure them either: all ranks run the same kernels."""
-        return bool(missing) and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+def _uncompiled(wanted: dict[str, list[KernelRequest]], deadline: float) -> dict[str, str]:
+    """Why a config has no kernel, for those that have none."""
+    left = max(0.0, deadline - time.monotonic())
+    errors = pool.wait([r for group in wanted.values() for r in group], timeout=left)
+    failed = {}
+    for config, group in wanted.items():
+        whys = [why for request in group if (why := errors[request]) is not None]
+        if whys:
+            late = "took too long" in whys[0]
+            failed[config] = _LATE if late else f"does not compile: {whys[0]}"[:200]
+    return failed
+
+
+def _processes() -> int:
+    return max(1, min(_MOST, workers() // 4))
+
+
+def _others() -> bool:
+    """Is this one of several ranks?"""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _requests(site: Site, config: Config) -> list[KernelRequest]:

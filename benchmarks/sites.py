@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused sites of Llama layers of any width, for the measurements that ship.
+
+One layer is traced, forward and training, with sizes that are all different; what a site's N and K
+are made of is read off them, and every other width has the same sites. A plan shows only the sites
+that it prefers, so that it is made three times: everything that is fused wins, then several GEMMs
+in one kernel lose, then everything does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from coda_inductor import pipeline
+from coda_inductor.explanation.capture import capture
+from coda_inductor.options import parse
+from coda_inductor.select import policy
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import gpu_of
+from coda_inductor.select.figures import Figures, key_of
+from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store
+
+from . import layer
+
+#: Model width, MLP width, width of k and v: no sum of them is another one.
+_TRACED = (4096, 14336, 1024)
+_ROWS = 8192
+
+
+def layers(widths: Sequence[tuple[int, int, int]], rows: Sequence[int], dtype) -> list[Site]:
+    """The sites of layers of (model width, MLP width, width of k and v) at so many rows, each
+    once."""
+    found = {}
+    for m in rows:
+        for width in widths:
+            for site in _traced(dtype):
+                other = _resized(site, m, width)
+                found.setdefault(key_of(other), other)
+    return list(found.values())
+
+
+def _resized(site: Site, m: int, width: tuple[int, int, int]) -> Site:
+    d, f, kv = width
+    old_d, old_f, old_kv = _TRACED
+    sizes = {old_d: d, old_f: f, old_kv: kv, 2 * old_f: 2 * f, old_d + 2 * old_kv: d + 2 * kv}
+    copied = tuple(sizes[k] for k in site.copied)
+    return replace(site, m=m, n=sizes[site.n], k=sizes[site.k], copied=copied)
+
+
+class _Answers:
+    """Stands for a measurement: fused sites win, or lose, as ``loses`` says."""
+
+    left: dict[str, Site] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, store: Store, found: dict[str, Site], loses):
+        self.store, self.found, self.loses = store, found, loses
+        self.known: dict[str, Figures] = {}
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        new = [site for site in sites if key_of(site) not in self.known]
+        for site in new:
+            self.found.setdefault(key_of(site), site)
+            config = str(legal_configs(site.program)[0])
+            us = 2.0 if self.loses(site) else 1.0
+            self.known[key_of(site)] = Figures({config: us}, 1.5, 1.0, m=site.m)
+        self.store.add(self.known)
+        return bool(new)
+
+    def close(self) -> None:
+        pass
+
+
+def _traced(dtype: torch.dtype) -> list[Site]:
+    """The sites of the traced layer."""
+    found: dict[str, Site] = {}
+    with torch.device("meta"):
+        block = layer.Block(*_TRACED, "hf").to(dtype)
+        x0, y = (torch.empty(1, _ROWS, _TRACED[0], dtype=dtype) for _ in range(2))
+    device = torch.device("cuda", torch.cuda.current_device())
+    answers = (lambda _: False, _several, lambda _: True)
+    for train in (False, True):
+        inputs = [x.requires_grad_(train) for x in (x0, y)]
+        for loses in answers:
+            with tempfile.TemporaryDirectory() as folder:
+                store = Store(gpu_of(device), Path(folder))
+
+                def tuner(_store, _device, _seconds, _most, store=store, loses=loses):
+                    return _Answers(store, found, loses)
+
+                with (
+                    mock.patch.object(policy, "store_of", lambda _, store=store: store),
+                    mock.patch.object(pipeline, "Tuner", tuner),
+                    torch.set_grad_enabled(train),
+                ):
+                    options = parse(None, {"tune": "always"})
+                    capture(block, tuple(inputs), {}, options, as_if=device)
+    return list(found.values())
+
+
+def _several(site: Site) -> bool:
+    return site.program.paired or site.terms > 1 or bool(site.copied)
