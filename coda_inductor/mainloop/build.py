@@ -13,7 +13,6 @@ from coda_inductor.mainloop.plan import limited
 from coda_inductor.mainloop.plan import run as run_gemm_epi_plan
 from coda_inductor.mainloop.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.select.config import unwritten
 
 __all__ = ["build", "dummy_arguments", "run_gemm_epi_plan"]
 
@@ -40,7 +39,7 @@ def build(
         ValueError: there is no such kernel; the compiler might end the process.
         Exception: whatever QuACK or CuTeDSL raises.
     """
-    if _arch(device) == 9 and (why := unwritten(config)) is not None:
+    if _arch(device) == 9 and (why := config.unwritten) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128

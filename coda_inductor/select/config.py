@@ -97,6 +97,29 @@ class Config:
             raise KernelError(f"{text!r} is not how this kernel config is written: {config}")
         return config
 
+    @property
+    def unwritten(self) -> str | None:
+        """Why there is no kernel with this tile and schedule on Hopper, or None.
+
+        QuACK's cooperative ones of 192 and 320 rows are left out. In most of them two warpgroups
+        share the columns of a tile: with an N-major B CuTeDSL ends the process, lean epilogues and
+        paired ones are silently wrong, and where they are right they are not the fastest.
+        """
+        m, n = self.tile_m, self.tile_n
+        if self.cluster_m * self.cluster_n > 4:
+            return "a cluster has at most 4 CTAs"
+        if self.dynamic and not self.persistent:
+            return "only a persistent kernel has a scheduler"
+        if self.pingpong:
+            widest = {64: 256, 128: 208, 192: 128}.get(m, 0)
+            if not self.persistent:
+                return "a ping-pong kernel is persistent"
+        else:
+            widest = {64: 256, 128: 256, 256: 208}.get(m, 0)
+        if not 0 < n <= widest or n % 16:
+            return f"{m} rows go with multiples of 16 up to {widest} columns"
+        return None
+
     def dynamic_twin(self) -> Config:
         """The same on Hopper, but for taking its tiles from a counter: as fast on a free GPU, and
         not held up by another kernel on some of its processors."""
@@ -128,9 +151,8 @@ HOPPER_LEAN = tuple(
         *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
     )
 )
-#: More that are the fastest somewhere by more than 1 %, a lean one again where all tiles are 16-bit:
-#: with other bands or shapes for many rows, small tiles for few, and the twins of the main ones, on
-#: which other kernels do not weigh.
+#: More that are the fastest somewhere by more than 1 %: with other bands or shapes for many rows,
+#: small tiles for few, and the twins of the main ones, which other kernels do not hold up.
 HOPPER_MORE = tuple(
     Config.parse(text)
     for text in (
@@ -166,29 +188,6 @@ _CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
 _SMEM_BYTES = {12: 99 * 1024}
 
 _TILE_K = 64
-
-
-def unwritten(config: Config) -> str | None:
-    """Why there is no kernel with this tile and schedule on Hopper, or None.
-
-    QuACK's cooperative ones of 192 and 320 rows are left out. In most of them two warpgroups share
-    the columns of a tile: with an N-major B CuTeDSL ends the process, lean epilogues and paired
-    ones are silently wrong, and where they are right they are not the fastest.
-    """
-    m, n = config.tile_m, config.tile_n
-    if config.cluster_m * config.cluster_n > 4:
-        return "a cluster has at most 4 CTAs"
-    if config.dynamic and not config.persistent:
-        return "only a persistent kernel has a scheduler"
-    if config.pingpong:
-        widest = {64: 256, 128: 208, 192: 128}.get(m, 0)
-        if not config.persistent:
-            return "a ping-pong kernel is persistent"
-    else:
-        widest = {64: 256, 128: 256, 256: 208}.get(m, 0)
-    if not 0 < n <= widest or n % 16:
-        return f"{m} rows go with multiples of 16 up to {widest} columns"
-    return None
 
 
 def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:

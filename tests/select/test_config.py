@@ -26,7 +26,6 @@ from coda_inductor.select.config import (
     Config,
     legal_configs,
     mainloop_stages,
-    unwritten,
 )
 from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 from coda_inductor.select.legality import unsupported
@@ -128,7 +127,7 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
     legal = legal_configs(kinds()[name])
     for config in legal:
         twin = config.dynamic_twin()
-        assert unwritten(config) is unwritten(twin) is None
+        assert config.unwritten is twin.unwritten is None
         assert Config.parse(str(twin)) == twin == twin.dynamic_twin()
         assert (twin.dynamic, twin.tile_m, twin.tile_n) == (True, config.tile_m, config.tile_n)
     twins = {c.dynamic_twin() for c in legal if "dyn" not in str(c)}
@@ -137,7 +136,7 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
 
 def test_a_twin_of_what_is_not_persistent_is():
     config = Config.parse("256x128:2x1:co:np:k2").dynamic_twin()
-    assert (str(config), unwritten(config)) == ("256x128:2x1:co:dyn:k2", None)
+    assert (str(config), config.unwritten) == ("256x128:2x1:co:dyn:k2", None)
 
 
 def test_a_log_sum_exp_is_taken_of_whole_sums():
@@ -166,7 +165,7 @@ def test_a_log_sum_exp_is_taken_of_whole_sums():
     ],
 )
 def test_what_hopper_has_no_kernel_for(text, why):
-    found = unwritten(Config.parse(text))
+    found = Config.parse(text).unwritten
     assert found is None if why is None else why in found
 
 
