@@ -36,11 +36,11 @@ def build(
     ``device``: "meta" needs QUACK_ARCH; a CUDA device is asked for its architecture.
 
     Raises:
-        ValueError: where the compiler would end the process: such a tile needs a K-major B.
+        ValueError: there is no such kernel; the compiler might end the process.
         Exception: whatever QuACK or CuTeDSL raises.
     """
-    if config.splits_columns and b_major != "k" and _arch(device) == 9:
-        raise ValueError(f"{config} needs a K-major B")
+    if _arch(device) == 9 and (why := config.unwritten) is not None:
+        raise ValueError(f"{config} has no kernel: {why}")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)

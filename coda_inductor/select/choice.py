@@ -111,10 +111,11 @@ def choose(
     Raises:
         KernelError: if no config is legal; ``legality.unsupported`` says so beforehand.
     """
-    configs = legal_configs(program, arch_of(device))
+    arch = arch_of(device)
+    configs = legal_configs(program, arch)
     if not configs:
         raise KernelError("the program needs more shared memory than any kernel config leaves")
-    if len(configs) == 1:
+    if len(configs) == 1 or arch != gpu.arch:  # of another generation the model knows nothing
         return configs[0]
     rows = hint(m)
     return min(configs, key=lambda c: kernel_us(program, c, rows, n, k, terms, gpu))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram
@@ -98,11 +98,32 @@ class Config:
         return config
 
     @property
-    def splits_columns(self) -> bool:
-        """Do two warpgroups share the columns of a tile on Hopper, as its rows cannot be halved?
-        They have every other eight of them, which takes a B with K-major rows."""
-        wide = self.tile_m == 192 and self.tile_n > 128
-        return not self.pingpong and (wide or self.tile_m == 320)
+    def unwritten(self) -> str | None:
+        """Why there is no kernel with this tile and schedule on Hopper, or None.
+
+        QuACK's cooperative ones of 192 and 320 rows are left out. In most of them two warpgroups
+        share the columns of a tile: with an N-major B CuTeDSL ends the process, lean epilogues and
+        paired ones are silently wrong, and where they are right they are not the fastest.
+        """
+        m, n = self.tile_m, self.tile_n
+        if self.cluster_m * self.cluster_n > 4:
+            return "a cluster has at most 4 CTAs"
+        if self.dynamic and not self.persistent:
+            return "only a persistent kernel has a scheduler"
+        if self.pingpong:
+            widest = {64: 256, 128: 208, 192: 128}.get(m, 0)
+            if not self.persistent:
+                return "a ping-pong kernel is persistent"
+        else:
+            widest = {64: 256, 128: 256, 256: 208}.get(m, 0)
+        if not 0 < n <= widest or n % 16:
+            return f"{m} rows go with multiples of 16 up to {widest} columns"
+        return None
+
+    def dynamic_twin(self) -> Config:
+        """The same on Hopper, but for taking its tiles from a counter: as fast on a free GPU, and
+        not held up by another kernel on some of its processors."""
+        return replace(self, dynamic=True, persistent=True)
 
     def cta_tile_m(self, arch: int) -> int:
         """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
@@ -130,14 +151,17 @@ HOPPER_LEAN = tuple(
         *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
     )
 )
-#: Candidates that came later, after those whose times ship.
+#: More that are the fastest somewhere by more than 1 %: with other bands or shapes for many rows,
+#: small tiles for few, and the twins of the main ones, which other kernels do not hold up.
 HOPPER_MORE = tuple(
     Config.parse(text)
     for text in (
-        *("128x144:2x1:pp", "128x176:2x1:pp", "192x192:2x1:co", "192x192:1x2:co"),
-        *("192x160:2x1:co", "320x128:2x1:co", "320x128:1x2:co", "256x144:2x1:co"),
-        *("256x176:2x1:co", "64x128:1x1:pp", "64x64:1x1:co", "64x32:1x1:co"),
-        *("64x64:1x1:co:k4", "128x128:2x1:pp:dyn", "256x128:2x1:co:dyn"),
+        *("128x192:2x1:pp:sw16", "128x208:2x1:pp:lean", "256x160:1x2:co:lean"),
+        *("128x64:2x1:pp", "64x64:1x1:pp", "64x128:1x1:pp", "64x32:1x1:co"),
+        *("64x64:1x1:co:k2", "64x64:1x1:co:k4"),
+        *("128x192:2x1:pp:dyn", "128x160:2x1:pp:dyn", "128x128:2x1:pp:dyn"),
+        *("128x192:2x1:pp:lean:dyn", "128x160:2x1:pp:lean:dyn", "128x128:2x1:pp:lean:dyn"),
+        *("128x256:2x1:co:dyn", "256x128:2x1:co:dyn"),
     )
 )
 #: On data-centre Blackwell, the first until someone measures.
@@ -166,40 +190,15 @@ _SMEM_BYTES = {12: 99 * 1024}
 _TILE_K = 64
 
 
-def unwritten(config: Config, b_major: str = "n") -> str | None:
-    """Why QuACK has no kernel with this tile and schedule on Hopper, or None.
-
-    ``b_major``: "k", or "n", with which fewer are legal.
-    """
-    m, n = config.tile_m, config.tile_n
-    if config.cluster_m * config.cluster_n > 4:
-        return "a cluster has at most 4 CTAs"
-    if config.dynamic and not config.persistent:
-        return "only a persistent kernel has a scheduler"
-    if config.pingpong:
-        widest, step = {64: 256, 128: 208, 192: 128}.get(m, 0), 16
-        if not config.persistent:
-            return "a ping-pong kernel is persistent"
-    else:
-        widest = {64: 256, 128: 256, 192: 256, 256: 208, 320: 160}.get(m, 0)
-        step = 32 if m in (192, 320) else 16
-    if not 0 < n <= widest or n % step:
-        return f"{m} rows go with multiples of {step} up to {widest} columns"
-    if config.splits_columns and b_major != "k":
-        # No descriptor of N-major shared memory says so, and CuTeDSL ends the process.
-        return f"{m}x{n} tiles need a K-major B"
-    return None
-
-
 def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:
     """(rows, columns) of the tiles that an epilogue moves through shared memory at a time."""
     if arch in (10, 11):
         loads = any(o.kind == "tile" for o in program.operands)
         return config.cta_tile_m(arch), math.gcd(64 if loads else 32, config.tile_n)
     columns = 16 if config.lean else math.gcd(32, config.tile_n)
-    if config.pingpong or config.splits_columns or arch == 12:
-        return 64, columns  # one warpgroup's rows: beside another, not on top of it
-    return (192 if config.tile_m == 192 else min(config.tile_m, 128)), columns
+    if config.pingpong or arch == 12:
+        return 64, columns  # one warpgroup's rows
+    return min(config.tile_m, 128), columns
 
 
 def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> int:
@@ -218,12 +217,9 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
         for o in program.operands
         if o.kind in ("row", "col")
     )
-    # Where several warps share a row or a column, their sums meet in shared memory.
-    for reduce in program.reduces:
-        if reduce.axis == "col":
-            vectors += 4 * config.tile_n * (rows // 16 - 1)
-        elif config.splits_columns:
-            vectors += 4 * config.tile_m * (2 if reduce.combine == "logsumexp" else 1)
+    # Where several warps share a column, their sums meet in shared memory.
+    columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
+    vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
     step_bytes = (config.tile_m + config.tile_n) // pair * _TILE_K * WIDTHS[program.in_dtype]
@@ -231,12 +227,9 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
-def legal_configs(
-    program: EpilogueProgram, arch: int = 9, b_major: str = "n"
-) -> tuple[Config, ...]:
+def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
     """Configs that compile for ``program`` on compute capability ``arch``.x, in an order that never
-    changes; none where QuACK has no kernels. ``b_major``: which dimension of B has stride 1, "k" or
-    "n"; every config for "n" is one for "k".
+    changes; none where QuACK has no kernels. On Hopper the dynamic twin of each is legal as well.
     """
     if arch != 9:
         fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c))
@@ -244,22 +237,22 @@ def legal_configs(
         return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
     narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
-    candidates = HOPPER + HOPPER_LEAN if loaded and narrow else HOPPER
-    # Beside the accumulators of a larger tile there is no room for several others.
-    most = 256 * (192 if loaded and len(loaded) + len(program.stores) > 2 else 208)
-    suiting = [c for c in candidates if c.tile_m * c.tile_n <= most and _suits(program, c)]
+    lean = bool(loaded) and narrow
+    candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
+    suiting = [c for c in candidates if _suits(program, c)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
     # Two stages are too few: a load takes longer than the multiplication before it.
     configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
     if not configs:  # so heavy that only tiny tiles are left, which nobody costed
         return ()
-    more = [c for c in HOPPER_MORE if unwritten(c, b_major) is None and _suits(program, c)]
-    more = [c for c in more if c.tile_m * c.tile_n <= most and (not c.lean or (loaded and narrow))]
+    more = [c for c in HOPPER_MORE if _suits(program, c) and (lean or not c.lean)]
     return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
 
 
 def _suits(program: EpilogueProgram, config: Config) -> bool:
     """Can ``program`` be divided so?"""
+    if any(reduce.combine == "logsumexp" for reduce in program.reduces) and config.split_k > 1:
+        return False  # measured: twice as far off as the same with one K
     if not program.paired:
         return True
     # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has none.

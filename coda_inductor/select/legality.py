@@ -67,7 +67,7 @@ def _unsupported(
             return "paired-weight-layout", text
     if (old := unsupported_gpu(arch)) is not None:
         return old.code, old.text
-    if not legal_configs(program, arch, b_major):
+    if not legal_configs(program, arch):
         text = "its tile loads and stores need more shared memory than a kernel has"
         return "shared-memory", text
     return None

@@ -24,6 +24,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
@@ -56,12 +57,13 @@ def table(gpu: Gpu = H100) -> dict:
 
 @functools.lru_cache(maxsize=8)
 def _table(path: Path | None) -> dict:
-    data: dict = {"processors": 1, "models": {}, "shapes": []}
+    data: dict[str, Any] = {"processors": 1, "models": {}, "shapes": []}
     if path is not None:
         data = json.loads(path.read_text())
-    data["kernels"], data["products"] = {}, {}
+    data["kernels"], data["products"], data["configs"] = {}, {}, {}
     for row in data["shapes"]:
         kind, n, k = row["kind"], row["n"], row["k"]
+        data["configs"].setdefault(kind, set()).update(row["us"])
         data["kernels"].setdefault((kind, n, k), []).append(row)
         data["products"].setdefault((n, k // TERMS[kind]), []).append(row)
     return data
@@ -155,7 +157,8 @@ def cublas_us(m, n: int, k: int, gpu: Gpu = H100) -> float:
 @functools.lru_cache(maxsize=4096)
 def _kernel_us(gpu: Gpu, kind: str, config: str, m: int, n: int, k: int, moved: float) -> float:
     group, known = family(kinds()[kind]), table(gpu)
-    if config not in known["models"].get(group, ()):
+    # What it costs to spill registers, say, is not known from another kind of the family.
+    if config not in known["configs"].get(kind, ()) or config not in known["models"].get(group, ()):
         return math.inf  # a candidate that was never measured
     expected = modelled(known, group, config, m, n, k, moved, gpu.processors)
     row = _nearest(known["kernels"].get((kind, n, k), ()), m, config)

@@ -29,8 +29,10 @@ KERNELS = (
 #: Hopper alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
     f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean,norm_bwd//256x144:2x1:co,"
-    "rms_partial//192x192:1x2:co,scale//320x128:2x1:co,scale//64x32:1x1:co:np,"
-    "scale//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100"
+    "scale//64x32:1x1:co:np,scale//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
+    "rms_partial//64x64:1x1:co:dyn:k4,norm_bwd//256x160:1x2:co:lean:dyn,"
+    "dswiglu//128x160:2x1:pp:lean:dyn,swiglu_train//64x128:1x1:pp:dyn,"
+    "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean"
 )
 
 COMPILE = """
@@ -130,7 +132,8 @@ def test_stages_are_what_legality_counts(hopper):
 def test_what_a_launch_decides(hopper):
     """Bands and processors are arguments: no kernel of their own."""
     plans = {kernel["config"]: kernel["plan"] for kernel in hopper[1].values()}
-    assert plans["320x128:2x1:co"] == [66, 8, False, [66, 8]]
+    assert plans["128x208:2x1:pp:lean"] == [66, 8, False, [66, 8]]
+    assert plans["64x64:1x1:co:dyn:k4"] == [66, 8, True, None]
     assert plans["128x128:2x1:pp:sw4:dyn:p100"] == [50, 4, True, None]
     assert plans["128x176:2x1:pp:k2:p100"] == [50, 8, False, [50, 8]]
     assert plans["64x32:1x1:co:np"] == [0, 8, False, [0, 8]]
@@ -143,8 +146,9 @@ def test_ampere_and_ada_have_no_gemm(arch, tmp_path):
         compile_in_process(arch, "scale//128x128:1x1:co", tmp_path)
 
 
-def test_a_tile_that_kills_the_compiler_is_refused():
+@pytest.mark.parametrize("b_major", ["n", "k"])
+def test_a_tile_that_kills_the_compiler_is_refused(b_major):
     from coda_inductor.mainloop.build import build
 
-    with pytest.raises(ValueError, match="192x192:2x1:co needs a K-major B"):
-        build(programs()["scale"], Config.parse("192x192:2x1:co"), b_major="n")
+    with pytest.raises(ValueError, match="192x192:2x1:co has no kernel: 192 rows"):
+        build(programs()["scale"], Config.parse("192x192:2x1:co"), b_major=b_major)

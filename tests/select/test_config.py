@@ -17,7 +17,7 @@ from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.versions import identity
-from coda_inductor.select import gate, legality
+from coda_inductor.select import choice, gate, legality
 from coda_inductor.select.choice import choose, select
 from coda_inductor.select.config import (
     HOPPER,
@@ -26,7 +26,6 @@ from coda_inductor.select.config import (
     Config,
     legal_configs,
     mainloop_stages,
-    unwritten,
 )
 from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 from coda_inductor.select.legality import unsupported
@@ -115,7 +114,7 @@ def test_heavy_programs_have_fewer_configs_then_none():
 def test_what_was_measured_stands_first(name):
     """Ties go to the first: they must not change when candidates are added."""
     program = kinds()[name]
-    legal = legal_configs(program, 9, B_MAJOR[name])
+    legal = legal_configs(program)
     old = [c for c in legal if c in HOPPER + HOPPER_LEAN]
     assert list(legal[: len(old)]) == old
     assert set(legal[len(old) :]) <= set(HOPPER_MORE)
@@ -123,14 +122,28 @@ def test_what_was_measured_stands_first(name):
     assert order == sorted(order)
 
 
-def test_warpgroups_that_share_columns_need_a_k_major_b():
-    narrow, wide = (legal_configs(SCALE, 9, b_major) for b_major in "nk")
-    assert set(narrow) < set(wide)
-    assert all(unwritten(c, "n") is None for c in narrow)
-    for text in ("192x192:2x1:co", "320x128:1x2:co"):
-        assert "K-major" in unwritten(Config.parse(text), "n")
-        assert unwritten(Config.parse(text), "k") is None
-    assert unwritten(Config.parse("192x128:2x1:pp"), "n") is None
+@pytest.mark.parametrize("name", list(kinds()))
+def test_what_is_legal_is_written_and_so_is_its_twin(name):
+    legal = legal_configs(kinds()[name])
+    for config in legal:
+        twin = config.dynamic_twin()
+        assert config.unwritten is twin.unwritten is None
+        assert Config.parse(str(twin)) == twin == twin.dynamic_twin()
+        assert (twin.dynamic, twin.tile_m, twin.tile_n) == (True, config.tile_m, config.tile_n)
+    twins = {c.dynamic_twin() for c in legal if "dyn" not in str(c)}
+    assert {c for c in legal if c.dynamic} <= twins
+
+
+def test_a_twin_of_what_is_not_persistent_is():
+    config = Config.parse("256x128:2x1:co:np:k2").dynamic_twin()
+    assert (str(config), config.unwritten) == ("256x128:2x1:co:dyn:k2", None)
+
+
+def test_a_log_sum_exp_is_taken_of_whole_sums():
+    split = {c.split_k for c in legal_configs(SCALE)}
+    assert split == {1, 2, 4}
+    for name in ("logsumexp", "swiglu_train"):
+        assert {c.split_k for c in legal_configs(kinds()[name])} == {1}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +152,9 @@ def test_warpgroups_that_share_columns_need_a_k_major_b():
         ("128x152:2x1:pp", "multiples of 16 up to 208"),
         ("128x224:2x1:pp", "up to 208"),
         ("192x144:2x1:pp", "up to 128"),
-        ("192x144:2x1:co", "multiples of 32"),
-        ("320x192:2x1:co", "up to 160"),
+        ("192x160:2x1:co:lean", "up to 0"),  # wrong sums
+        ("192x192:1x2:co", "up to 0"),  # wrong for pairs
+        ("320x128:2x1:co", "up to 0"),  # the same
         ("256x224:2x1:co", "up to 208"),
         ("96x128:2x1:co", "up to 0"),
         ("128x128:4x2:pp", "at most 4"),
@@ -151,7 +165,7 @@ def test_warpgroups_that_share_columns_need_a_k_major_b():
     ],
 )
 def test_what_hopper_has_no_kernel_for(text, why):
-    found = unwritten(Config.parse(text), "k")
+    found = Config.parse(text).unwritten
     assert found is None if why is None else why in found
 
 
@@ -245,8 +259,21 @@ def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
 
 
 def test_what_was_never_measured_is_never_chosen():
-    config = Config(128, 64, 1, 1, True)
-    assert kernel_us(kinds()["scale"], config, 4096, 3072, 3072) == float("inf")
+    """Nor what was only measured with another kind of its family."""
+    size = 4096, 3072, 3072
+    assert kernel_us(SCALE, Config(128, 64, 1, 1, True), *size) == float("inf")
+    large = Config.parse("256x208:2x1:co")
+    assert kernel_us(SCALE, large, *size) < 1000
+    assert large in legal_configs(kinds()["rms_partial"])
+    assert kernel_us(kinds()["rms_partial"], large, *size) == float("inf")
+
+
+@pytest.mark.parametrize("arch", [10, 12])
+def test_of_another_generation_the_model_says_nothing(arch, monkeypatch):
+    """Some of its configs are written as some of Hopper's."""
+    monkeypatch.setattr(choice, "arch_of", lambda _: arch)
+    for n in (1024, 4096, 14336):
+        assert choose(SCALE, 8192, n, 4096) == legal_configs(SCALE, arch)[0]
 
 
 def test_model_grows_with_the_work():
