@@ -29,7 +29,7 @@ import torch
 
 from coda_inductor.select import model
 from coda_inductor.select.device import H100, gpu_of
-from coda_inductor.select.figures import Figures, key_of, to_row
+from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import as_text, merged, store_of
@@ -95,8 +95,9 @@ def sites() -> list[Site]:
     ]
 
 
-def measure(out: Path, seconds: float) -> None:
-    """Measure for at most so many seconds, and write everything that is known of this GPU."""
+def measure(out: Path, seconds: float, only: str) -> None:
+    """Measure for at most so many seconds, and write everything that is known of this GPU. ``only``
+    "kinds" or "layers"; "" for both."""
     device = torch.device("cuda", torch.cuda.current_device())
     store, start = store_of(gpu_of(device)), time.monotonic()
 
@@ -112,22 +113,24 @@ def measure(out: Path, seconds: float) -> None:
         print(f"{what}: {done} of {len(wanted)}, {time.monotonic() - start:.0f} s", flush=True)
         out.write_text(as_text(store.gpu, store.own(), store.device))
 
-    batch("kinds", sites(), None)
+    if only != "layers":
+        batch("kinds", sites(), None)
     widths = [layer.SIZES[size] for size in LAYERS]
-    for m in LAYER_ROWS:
+    for m in LAYER_ROWS if only != "kinds" else ():
         batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), MANY // 2)
 
 
 def rows(measured: Mapping[str, Figures]) -> list[dict]:
     """What of the measurements is of a kind: its row in the table."""
-    found, known = [], measured
-    for site in sites():
-        figures = known.get(key_of(site))
-        if figures is None:
+    found = []
+    for key, figures in measured.items():
+        kind, (_, size, *_) = figures.kind, key.split(" ")
+        if not kind or "copied" in key:
             continue
-        products = len(site.program.accs) * site.terms
+        n, k = map(int, size.split("x")[1:])
+        products = len(kinds()[kind].accs) * TERMS[kind]
         us = {**figures.us, "cublas": round(figures.plain / products, 2)}
-        found.append({"kind": site.name, "m": site.m, "n": site.n, "k": site.k, "us": us})
+        found.append({"kind": kind, "m": figures.m, "n": n, "k": k, "us": us})
     return found
 
 
@@ -259,12 +262,13 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("out", type=Path)
     measuring.add_argument("--seconds", type=float, default=900.0, help="at most")
+    measuring.add_argument("--only", choices=("kinds", "layers"), default="")
     fitting = commands.add_parser("fit")
     fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        measure(arguments.out, arguments.seconds)
+        measure(arguments.out, arguments.seconds, arguments.only)
     else:
         fit(arguments.sources, arguments.target)
 

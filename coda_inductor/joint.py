@@ -17,6 +17,7 @@ from coda_inductor.compat import CustomGraphPass
 from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.runtime.versions import identity
+from coda_inductor.select.policy import crowded
 
 
 class JointPass(CustomGraphPass):
@@ -49,7 +50,7 @@ class JointPass(CustomGraphPass):
         if None in inner:
             return None
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        everything = (_sources(), options.identity, identity(), inner, files)
+        everything = (_sources(), options.identity, identity(), inner, files, crowded())
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
 

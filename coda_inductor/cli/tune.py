@@ -70,7 +70,7 @@ def report(kept: dict[str, dict[str, Figures]]) -> str:
     if not kept:
         return f"nothing was measured yet (it would be in {cache_dir() / store.FOLDER})\n"
     parts = []
-    heads = ("site", "M x N x K", "program", "best kernel", "us", "unfused us", "gain", "+-")
+    heads = ("site", "M x N x K", "kind", "best kernel", "us", "unfused us", "gain", "+-")
     for name, sites in kept.items():
         rows = [_row(key, found) for key, found in sorted(sites.items(), key=_by_name)]
         parts.append(f"{name}: {len(rows)} sites\n\n{tabulate(rows, heads)}\n")
@@ -148,13 +148,12 @@ def _by_name(site: tuple[str, Figures]) -> tuple[str, int, str]:
 
 
 def _row(key: str, found: Figures) -> tuple[object, ...]:
-    program, size, *_ = key.split(" ")
-    n, k = size.split("x")[1:]
+    n, k = key.split(" ")[1].split("x")[1:]
     config = found.best(found.us)
     best = (config, f"{found.us[config]:.1f}") if config else ("none works", "")
     gain = f"{found.unfused / found.us[config]:.3f}" if config else ""
     sure = f"{100 * found.tolerance:.1f} %"
-    return found.name, f"{found.m}x{n}x{k}", program, *best, f"{found.unfused:.1f}", gain, sure
+    return found.name, f"{found.m}x{n}x{k}", found.kind, *best, f"{found.unfused:.1f}", gain, sure
 
 
 def _bar(key: str, found: Figures) -> tuple[str, float, float]:

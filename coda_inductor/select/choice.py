@@ -9,7 +9,7 @@ kept apart: *legal* (``legality``), *which config* and *does it win* (``figures`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coda_inductor.errors import KernelError
 from coda_inductor.graph.sizes import hint
@@ -60,6 +60,15 @@ def select(
     what was measured (None: on no GPU, and an H100 is meant). ``optimistic``: on a GPU that nothing
     is known of, kernels win until they are measured."""
     gpu = H100 if store is None else store.gpu
+    choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
+    if not (site.crowded and choice.config) or gpu.arch != 9:
+        return choice
+    return replace(choice, config=str(Config.parse(choice.config).dynamic_twin()))
+
+
+def _selected(
+    site: Site, gpu: Gpu, store: Store | None, *, gated: bool, optimistic: bool
+) -> Choice:
     program, m, n, k = site.program, site.m, site.n, site.k
     plain = len(program.accs) * sum(cublas_us(m, n, each, gpu) for each in site.ks)
     why = unsupported(program, n, k, b_major=site.b_major, device=site.device)

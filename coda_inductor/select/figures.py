@@ -28,6 +28,7 @@ class Figures:
         failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
         m: the rows that were measured.
         name: of a site that was measured, for readers.
+        kind: which of ``select.kinds`` it moves as many bytes as; "" for none.
     """
 
     us: Mapping[str, float]
@@ -37,6 +38,7 @@ class Figures:
     failed: Mapping[str, str] = field(default_factory=dict)
     m: int = 0
     name: str = ""
+    kind: str = ""
 
     @property
     def tolerance(self) -> float:
@@ -77,7 +79,7 @@ def key_of(site: Site) -> str:
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:
     """As it stands in a file. Inverse: :func:`from_row`."""
-    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name}
+    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name, "kind": found.kind}
     row |= {"unfused": found.unfused, "plain": found.plain, "spread": found.spread}
     return row | {"us": dict(found.us)} | ({"failed": dict(found.failed)} if found.failed else {})
 
@@ -97,6 +99,7 @@ def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
         {str(name): str(why) for name, why in row.get("failed", {}).items()},
         int(row["m"]),
         str(row.get("name", "")),
+        str(row.get("kind", "")),
     )
     if not all(0 < x < math.inf for x in (*us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")

@@ -89,6 +89,13 @@ def kind_of(program: EpilogueProgram, terms: int = 1) -> str:
     return min(alike, key=distance)
 
 
+def same_kind(program: EpilogueProgram, terms: int = 1) -> str:
+    """The measured kind that moves as many bytes as ``program`` and reduces alike, or ""."""
+    kind = kind_of(program, terms)
+    alike = _traits(program) == _traits(kinds()[kind]) and (TERMS[kind] > 1) == (terms > 1)
+    return kind if alike and program.in_dtype == kinds()[kind].in_dtype else ""
+
+
 def _traits(program: EpilogueProgram) -> tuple[int, ...]:
     """Bytes loaded and stored an element; a reduction over M, the dearer one, counts as a tile."""
     axes = {reduce.axis for reduce in program.reduces}

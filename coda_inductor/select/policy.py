@@ -57,6 +57,12 @@ class Measurer(Protocol):
         ...
 
 
+def crowded() -> bool:
+    """Is this process one of several whose collectives run beside its kernels?"""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 @dataclass
 class Tuning:
     """What one graph wants to be measured.
@@ -234,7 +240,7 @@ class Policy:
 
     def _judged(self, site: Site) -> Choice:
         gated, tuning = self.options.gate == "auto", self.tuning
-        site = replace(site, device=self.as_if or site.device)
+        site = replace(site, device=self.as_if or site.device, crowded=crowded())
         if tuning is None:
             return select(site, gated=gated, store=self.store)
         choice = select(site, gated=gated, store=self.store, optimistic=tuning.optimistic)

@@ -24,6 +24,9 @@ class Site:
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
         device: where it runs; None for an H100.
         name: of its GEMMs' modules, for readers.
+        crowded: collectives of other GPUs may hold some processors meanwhile, for which a kernel
+            that deals out its tiles beforehand waits: with 16 of an H200's 132 held, a GEMM of 356
+            us took 608, and 416 with tiles from a counter (cuBLAS: 445).
     """
 
     program: EpilogueProgram
@@ -37,6 +40,7 @@ class Site:
     b_major: str = "k"
     device: torch.device | None = None
     name: str = ""
+    crowded: bool = False
 
     @property
     def ks(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of
+from coda_inductor.select.model import same_kind
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Device, Store
 from coda_inductor.tune import inputs, lock, rank
@@ -128,7 +129,8 @@ class Tuner:
                     return None
                 _, found = from_row({"key": "", **answer["figures"]})
                 known = {c: why for c, why in failed.items() if why != _LATE}
-                return replace(found, failed={**found.failed, **known}, name=site.name)
+                return replace(found, failed={**found.failed, **known}, name=site.name,
+                               kind=same_kind(site.program, site.terms))  # fmt: skip
         except DeadError as error:
             logger.debug("%s was not measured: %s", key_of(site), error)
         return None
