@@ -27,7 +27,7 @@ def test_the_first_in_order_of_those_that_are_equal():
 def test_noise_moves_no_choice():
     """Two runs whose times differ by half of what they say that they may be off."""
     times = {"a": 50.2, "b": 50.0, "c": 50.1, "d": 60.0}
-    draw = random.Random(0)
+    draw = random.Random(0)  # noqa: S311
     for _ in range(100):
         noisy = {name: us * (1 + draw.uniform(-0.004, 0.004)) for name, us in times.items()}
         assert figures(noisy, spread=0.015).best("abcd") == "a"
