@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measuring process, here one that does what it is told: it may crash, hang, and be orphaned."""
+"""The measuring process, here one that does as it is told: crash, hang, outlive its parent."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def test_an_interrupt_of_the_terminal_is_not_for_it(started):
 PARENT = """
 import sys, time
 from coda_inductor.tune import client
-client._START = {start!r}.partition("for line in")[0] + "say(ready=True)\\nwhile True: time.sleep(9)"
+start = {start!r}.partition("for line in")[0]
+client._START = start + "say(ready=True)\\nwhile True: time.sleep(9)"
 process = client.Process(0)
 process.ask({{}}, time.monotonic() + 60)
 print(process.pid, flush=True)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from measured import site
+from programs import activation_chain, paired_rows, select
 
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import size, tensors
-from programs import activation_chain, paired_rows, select
 
 M, N, K = 24, 32, 64
 
