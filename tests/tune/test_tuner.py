@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from fakes import Machine, install, tuner_of
+from fake_tuning import Machine, install, tuner_of
 from measured import HOPPER, figures, keyed, site
 
 from coda_inductor.log import forget_warnings

@@ -20,7 +20,7 @@ def _rank(number: int, path: list[str], folder: str, ready, start) -> None:
     """Measure all sites; write down which were asked for, and what was left."""
     sys.path[:] = path
     import pytest
-    from fakes import Machine, install, tuner_of
+    from fake_tuning import Machine, install, tuner_of
 
     machine = Machine()
     log = Path(folder) / f"asked.{number}"
