@@ -71,6 +71,11 @@ class Gpu:
         return re.sub(r" \d+GB.*", "", self.name.removeprefix("NVIDIA "))
 
     @property
+    def article(self) -> str:
+        """``an H200``."""
+        return f"{'an' if self.short[0] in 'AEFHILMNORSX8' else 'a'} {self.short}"
+
+    @property
     def file(self) -> str:
         """What files about this model are called: ``nvidia_h200``."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
