@@ -214,16 +214,16 @@ def _report_choices(data: dict) -> None:
         group = family(program)
         at = (row["m"], row["n"], row["k"])
         times = {name: us for name, us in row["us"].items() if name != "cublas"}
-        model = {
+        expected = {
             name: model.modelled(data, group, name, *at, model.traffic(program)) for name in times
         }
-        chosen = min(model, key=model.get)
+        chosen = min(expected, key=expected.get)
         cublas = model.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
         errors.setdefault("time over best, chosen by the model", []).append(
             times[chosen] / min(times.values()) - 1
         )
         errors.setdefault("error of the modelled time", []).append(
-            abs(model[chosen] / times[chosen] - 1)
+            abs(expected[chosen] / times[chosen] - 1)
         )
         errors.setdefault("error of cuBLAS's time", []).append(
             abs(cublas / row["us"]["cublas"] - 1)
