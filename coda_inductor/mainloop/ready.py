@@ -47,11 +47,13 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
     def launch(a, b, d, c, values) -> None:
         launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
 
+    others = plan_scheduler_args(plan, None)
+
     def launch_dynamic(a, b, d, c, values) -> None:
         own = counter(a)  # the kernel is told where it is: it lives until that is launched
-        launch_gemm(plan, a, b, d, c, pick(values), counting(own.data_ptr()), None)
+        counted = others._replace(tile_count_semaphore=own.data_ptr())
+        launch_gemm(plan, a, b, d, c, pick(values), counted, None)
 
-    counting = _counting(plan)
     chosen = launch_dynamic if scheduler is None else launch
 
     def launch_converted(a, b, d, c, values) -> None:
@@ -60,14 +62,6 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
         chosen(a, b, d, c, values)
 
     return launch_converted if converted else chosen
-
-
-def _counting(plan: GemmEpiPlan) -> Callable[[int], tuple]:
-    """The scheduler's arguments by the address of its counter."""
-    arguments = plan_scheduler_args(plan, None)
-    place = arguments._fields.index("tile_count_semaphore")
-    before, after, make = arguments[:place], arguments[place + 1 :], type(arguments)._make
-    return lambda address: make((*before, address, *after))  # a third of _replace's time
 
 
 def _picker(places: list[int]) -> Callable[[list], tuple]:
