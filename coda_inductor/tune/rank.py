@@ -18,7 +18,7 @@ def candidates(site: Site, gpu: Gpu, most: int | None) -> list[Config]:
     """At most ``most`` legal configs of ``site`` (None: all of them), the most promising first: by
     the model where it knows them, then by how well their tiles divide the work among the GPU's
     processors."""
-    legal = legal_configs(site.program, gpu.arch)
+    legal = legal_configs(site.program, gpu.arch, site.terms)
     order = sorted(legal, key=lambda config: (_model(site, config, gpu), _waste(site, config, gpu)))
     return order[:most]
 
