@@ -19,7 +19,7 @@ _UNKNOWN = 1.01
 
 def candidates(site: Site, gpu: Gpu, most: int | None) -> list[Config]:
     """At most ``most`` legal configs of ``site`` (None: all of them), the most promising first."""
-    legal = legal_configs(site.program, gpu.arch)
+    legal = legal_configs(site.program, gpu.arch, site.terms)
     us = {config: _model(site, config, gpu) for config in legal}
     known = min(legal, key=us.__getitem__, default=None)
     if known is not None:
