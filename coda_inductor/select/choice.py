@@ -63,7 +63,10 @@ def select(
     choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or gpu.arch != 9:
         return choice
-    return replace(choice, config=str(Config.parse(choice.config).dynamic_twin()))
+    twin = str(Config.parse(choice.config).dynamic_twin())
+    found = None if store is None else store.find(site)
+    wrong = found is not None and twin in found[0].failed
+    return choice if wrong else replace(choice, config=twin)
 
 
 def _selected(

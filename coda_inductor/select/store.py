@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -153,12 +154,20 @@ def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:
         data = json.loads(path.read_text())
         if data["format"] != _FORMAT:
             return {}, None
-        device = data.get("device")
-        return _sites(data), None if device is None else Device(**device)
+        return _sites(data), _device(data.get("device"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         if path.exists():
             logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
         return {}, None
+
+
+def _device(about: Mapping[str, Any] | None) -> Device | None:
+    if about is None:
+        return None
+    device = Device(float(about["bytes_per_us"]), float(about["launch_us"]))
+    if not (0 < device.bytes_per_us < math.inf and 0 <= device.launch_us < math.inf):
+        raise ValueError(f"{device} is none")
+    return device
 
 
 def _sites(data: Mapping[str, Any]) -> dict[str, Figures]:

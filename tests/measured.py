@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up measurements, and GPU models that have some, for the tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import H100, Gpu, read
+from coda_inductor.select.figures import Figures, key_of, to_row
+from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
+from coda_inductor.select.site import Site
+
+#: One that has no table, and of whose generation there is none either.
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 232448, 1e6)
+#: A Hopper without any table at all.
+HOPPER = Gpu("NVIDIA H900", (9, 0), 132, 232448, 1e6)
+
+
+def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **others) -> Site:
+    """A site with the program of ``kind``."""
+    return Site(kinds()[kind], m, n, k, TERMS[kind], b_major=B_MAJOR[kind], name=kind, **others)
+
+
+def configs(of: Site, arch: int = 9) -> list[str]:
+    """All legal configs of a site, in order."""
+    return [str(config) for config in legal_configs(of.program, arch)]
+
+
+def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0, **others):
+    """What was measured of a site."""
+    return Figures(dict(us), unfused, plain, **others)
+
+
+def table(folder: Path, name: str = "NVIDIA H900", found: Mapping[str, Figures] | None = None):
+    """A table for the GPU model ``name`` with the measurements of an H100's and of the sites
+    ``found``; the GPU that it is of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = json.loads(H100.table.read_text()) | {"device": name}
+    data["sites"] = [to_row(key, figures) for key, figures in (found or {}).items()]
+    path = folder / f"{replace(H100, name=name).file}.json"
+    path.write_text(json.dumps(data))
+    return read(path)
+
+
+def keyed(of: Site, found: Figures) -> dict[str, Figures]:
+    """By its key."""
+    return {key_of(of): found}

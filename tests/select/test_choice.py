@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a site runs: what was measured here speaks first, then what ships, then the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from measured import B200, HOPPER, configs, figures, keyed, site, table
+
+from coda_inductor.select import choice, device, gate
+from coda_inductor.select.choice import select
+from coda_inductor.select.config import Config
+from coda_inductor.select.store import Store
+
+CUDA = torch.device("cuda", 0)
+ONE = site("rms_partial")
+FIRST, SECOND = configs(ONE)[:2]
+WINS = figures({FIRST: 50.0, SECOND: 60.0})
+LOSES = figures({FIRST: 120.0, SECOND: 110.0})
+
+
+@pytest.fixture
+def here(tmp_path):
+    return Store(HOPPER, tmp_path)
+
+
+@pytest.fixture
+def blackwell(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "_majors", {0: 10})
+    return Store(B200, tmp_path)
+
+
+def test_measured_here_before_shipped_before_modelled(tmp_path):
+    gpu = table(tmp_path / "tables", found=keyed(ONE, figures({SECOND: 40.0})))
+    modelled = select(ONE, gated=True, store=Store(replace(gpu, borrowed=True), tmp_path))
+    assert (modelled.ground, modelled.measured) == ("borrowed", False)
+    store = Store(gpu, tmp_path)
+    shipped = select(ONE, gated=True, store=store)
+    assert (shipped.how, shipped.config, shipped.fused_us) == ("kernel", SECOND, 40.0)
+    assert (shipped.ground, shipped.measured, shipped.unfused_us) == ("shipped", True, 100.0)
+    store.add(keyed(ONE, WINS))
+    mine = select(ONE, gated=True, store=store)
+    assert (mine.config, mine.fused_us, mine.ground, mine.measured) == (FIRST, 50.0, "here", True)
+
+
+def test_without_a_store_the_model_speaks_for_an_h100():
+    found = select(ONE, gated=True)
+    assert (found.how, found.measured) == ("kernel", False)
+    fused, unfused = gate.expected(ONE, Config.parse(found.config))
+    assert (found.fused_us, found.unfused_us) == (fused, unfused)
+
+
+def test_what_was_measured_slower_stays_unfused(here):
+    here.add(keyed(ONE, LOSES))
+    found = select(ONE, gated=True, store=here)
+    assert (found.how, found.config, found.fused_us) == ("unfused", SECOND, 110.0)
+    assert found.refusal.code == "measured-slower"
+    assert found.refusal.text == "measured 110 us fused, 100 us unfused"
+    assert not found.refusal.failure
+
+
+@pytest.mark.parametrize(("us", "how"), [(98.0, "kernel"), (98.5, "unfused")])
+def test_to_win_takes_more_than_noise(us, how, here):
+    here.add(keyed(ONE, figures({FIRST: us}, spread=0.02)))
+    assert select(ONE, gated=True, store=here).how == how
+
+
+def test_ungated_the_best_kernel_runs_whatever_it_takes(here):
+    here.add(keyed(ONE, LOSES))
+    found = select(ONE, gated=False, store=here)
+    assert (found.how, found.config, found.refusal) == ("kernel", SECOND, None)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_site_without_a_working_kernel_is_never_fused(gated, here):
+    failed = {FIRST: "wrong: out0 is off by 1 of its norm", SECOND: "hangs"}
+    here.add(keyed(ONE, figures({}, failed=failed)))
+    found = select(ONE, gated=gated, store=here)
+    assert (found.how, found.config, found.refusal.code) == ("unfused", "", "no-working-config")
+    assert "H900: wrong: out0 is off" in found.refusal.text
+    assert found.measured
+
+
+def test_what_is_not_legal_any_more_does_not_count(here):
+    here.add(keyed(ONE, figures({"64x16:1x1:co": 1.0, SECOND: 60.0})))
+    assert select(ONE, gated=True, store=here).config == SECOND
+
+
+def test_what_an_elementwise_kernel_reads_anyway_is_no_gain(here):
+    """Unfused it is then the product and less around it than was measured."""
+    after = replace(ONE, after=frozenset({"out0", "out1"}))
+    around = gate.around_us(after, HOPPER)
+    found = figures({FIRST: 110.0}, unfused=1000.0, plain=100.0)
+    here.add(keyed(ONE, found))
+    assert select(ONE, gated=True, store=here).how == "kernel"
+    lost = select(after, gated=True, store=here)
+    assert lost.unfused_us == 100.0 + around
+    assert around < 10
+    assert lost.refusal.code == "measured-slower"
+    here.add(keyed(ONE, replace(found, plain=200.0)))
+    assert select(after, gated=True, store=here).how == "kernel"
+
+
+@pytest.mark.parametrize("ground", ["modelled", "larger", "borrowed", "smaller"])
+def test_the_less_is_known_the_more_must_be_won(ground, monkeypatch):
+    margin = {"modelled": 1.01, "larger": 1.03, "borrowed": 1.05, "smaller": 1.1}[ground]
+    monkeypatch.setattr(choice, "ground", lambda *_, **__: ground)
+    for fused, how in ((99.9 / margin, "kernel"), (100.1 / margin, "unfused")):
+        monkeypatch.setattr(gate, "expected", lambda *_, fused=fused: (fused, 100.0))
+        assert select(ONE, gated=True).how == how
+        assert select(ONE, gated=False).how == "kernel"
+
+
+@pytest.mark.parametrize(
+    ("size", "ground"),
+    [((8192, 2048, 2048), "measured"), ((8192, 2048, 3072), "modelled"),
+     ((65536, 2048, 3072), "larger"), ((128, 2048, 3072), "smaller")],
+)  # fmt: skip
+def test_what_a_choice_rests_on(size, ground, tmp_path):
+    wanted = site("rms_partial", *size)
+    assert select(wanted, gated=True).ground == ground
+    borrowing = replace(table(tmp_path / "tables"), borrowed=True)
+    assert select(wanted, gated=True, store=Store(borrowing, tmp_path)).ground == "borrowed"
+    assert select(wanted, gated=True, store=Store(HOPPER, tmp_path)).ground == "unknown"
+
+
+def test_where_nothing_is_known_nothing_is_fused_but_on_demand(here):
+    found = select(ONE, gated=True, store=here)
+    assert (found.how, found.refusal.code, found.fused_us) == ("unfused", "gpu-not-measured", None)
+    assert found.config  # it may be measured
+    for asked in ({"gated": True, "optimistic": True}, {"gated": False}):
+        assert select(ONE, store=here, **asked).how == "kernel"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_beside_collectives_tiles_come_from_a_counter(known, tmp_path):
+    store = Store(table(tmp_path / "tables"), tmp_path)
+    if known:
+        store.add(keyed(ONE, WINS))
+    alone = select(ONE, gated=True, store=store)
+    beside = select(replace(ONE, crowded=True), gated=True, store=store)
+    assert not Config.parse(alone.config).dynamic
+    assert beside == replace(alone, config=str(Config.parse(alone.config).dynamic_twin()))
+    assert Config.parse(beside.config).dynamic
+
+
+def test_a_twin_that_does_not_work_is_not_taken(here):
+    twin = str(Config.parse(FIRST).dynamic_twin())
+    here.add(keyed(ONE, figures({FIRST: 50.0}, failed={twin: "wrong"})))
+    assert select(replace(ONE, crowded=True), gated=True, store=here).config == FIRST
+
+
+def test_blackwell_always_has_a_counter(blackwell):
+    mine = replace(ONE, device=CUDA, crowded=True)
+    order = configs(ONE, 10)
+    unknown = select(mine, gated=False, store=blackwell)
+    assert unknown.config == order[0]
+    blackwell.add(keyed(ONE, figures({order[1]: 50.0})))
+    assert select(mine, gated=True, store=blackwell).config == order[1]
+
+
+def test_the_same_answer_every_time(tmp_path):
+    stores = [Store(table(tmp_path / "tables"), tmp_path / name) for name in "ab"]
+    for m in (512, 2048, 8192):
+        for kind in ("scale", "swiglu", "norm_bwd"):
+            wanted = site(kind, m=m, n=8192)
+            assert select(wanted, gated=True, store=stores[0]) == select(
+                wanted, gated=True, store=stores[1]
+            )
+    us = dict.fromkeys(configs(ONE), 50.0)
+    stores[0].add(keyed(ONE, figures(us)))
+    stores[1].add(keyed(ONE, figures(dict(reversed(us.items())))))
+    found = [select(ONE, gated=True, store=store) for store in stores]
+    assert found[0] == found[1]
+    assert found[0].config == FIRST

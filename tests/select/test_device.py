@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GPU a decision is for, and what is known of it."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from measured import table
+
+from coda_inductor.select import device
+from coda_inductor.select.device import H100, gpu_of, known, read, tables
+
+SMEM = 232448
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose only GPU is what the test says."""
+
+    def has(name: str, capability: tuple[int, int] = (9, 0), processors: int = 132):
+        device._gpu.cache_clear()
+        tables.cache_clear()
+        found = types.SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1],
+            multi_processor_count=processors, shared_memory_per_block_optin=SMEM,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+
+    yield has
+    device._gpu.cache_clear()
+    tables.cache_clear()
+
+
+def test_a_table_says_everything(tmp_path):
+    gpu = table(tmp_path, "NVIDIA H900")
+    assert gpu == replace(H100, name="NVIDIA H900", table=gpu.table)
+    assert read(gpu.table) == gpu
+    assert hash(gpu)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"constants": {"capability": 9}}'])
+def test_what_is_no_table_is_an_error(text, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        read(path)
+
+
+def test_a_model_with_a_table_has_its_constants(tmp_path):
+    shipped = table(tmp_path, "NVIDIA H900")
+    slower = replace(shipped, bytes_per_us=1.0)
+    gpu = known("NVIDIA H900", (9, 0), 114, SMEM, {slower.name: slower})
+    assert gpu == replace(slower, processors=114)
+    assert not gpu.borrowed
+
+
+def test_another_of_its_generation_borrows():
+    gpu = known("NVIDIA H900", (9, 0), 78, 1000, {H100.name: H100})
+    assert gpu.borrowed
+    assert (gpu.table, gpu.bytes_per_us) == (H100.table, H100.bytes_per_us)
+    assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA H900", 78, 1000)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 0)])
+def test_of_another_generation_nothing_is_known(capability):
+    gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
+    assert gpu.table is None
+    assert not gpu.borrowed
+    assert (gpu.capability, gpu.arch) == (capability, capability[0])
+    assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
+
+
+def test_names_for_people_and_files():
+    assert (H100.short, H100.file) == ("H100", "nvidia_h100_80gb_hbm3")
+    gpu = replace(H100, name="NVIDIA RTX PRO 6000 (Blackwell)")
+    assert (gpu.short, gpu.file) == ("RTX PRO 6000 (Blackwell)", "nvidia_rtx_pro_6000_blackwell")
+
+
+def test_without_a_gpu_an_h100_is_meant(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of() == gpu_of("cpu") == gpu_of("cuda:1") == H100
+
+
+def test_the_gpu_of_this_machine(machine, monkeypatch):
+    monkeypatch.delenv("CODA_TABLES", raising=False)
+    machine(H100.name)
+    assert gpu_of() == gpu_of("cuda:0") == H100
+    machine("NVIDIA H900", processors=78)
+    assert gpu_of("cuda").borrowed
+    machine("NVIDIA B200", (10, 0), 148)
+    assert gpu_of("cuda").table is None
+
+
+def test_a_folder_of_tables_takes_the_place_of_the_shipped_ones(machine, monkeypatch, tmp_path):
+    mine = table(tmp_path, "NVIDIA H900")
+    monkeypatch.setenv("CODA_TABLES", str(tmp_path))
+    machine("NVIDIA H900")
+    assert gpu_of() == mine
+    machine(H100.name)  # its shipped one does not count
+    assert gpu_of() == replace(mine, name=H100.name, borrowed=True)
+
+
+def test_an_empty_folder_hides_all_tables(machine, monkeypatch, tmp_path):
+    machine(H100.name)
+    monkeypatch.setenv("CODA_TABLES", str(tmp_path))
+    assert gpu_of().table is None
+    monkeypatch.delenv("CODA_TABLES")
+    assert gpu_of() == H100

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from a measurement, and by what it is found."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from measured import figures, site
+
+from coda_inductor.select.figures import from_row, key_of, rows_class, to_row
+from coda_inductor.select.kinds import kinds
+
+
+def test_the_first_in_order_of_those_that_are_equal():
+    found = figures({"c": 100.0, "b": 100.9, "a": 101.1}, spread=0.01)
+    assert found.best(["a", "b", "c"]) == "b"
+    assert found.best(["c", "b", "a"]) == "c"
+    assert found.best(["a"]) == "a"
+    assert found.best(["unknown", "a", "c"]) == "c"
+    assert found.best(["unknown"]) is None
+
+
+def test_noise_moves_no_choice():
+    """Two runs whose times differ by half of what they say that they may be off."""
+    times = {"a": 50.2, "b": 50.0, "c": 50.1, "d": 60.0}
+    draw = random.Random(0)  # noqa: S311
+    for _ in range(100):
+        noisy = {name: us * (1 + draw.uniform(-0.004, 0.004)) for name, us in times.items()}
+        assert figures(noisy, spread=0.015).best("abcd") == "a"
+
+
+@pytest.mark.parametrize(
+    ("spread", "counts"),
+    [(0.0, 0.005), (0.004, 0.005), (0.01, 0.01), (0.03, 0.03), (0.5, 0.03), (-1.0, 0.005)],
+)
+def test_what_counts_as_equal_has_bounds(spread, counts):
+    assert figures({}, spread=spread).tolerance == counts
+
+
+def test_to_win_takes_more_than_the_spread():
+    found = figures({}, spread=0.02)
+    assert found.wins(98.0, 100.0)
+    assert not found.wins(98.1, 100.0)
+    assert not figures({}).wins(99.9, 100.0)
+    assert figures({}).wins(99.5, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("m", "rows"),
+    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128),
+     (129, 256), (256, 256), (257, 384), (1000, 1024), (4096, 4096), (5000, 5120), (8192, 8192),
+     (8193, 8448), (16384, 16384), (16385, 16896), (32768, 32768), (32769, 33792)],
+)  # fmt: skip
+def test_classes_of_rows(m, rows):
+    assert rows_class(m) == rows
+
+
+def test_classes_follow_each_other():
+    classes = [rows_class(m) for m in range(1, 40000)]
+    assert classes == sorted(classes)
+    assert all(m <= found for m, found in enumerate(classes, 1))
+    assert all(found <= m + max(m // 32, 128) for m, found in enumerate(classes, 1))
+    assert all(rows_class(found) == found for found in set(classes))
+
+
+def test_neighbours_share_a_measurement():
+    assert key_of(site(m=5000)) == key_of(site(m=5003)) == key_of(site(m=5120))
+    assert key_of(site(m=5000)) != key_of(site(m=5121))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"program": kinds()["rms_partial"]},
+        {"program": kinds("float16")["scale"]},
+        {"m": 4096},
+        {"n": 4096},
+        {"k": 4096},
+        {"terms": 2},
+        {"copied": (1024, 1024)},
+        {"copied": (512, 1536)},
+        {"a_major": "m"},
+        {"b_major": "n"},
+    ],
+    ids=str,
+)
+def test_what_a_measurement_is_of(other):
+    one = site()
+    assert key_of(replace(one, **other)) != key_of(one)
+
+
+def test_all_keys_differ():
+    one = site()
+    others = [
+        {}, {"terms": 2}, {"copied": (1024, 1024)}, {"copied": (512, 1536)}, {"a_major": "m"},
+        {"b_major": "n"}, {"n": 4096}, {"k": 4096},
+    ]  # fmt: skip
+    assert len({key_of(replace(one, **other)) for other in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"name": "layers.3.mlp"}, {"device": torch.device("cuda", 1)}, {"after": frozenset({"out0"})},
+     {"crowded": True}],
+    ids=str,
+)  # fmt: skip
+def test_what_no_measurement_depends_on(other):
+    one = site()
+    assert key_of(replace(one, **other)) == key_of(one)
+
+
+def full():
+    return figures(
+        {"128x128:2x1:pp": 10.5, "128x192:1x1:pp": 11.0},
+        spread=0.0123,
+        failed={"64x64:1x1:co": "wrong: out0"},
+        m=5000,
+        name="mlp.gate_proj + up_proj",
+        kind="swiglu",
+    )
+
+
+def test_a_row_says_everything():
+    for found in (full(), figures({"128x128:2x1:pp": 1.0})):
+        row = json.loads(json.dumps(to_row("some key", found)))
+        assert from_row(row) == ("some key", found)
+
+
+def test_what_need_not_be_said():
+    row = to_row("key", full())
+    del row["failed"], row["name"], row["kind"]
+    assert from_row(row)[1] == replace(full(), failed={}, name="", kind="")
+
+
+@pytest.mark.parametrize("name", ["key", "us", "unfused", "plain", "spread", "m"])
+def test_what_must_be_said(name):
+    row = to_row("key", full())
+    del row[name]
+    with pytest.raises(KeyError):
+        from_row(row)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, "fast", None, [1]])
+@pytest.mark.parametrize("name", ["us", "unfused", "plain"])
+def test_rubbish_is_no_time(name, value):
+    row = to_row("key", full())
+    row[name] = {"128x128:2x1:pp": value} if name == "us" else value
+    with pytest.raises((TypeError, ValueError)):
+        from_row(row)

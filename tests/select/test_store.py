@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where measurements are kept, and which ones count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+from measured import B200, HOPPER, figures, keyed, site, table
+
+from coda_inductor import cache_dir, log
+from coda_inductor.select import store as kept
+from coda_inductor.select.device import H100
+from coda_inductor.select.figures import key_of
+from coda_inductor.select.store import Device, Store, as_text, merged, store_of
+
+ONE, OTHER = site(), site(n=4096)
+FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
+
+
+@pytest.fixture
+def warnings():
+    """What our logger warned of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.logger.addHandler(handler)
+    yield said
+    log.logger.removeHandler(handler)
+
+
+def test_what_another_process_measures_is_found(tmp_path):
+    """A store a process: each looks again when the file changes."""
+    here, there = Store(HOPPER, tmp_path), Store(HOPPER, tmp_path)
+    assert here.find(ONE) is None
+    there.add(keyed(ONE, FAST))
+    assert here.find(ONE) == (FAST, "here")
+    here.add(keyed(OTHER, SLOW))
+    assert there.find(OTHER) == (SLOW, "here")
+    assert there.find(ONE) == (FAST, "here")
+    assert set(there.own()) == {key_of(ONE), key_of(OTHER)}
+    assert Store(HOPPER, tmp_path).own() == there.own()
+
+
+def test_what_is_measured_again_counts(tmp_path):
+    here, there = Store(HOPPER, tmp_path), Store(HOPPER, tmp_path)
+    there.add(keyed(ONE, FAST))
+    assert here.find(ONE) == (FAST, "here")
+    there.add(keyed(ONE, SLOW))
+    assert here.find(ONE) == (SLOW, "here")
+
+
+def test_the_file_is_not_read_while_it_stays_as_it_is(tmp_path, monkeypatch):
+    store = Store(HOPPER, tmp_path)
+    store.add(keyed(ONE, FAST))
+    monkeypatch.setattr(kept, "_read", lambda _: pytest.fail("read again"))
+    assert store.find(ONE) == (FAST, "here")
+
+
+def test_own_measurements_beat_shipped_ones_which_beat_none(tmp_path):
+    gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW) | keyed(OTHER, SLOW))
+    store = Store(gpu, tmp_path)
+    assert store.find(ONE) == (SLOW, "shipped")
+    assert store.find(site(k=4096)) is None
+    store.add(keyed(ONE, FAST))
+    assert store.find(ONE) == (FAST, "here")
+    assert store.find(OTHER) == (SLOW, "shipped")
+    assert set(store.own()) == {key_of(ONE)}
+
+
+def test_another_model_gets_no_shipped_measurements(tmp_path):
+    gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW))
+    borrowing = replace(gpu, name="NVIDIA H901", borrowed=True)
+    assert Store(borrowing, tmp_path).find(ONE) is None
+    assert Store(B200, tmp_path).find(ONE) is None
+
+
+def test_each_model_has_its_file(tmp_path):
+    stores = [Store(gpu, tmp_path) for gpu in (HOPPER, B200, H100)]
+    assert len({store.path for store in stores}) == 3
+    stores[0].add(keyed(ONE, FAST))
+    assert [store.find(ONE) is None for store in stores] == [False, True, True]
+
+
+def test_other_versions_have_another_file(tmp_path, monkeypatch):
+    old = Store(HOPPER, tmp_path)
+    old.add(keyed(ONE, FAST))
+    for what, value in (("RENDERER_VERSION", "other"), ("label", lambda: "quack9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept, what, value)
+            new = Store(HOPPER, tmp_path)
+            assert new.path != old.path
+            assert new.find(ONE) is None
+    monkeypatch.setattr("torch.version.cuda", "99.9")
+    assert "cuda99.9" in Store(HOPPER, tmp_path).path.name
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{}", b'{"format": 1, "sites": 3}']
+)
+def test_a_damaged_file_is_one_warning(text, tmp_path, warnings):
+    path = Store(HOPPER, tmp_path).path
+    path.write_bytes(text)
+    store = Store(HOPPER, tmp_path)
+    assert [store.find(ONE) for _ in range(3)] == [None] * 3
+    assert store.gpu == HOPPER
+    (said,) = warnings
+    assert path.name in said
+    store.add(keyed(ONE, FAST))  # it is replaced
+    assert Store(HOPPER, tmp_path).find(ONE) == (FAST, "here")
+    assert len(warnings) == 1
+
+
+def test_no_file_is_no_warning(tmp_path, warnings):
+    assert Store(HOPPER, tmp_path).find(ONE) is None
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    "row", ["null", "3", '"us"', "[]", "{}", '{"key": "k", "us": 3}', '{"key": "k", "us": {}}']
+)
+def test_a_damaged_line_is_skipped(row, tmp_path, warnings):
+    text = as_text(HOPPER, keyed(ONE, FAST)).replace('"sites": [', f'"sites": [{row},')
+    path = Store(HOPPER, tmp_path).path
+    path.write_text(text)
+    store = Store(HOPPER, tmp_path)
+    assert store.find(ONE) == (FAST, "here")
+    assert len(store.own()) == 1
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    "device", ['"fast"', "[]", "{}", '{"bytes_per_us": 1}', '{"bytes_per_us": 0, "launch_us": 1}',
+               '{"bytes_per_us": null, "launch_us": 1}', '{"bytes_per_us": NaN, "launch_us": 1}']
+)  # fmt: skip
+def test_damaged_constants_are_not_used(device, tmp_path):
+    path = Store(HOPPER, tmp_path).path
+    path.write_text(as_text(HOPPER, {}).replace('"device": null', f'"device": {device}'))
+    store = Store(HOPPER, tmp_path)
+    assert store.gpu == HOPPER
+    assert store.device is None
+
+
+def test_a_file_of_another_format_is_not_read(tmp_path):
+    path = Store(HOPPER, tmp_path).path
+    path.write_text(as_text(HOPPER, keyed(ONE, FAST)).replace('"format": 1', '"format": 99'))
+    assert Store(HOPPER, tmp_path).find(ONE) is None
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    """A process that dies while it writes leaves the file as it was."""
+    store = Store(HOPPER, tmp_path)
+    store.add(keyed(ONE, FAST))
+    before = store.path.read_bytes()
+
+    def killed(*_):
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(OSError, match="killed"):
+            store.add(keyed(OTHER, FAST))
+    assert store.path.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [store.path.name]
+
+
+def test_what_cannot_be_written_is_known_here(tmp_path, monkeypatch):
+    store = Store(HOPPER, tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        store.add(keyed(ONE, FAST), Device(2e6, 3.0))
+    assert store.find(ONE) == (FAST, "here")
+    assert store.device == Device(2e6, 3.0)
+    assert Store(HOPPER, tmp_path).find(ONE) is None
+
+
+def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
+    found = keyed(OTHER, SLOW) | keyed(ONE, FAST)
+    text = as_text(HOPPER, found, Device(2e6, 3.0))
+    keys = [json.loads(line.rstrip(","))["key"] for line in text.splitlines() if '"key"' in line]
+    assert keys == sorted(found)
+    data = json.loads(text)
+    assert data["gpu"] == HOPPER.name
+    assert data["processors"] == HOPPER.processors
+    assert data["device"] == {"bytes_per_us": 2e6, "launch_us": 3.0}
+    assert merged([text]) == found
+
+
+def test_of_several_files_the_last_one_counts():
+    texts = [as_text(HOPPER, keyed(ONE, FAST) | keyed(OTHER, FAST)), as_text(HOPPER, keyed(ONE, SLOW))]  # fmt: skip  # noqa: E501
+    assert merged(texts) == keyed(ONE, SLOW) | keyed(OTHER, FAST)
+
+
+def test_constants_count_where_nothing_was_shipped(tmp_path):
+    measured = Device(2e6, 3.0)
+    shipped = table(tmp_path / "tables")
+    borrowing = replace(shipped, name="NVIDIA H901", borrowed=True)
+    for gpu, used in ((shipped, False), (borrowing, True), (B200, True)):
+        store = Store(gpu, tmp_path)
+        assert store.gpu == gpu
+        store.add({}, measured)
+        assert store.device == measured
+        expected = replace(gpu, bytes_per_us=2e6, launch_us=3.0) if used else gpu
+        assert store.gpu == expected
+        assert Store(gpu, tmp_path).gpu == expected
+        store.add(keyed(ONE, FAST))
+        assert store.device == measured
+
+
+def test_a_store_a_process_and_gpu():
+    assert store_of(HOPPER) is store_of(replace(HOPPER))
+    assert store_of(HOPPER) is not store_of(B200)
+
+
+def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):
+    """An image's: its measurements are found, and what this user measures counts more."""
+    image, mine = tmp_path / "image", tmp_path / "mine"
+    Store(HOPPER, image / kept.FOLDER).add(keyed(ONE, SLOW) | keyed(OTHER, SLOW))
+    monkeypatch.setattr(cache_dir, "cache_dirs", lambda: (mine, image))
+    store = Store(HOPPER)
+    assert store.path.parent == mine / kept.FOLDER
+    assert store.find(ONE) == (SLOW, "shipped")
+    store.add(keyed(ONE, FAST))
+    assert store.find(ONE) == (FAST, "here")
+    assert store.find(OTHER) == (SLOW, "shipped")
