@@ -252,11 +252,11 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
 
 def _suits(program: EpilogueProgram, config: Config, terms: int) -> bool:
     """Can ``program`` be divided so?"""
-    if config.split_k > 1:
-        # Measured: a log-sum-exp is further off than may be. Terms whose addresses have opposite
-        # orders are walked half a turn apart: half of a part of K is not half of K.
-        if terms > 1 or any(reduce.combine == "logsumexp" for reduce in program.reduces):
-            return False
+    # Measured: a log-sum-exp is further off than may be. And terms whose addresses have opposite
+    # orders are walked half a turn apart: half of a part of K is not half of K.
+    whole = terms > 1 or any(reduce.combine == "logsumexp" for reduce in program.reduces)
+    if whole and config.split_k > 1:
+        return False
     if not program.paired:
         return True
     # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has none.
