@@ -38,10 +38,10 @@ _ROWS = 8192
 def layers(widths: Sequence[tuple[int, int, int]], rows: Sequence[int], dtype) -> list[Site]:
     """The sites of layers of (model width, MLP width, width of k and v) at so many rows, each
     once."""
-    found = {}
+    found, traced = {}, _traced(dtype)
     for m in rows:
         for width in widths:
-            for site in _traced(dtype):
+            for site in traced:
                 other = _resized(site, m, width)
                 found.setdefault(key_of(other), other)
     return list(found.values())

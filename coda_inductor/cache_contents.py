@@ -40,9 +40,13 @@ _KINDS = {
         "marker": _KERNEL + r"coda_[0-9a-f]{16}/[0-9a-f]{32}",
         "source": r"epilogues/[0-9a-f]+[a-z_]*_(v\d+)\.py",
         "proof": r"proofs/[0-9a-f]{64}()",
-        "measured": r"measured/([^/]+)\.json",
+        "measured": r"measured/([^/]+)\.(?:json|lock)",
     }.items()
 }
+
+
+#: With a lock beside it, under the same name.
+_LOCKED = ("kernel", "measured")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Entry:
         kind: "kernel", "marker" (where a kernel is), "source", "proof", "measured" (what a GPU
             model took at some sites) or "temporary" (what a killed process left).
         version: of what it belongs to, as far as its name tells.
-        files: of a kernel the object, its checksum and its lock.
+        files: of a kernel the object, its checksum and its lock; of measurements their lock, too.
         size: bytes.
         used: when it was last used, in seconds since the epoch.
     """
@@ -72,7 +76,7 @@ def entries(base: Path) -> list[Entry]:
         name = path.relative_to(base).as_posix()
         for kind, pattern in _KINDS.items():
             if match := pattern.fullmatch(name):
-                one = name.rsplit(".", 1)[0] if kind == "kernel" else name
+                one = name.rsplit(".", 1)[0] if kind in _LOCKED else name
                 found.setdefault((kind, match[1] or "", one), []).append((path, info))
                 break
     return [

@@ -356,10 +356,20 @@ def test_uuid_is_the_same_for_the_same():
 @pytest.mark.parametrize(
     "options",
     [{"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
-     {"reference": True}],
+     {"reference": True}, {"tune": "always"}, {"tune": "never"}, {"tune_seconds": 5}],
 )  # fmt: skip
 def test_uuid_changes_with_an_option(options):
     assert uuid(**options) != uuid()
+
+
+def test_uuid_changes_where_collectives_run_beside_kernels(monkeypatch):
+    """Another kernel is then taken."""
+    before = uuid()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert uuid() != before
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert uuid() == before
 
 
 def test_uuid_changes_with_the_users_pass():

@@ -14,6 +14,9 @@ from coda_inductor import OptionError, cache_contents
 from coda_inductor.__main__ import main
 from coda_inductor.cache_contents import clear, entries, limit, remove, tidy
 from coda_inductor.cli import cache as command
+from coda_inductor.select.device import H100
+from coda_inductor.select.store import Store
+from coda_inductor.tune.lock import held
 
 HOUR = 3600.0
 NOW = time.time()
@@ -119,6 +122,61 @@ def test_a_kernel_that_is_being_loaded_stays(tmp_path):
     assert path.exists()
     assert remove(entry)
     assert not path.exists()
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """What was measured on two GPU models, the one ages ago; a lock, and what is not ours."""
+    folder = tmp_path / "measured"
+    old = put(folder / "nvidia_h100-quack0.6.5-cuda13.0-r7.json", 5000, 2000)
+    put(folder / "nvidia_b200-quack0.6.5-cuda13.0-r7.json", 2)
+    put(old.with_suffix(".lock"), 5000, 0)
+    put(folder / "notes.txt", 5000)
+    put(folder / "mine" / "x.json", 5000)
+    return old
+
+
+def test_measurements_are_counted(measured, tmp_path):
+    found = [entry for entry in entries(tmp_path) if entry.kind == "measured"]
+    assert sorted((e.version, e.size) for e in found) == [
+        ("nvidia_b200-quack0.6.5-cuda13.0-r7", 100),
+        ("nvidia_h100-quack0.6.5-cuda13.0-r7", 2000),
+    ]
+
+
+def test_measurements_are_small_and_dear(measured, tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_CACHE_SIZE", "1e-9")
+    gone = kernel(tmp_path, "a", 50)
+    tidy(tmp_path, now=NOW)
+    assert measured.exists()
+    assert not gone.exists()
+
+
+def test_who_clears_the_cache_clears_measurements(measured, tmp_path):
+    assert clear(tmp_path, older=30) == (1, 2000)
+    assert not measured.exists()
+    assert not measured.with_suffix(".lock").exists()
+    assert clear(tmp_path) == (1, 100)
+    assert {p.name for p in tmp_path.rglob("*") if not p.is_dir()} == {"notes.txt", "x.json"}
+
+
+def test_measurements_that_a_process_adds_to_stay(measured, tmp_path):
+    with held(measured, 1.0) as got:
+        assert got
+        clear(tmp_path)
+        assert measured.exists()
+    clear(tmp_path)
+    assert not measured.exists()
+
+
+def test_the_real_measurements_are_recognised(tmp_path):
+    store = Store(H100, tmp_path / "measured")
+    with held(store.path, 1.0):
+        store.add({})
+    (entry,) = entries(tmp_path)
+    assert entry.kind == "measured"
+    assert entry.version == store.path.stem
+    assert store.path in entry.files
 
 
 def test_old_temporaries_and_markers_of_nothing_are_swept(base):

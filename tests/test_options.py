@@ -69,7 +69,7 @@ def test_unknown_option_lists_the_known_ones():
     message = str(caught.value)
     assert "'verbose'" in message
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
-                 "fp16_norms", "keep_activations"):  # fmt: skip
+                 "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
         assert name in message
 
 
@@ -82,6 +82,15 @@ def test_unknown_option_lists_the_known_ones():
         ({"fp16_norms": []}, "'fp16_norms' takes True or False"),
         ({"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
         ({"gate": True}, "'gate' is one of auto, always, never, got True"),
+        ({"tune": "sometimes"}, "'tune' is one of auto, always, never, got 'sometimes'"),
+        ({"tune": False}, "'tune' is one of auto, always, never, got False"),
+        *[
+            (
+                {"tune_seconds": wrong},
+                f"'tune_seconds' takes a positive number of seconds, got {wrong!r}",
+            )
+            for wrong in (0, -1, True, "x", None, float("inf"), float("nan"))
+        ],
         ({"disable": 3}, "'disable' takes a list of strings, got 3"),
         ({"disable": [3]}, "'disable' takes a list of strings"),
         ({"patterns": 3}, "'patterns' takes a list of strings, got 3"),
@@ -104,6 +113,17 @@ def test_mode_is_inductors_and_an_option_overrides_it():
     mode = "max-autotune-no-cudagraphs"
     assert parse(mode, None).inductor == torch._inductor.list_mode_options()[mode]
     assert parse(mode, {"max_autotune": False}).inductor["max_autotune"] is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "tune"),
+    [(None, "auto"), ("default", "auto"), ("reduce-overhead", "auto"),
+     ("max-autotune", "always"), ("max-autotune-no-cudagraphs", "always")],
+)  # fmt: skip
+def test_where_inductor_measures_so_do_we(mode, tune):
+    assert parse(mode, None).tune == tune
+    assert parse(mode, {"tune": "never"}).tune == "never"
+    assert parse(mode, {"tune_seconds": 3}).tune_seconds == 3.0
 
 
 def test_unknown_mode_lists_the_known_ones():

@@ -62,7 +62,7 @@ def run(chosen: argparse.Namespace) -> int:
 def stores() -> dict[str, dict[str, Figures]]:
     """This user's measurements: the file's name -> its sites."""
     folder = cache_dir() / store.FOLDER
-    return {path.stem: store.merged([path.read_text()]) for path in sorted(folder.glob("*.json"))}
+    return {path.stem: store.sites_in(path) for path in sorted(folder.glob("*.json"))}
 
 
 def report(kept: dict[str, dict[str, Figures]]) -> str:
@@ -81,7 +81,7 @@ def plot(kept: dict[str, dict[str, Figures]], path: Path) -> None:
     """Each site's unfused time over its best kernel's, as bars; one panel a file.
 
     Raises:
-        ExplainError: there is nothing to plot, or no matplotlib.
+        ExplainError: there is nothing to plot, no matplotlib, or no such file can be written.
     """
     try:
         from matplotlib import pyplot as plt
@@ -107,8 +107,12 @@ def plot(kept: dict[str, dict[str, Figures]], path: Path) -> None:
         axis.set_xlabel("time of cuBLAS and Inductor's kernels over that of the best fused kernel")
         axis.set_title(name, fontsize=9)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ExplainError(f"--plot {path}: {error}") from None
+    finally:
+        plt.close(figure)
 
 
 def _tune(chosen: argparse.Namespace) -> None:
@@ -148,15 +152,18 @@ def _by_name(site: tuple[str, Figures]) -> tuple[str, int, str]:
 
 
 def _row(key: str, found: Figures) -> tuple[object, ...]:
-    n, k = key.split(" ")[1].split("x")[1:]
     config = found.best(found.us)
     best = (config, f"{found.us[config]:.1f}") if config else ("none works", "")
     gain = f"{found.unfused / found.us[config]:.3f}" if config else ""
     sure = f"{100 * found.tolerance:.1f} %"
-    return found.name, f"{found.m}x{n}x{k}", found.kind, *best, f"{found.unfused:.1f}", gain, sure
+    return found.name, _size(key, found), found.kind, *best, f"{found.unfused:.1f}", gain, sure
 
 
 def _bar(key: str, found: Figures) -> tuple[str, float, float]:
-    n, k = key.split(" ")[1].split("x")[1:]
     gain = found.unfused / min(found.us.values())
-    return f"{found.name} {found.m}x{n}x{k}", gain, gain * found.tolerance
+    return f"{found.name} {_size(key, found)}", gain, gain * found.tolerance
+
+
+def _size(key: str, found: Figures) -> str:
+    """``8192x2048x2048``: the rows that were measured, and what the key says of N and K."""
+    return f"{found.m}x{key.partition(' ')[2].partition(' ')[0].partition('x')[2]}"

@@ -81,10 +81,12 @@ def _settled(graph: Graph, record: Record) -> _Fused:
                 break
             restore(graph, kept)
         else:
+            tuning.optimistic = False
             found = _fused(graph, record)
     finally:
         tuning.measurer.close()
-    if tuning.measurer.left:  # the next process has time again: let no cache keep this graph
+    # The next process has time, and rounds, again: let no cache keep this graph.
+    if tuning.measurer.left or tuning.asked:
         record.failed = True
     return found
 

@@ -134,6 +134,11 @@ def as_text(gpu: Gpu, sites: Mapping[str, Figures], device: Device | None = None
     )
 
 
+def sites_in(path: Path) -> dict[str, Figures]:
+    """The sites of a file of a store; none, with a warning, if it cannot be read."""
+    return _read(path)[0]
+
+
 def merged(texts: Iterable[str]) -> dict[str, Figures]:
     """The sites of several files; the last one counts."""
     return {key: found for text in texts for key, found in _sites(json.loads(text)).items()}

@@ -62,7 +62,8 @@ class Tuner:
         than what is left of the budget, and as long again if another process is measuring."""
         wanted = {key_of(s): s for s in sites if self.store.find(s) is None}
         wanted = {key: site for key, site in wanted.items() if key not in self.left}
-        if not wanted:
+        if not wanted or self._seconds <= 0:
+            self.left |= wanted
             return False
         start = time.monotonic()
         with lock.held(self.store.path, self._seconds + _SLACK) as got:
@@ -94,7 +95,7 @@ class Tuner:
                          for r in _requests(sites[key], c)])  # fmt: skip
             if order and self.store.device is None:
                 about = self._ask({"device": True}, deadline).get("device")
-                self.store.add({}, None if about is None else Device(**about))
+                self._keep({}, None if about is None else Device(**about))
             with (
                 _progress(len(order)) as progress,
                 concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
@@ -102,11 +103,17 @@ class Tuner:
                 found = threads.map(lambda key: self._measured(sites[key], deadline), order)
                 for key, figures in zip(order, found, strict=True):
                     if figures is not None:
-                        self.store.add({key: figures})
+                        self._keep({key: figures})
                     progress.advance(progress.task_ids[0])
         except Exception as error:  # never in the way: what is not measured is modelled
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
+
+    def _keep(self, found: dict[str, Figures], device: Device | None = None) -> None:
+        try:
+            self.store.add(found, device)
+        except OSError as error:
+            warn_once("measurements", f"they cannot be kept: {error}", to="this process's memory")
 
     def _measured(self, site: Site, deadline: float) -> Figures | None:
         """What ``site`` takes; None where that cannot be said."""
@@ -116,7 +123,10 @@ class Tuner:
                 return None
             wanted = {str(c): _requests(site, c) for c in self._configs(site)}
             failed = _uncompiled(wanted, deadline)
-            while configs := [c for c in wanted if c not in failed]:
+            while True:
+                configs = [c for c in wanted if c not in failed]
+                if not configs and _LATE in failed.values():
+                    return None  # else: that none works is a result as well
                 try:
                     answer = self._ask({"site": text, "configs": configs}, deadline)
                 except DeadError as error:
@@ -131,9 +141,9 @@ class Tuner:
                 known = {c: why for c, why in failed.items() if why != _LATE}
                 return replace(found, failed={**found.failed, **known}, name=site.name,
                                kind=same_kind(site.program, site.terms))  # fmt: skip
-        except DeadError as error:
-            logger.debug("%s was not measured: %s", key_of(site), error)
-        return None
+        except Exception as error:  # it costs this site alone
+            logger.debug("%s was not measured: %r", key_of(site), error)
+            return None
 
     def _ask(self, message: dict, deadline: float) -> dict:
         thread = threading.get_ident()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m coda_inductor tune``: what it measures, its table, its plot, its complaints."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from fake_tuning import Machine, install
+from measured import HOPPER, figures, keyed, site
+
+from coda_inductor import pipeline
+from coda_inductor.__main__ import main
+from coda_inductor.cli import tune as command
+from coda_inductor.mainloop import availability
+from coda_inductor.select import policy
+from coda_inductor.select.store import FOLDER, Device, Store
+
+WON = figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 40.0}, m=8192, spread=0.012,
+              name="layers.0.mlp.gate_proj + up_proj", kind="swiglu")  # fmt: skip
+LOST = figures({"128x128:2x1:pp": 125.0}, m=8192, name="layers.0.o_proj")
+BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; the store of a GPU model in it."""
+    monkeypatch.setattr(command, "cache_dir", lambda: tmp_path)
+    return Store(HOPPER, tmp_path / FOLDER)
+
+
+@pytest.fixture
+def full(cache):
+    cache.add(keyed(site("swiglu", n=8192), WON) | keyed(site(), LOST)
+              | keyed(site("logsumexp", n=50304), BROKEN), Device(2e6, 3.0))  # fmt: skip
+    return cache
+
+
+def test_nothing_was_measured_yet(cache, tmp_path, capsys):
+    assert main(["tune", "--report"]) == 0
+    assert (
+        f"nothing was measured yet (it would be in {tmp_path / FOLDER})" in capsys.readouterr().out
+    )
+
+
+def test_a_report_says_what_won_and_by_how_much(full, capsys):
+    assert main(["tune", "--report"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{full.path.stem}: 3 sites\n")
+    rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if "8192x" in line}
+    won = rows["layers.0.mlp.gate_proj + up_proj"]
+    assert {"8192x8192x2048", "swiglu", "128x192:2x1:pp", "40", "100", "2.5", "1.2"} <= set(won)
+    assert {"8192x2048x2048", "0.8", "128x128:2x1:pp"} <= set(rows["layers.0.o_proj"])
+    assert "none works" in " ".join(rows["lm_head"])
+
+
+def test_a_file_that_is_damaged_hides_no_other(full, capsys):
+    full.path.with_name("aaa.json").write_text("{")
+    assert main(["tune", "--report"]) == 0
+    assert "layers.0.o_proj" in capsys.readouterr().out
+
+
+def test_a_row_with_a_strange_key_is_a_row(full, capsys):
+    full.add({"strange": WON})
+    assert main(["tune", "--report"]) == 0
+    assert f"{full.path.stem}: 4 sites" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_plot(ending, full, tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("Agg")
+    path = tmp_path / f"plot.{ending}"
+    assert main(["tune", "--plot", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+
+
+def test_of_nothing_there_is_no_plot(cache, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    assert main(["tune", "--plot", str(path)]) == 1
+    assert "there is nothing to plot" in capsys.readouterr().err
+    cache.add(keyed(site(), BROKEN))
+    assert main(["tune", "--plot", str(path)]) == 1
+    assert not path.exists()
+
+
+def test_a_plot_needs_matplotlib(full, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["tune", "--plot", str(tmp_path / "plot.svg")]) == 1
+    assert "error: --plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_is_a_message(full, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for path in (tmp_path / "no folder" / "plot.svg", tmp_path / "plot.nonsense"):
+        assert main(["tune", "--plot", str(path)]) == 1
+        assert "error: --plot" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
+@pytest.mark.parametrize("arguments", [["--hf", "llama"], ["model.py:make"]])
+def test_without_a_gpu_there_is_a_message(arguments, cache, capsys):
+    assert main(["tune", *arguments]) == 1
+    assert "tune measures on a GPU, and torch sees none" in capsys.readouterr().err
+
+
+def test_neither_a_model_nor_a_report_is_a_message(cache, capsys):
+    assert main(["tune"]) == 1
+    assert "give a model to measure, or --report" in capsys.readouterr().err
+
+
+TINY = ("hidden_size=2048", "intermediate_size=8192", "num_hidden_layers=1", "vocab_size=512",
+        "num_attention_heads=16", "num_key_value_heads=4")  # fmt: skip
+LLAMA = ["tune", "--hf", "llama", *(word for size in TINY for word in ("--set", size))]
+
+
+@pytest.fixture
+def gpu(cache, monkeypatch):
+    """A GPU as far as the command sees: what measures is none."""
+    machine = Machine()
+    install(monkeypatch, machine)
+    cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 0)
+    seen = {"cuda": cuda, "device": torch.device, "set_grad_enabled": torch.set_grad_enabled}
+    monkeypatch.setattr(command, "torch", types.SimpleNamespace(**seen))
+    monkeypatch.setattr(command, "gpu_of", lambda _: HOPPER)
+    monkeypatch.setattr(policy, "gpu_of", lambda _: HOPPER)
+    for module in (command, policy):
+        monkeypatch.setattr(module, "store_of", lambda _: cache)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
+    monkeypatch.setattr("coda_inductor.select.device._majors", {0: 9})
+    return machine
+
+
+def test_a_model_is_measured(gpu, cache, capsys):
+    assert main([*LLAMA, "--tokens", "4096,8192"]) == 0
+    said = capsys.readouterr().out
+    found = cache.own().values()
+    assert {row.m for row in found} == {4096, 8192}
+    for m in (4096, 8192):
+        count = sum(row.m == m for row in found)
+        assert count >= 3
+        assert f"{m} tokens: {count} sites measured, kept in {cache.path}" in said
+    assert "mlp.gate_proj + up_proj" in said
+    assert gpu.busy == 0
+    asked = len(gpu.measured)
+    assert main([*LLAMA, "--tokens", "4096"]) == 0
+    assert "4096 tokens: 0 sites measured" in capsys.readouterr().out
+    assert len(gpu.measured) == asked == len(found)
+
+
+def test_options_reach_the_backend(gpu, monkeypatch):
+    seen = []
+    tuner = pipeline.Tuner
+    monkeypatch.setattr(pipeline, "Tuner", lambda *given: seen.append(given) or tuner(*given))
+    assert main([*LLAMA, "--tokens", "4096", "--seconds", "7", "--train"]) == 0
+    assert {given[2] for given in seen} == {7.0}
+
+
+@pytest.mark.parametrize("tokens", ["", "many", "512,", "0", "512,-1", "1.5"])
+def test_wrong_tokens_are_a_message(tokens, gpu, capsys):
+    assert main(["tune", "--hf", "llama", "--tokens", tokens]) == 1
+    assert f"--tokens {tokens!r}: write one or more positive numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--seconds", "-1"], "'tune_seconds' takes a positive number of seconds"),
+        (["--option", "gat=1"], "unknown option 'gat'"),
+        (["--set", "hidden=3"], "LlamaConfig has no such value"),
+    ],
+)
+def test_mistakes_are_messages(arguments, says, gpu, capsys):
+    assert main(["tune", "--hf", "llama", *arguments]) == 1
+    assert says in capsys.readouterr().err

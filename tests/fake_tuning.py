@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A measuring process that measures nothing, and what a tuner needs beside it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measured import HOPPER, figures
+
+from coda_inductor.select.figures import key_of, to_row
+from coda_inductor.select.store import Store
+from coda_inductor.tune import tuner
+from coda_inductor.tune.client import DeadError
+from coda_inductor.tune.worker import site_from
+
+CUDA = torch.device("cuda", 0)
+
+
+class Machine:
+    """What stands for the GPU.
+
+    Attributes:
+        said: (number of the process, message), of all processes.
+        dies: config -> why a process ends at it.
+        answers: what takes the place of an answer: called with a message, None for the usual one.
+        uncompiled: config -> why it has no kernel.
+        ended: numbers of the processes that were ended.
+    """
+
+    def __init__(self):
+        self.said: list[tuple[int, dict[str, Any]]] = []
+        self.dies: dict[str, str] = {}
+        self.uncompiled: dict[str, str] = {}
+        self.ended: list[int] = []
+        self.answers: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda _: None
+        self.submitted: list[Any] = []
+        self.numbers = itertools.count()
+        self.busy = 0
+        self.most = 0
+
+    @property
+    def measured(self) -> list[str]:
+        """Keys of the sites that were measured, as often as they were asked for."""
+        return [key_of(site_from(m["site"])) for _, m in self.said if "configs" in m]
+
+    @property
+    def started(self) -> int:
+        """How many processes were."""
+        return len({number for number, _ in self.said})
+
+    def process(self, index: int) -> Process:
+        assert index == CUDA.index
+        return Process(self)
+
+    def wait(self, wanted: list[Any], timeout: float) -> dict[Any, str | None]:
+        return {request: self.uncompiled.get(request.config) for request in wanted}
+
+    def submit(self, wanted: list[Any]) -> None:
+        self.submitted += wanted
+
+
+class Process:
+    """As ``tune.client.Process``."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.number = machine, next(machine.numbers)
+        machine.busy += 1
+        machine.most = max(machine.most, machine.busy)
+
+    def ask(self, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+        self.machine.said.append((self.number, message))
+        if time.monotonic() > deadline:
+            self.end()
+            raise DeadError("no time left", "")
+        if (answer := self.machine.answers(message)) is not None:
+            return answer
+        if "device" in message:
+            return {"device": {"bytes_per_us": 4e6, "launch_us": 2.5}}
+        if "configs" not in message:
+            return {"ready": True}
+        for config in message["configs"]:
+            if config in self.machine.dies:
+                self.end()
+                raise DeadError(self.machine.dies[config], config)
+        us = {config: 50.0 + i for i, config in enumerate(message["configs"])}
+        return {"figures": to_row("", figures(us, m=message["site"]["m"]))}
+
+    def end(self) -> None:
+        assert self.number not in self.machine.ended
+        self.machine.ended.append(self.number)
+        self.machine.busy -= 1
+
+
+def install(patch, machine: Machine, processes: int = 2) -> None:
+    """Let tuners measure with ``machine``."""
+    patch.setattr(tuner, "Process", machine.process)
+    patch.setattr(tuner, "pool", types.SimpleNamespace(submit=machine.submit, wait=machine.wait))
+    patch.setattr(tuner, "_processes", lambda: processes)
+    patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+
+
+def tuner_of(folder: Path, seconds: float = 60.0, most: int | None = 3) -> tuner.Tuner:
+    """One whose store is in ``folder``."""
+    return tuner.Tuner(Store(HOPPER, folder), CUDA, seconds, most)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph is planned again until nothing that was measured changes the plan. Nothing is run: the
+tensors are on the meta device, the GPU is pretended."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from measured import HOPPER, configs, figures
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from coda_inductor import pipeline
+from coda_inductor.compat import BackendCompilerFailed
+from coda_inductor.fuse import driver
+from coda_inductor.mainloop import availability
+from coda_inductor.options import parse
+from coda_inductor.pipeline import on_aten, on_dynamo
+from coda_inductor.record import Record
+from coda_inductor.report import SiteReport
+from coda_inductor.select import policy
+from coda_inductor.select.device import H100
+from coda_inductor.select.figures import key_of
+from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store
+from coda_inductor.tracing import trace
+from coda_inductor.tune.rank import MANY, SOME
+
+CUDA = torch.device("cuda", 0)
+M, D, HIDDEN = 5000, 2560, 6912
+
+
+class Block(nn.Module):
+    """Gate and up, which may be a pair; down with a residual; a projection with a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=False) for _ in range(2))
+        self.down, self.out = nn.Linear(HIDDEN, D, bias=False), nn.Linear(D, 2 * D)
+
+    def forward(self, x):
+        y = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return F.gelu(self.out(y))
+
+
+@dataclass
+class Measurer:
+    """Answers from ``us`` what the first config of a site takes, of 100 us unfused.
+
+    Attributes:
+        us: site -> microseconds, or None: there was no time for it.
+        asked: the names of all sites that it was asked for, a list a round.
+    """
+
+    store: Store
+    us: Callable[[Site], float | None]
+    asked: list[list[str]] = field(default_factory=list)
+    left: dict[str, Site] = field(default_factory=dict)
+    closed: int = 0
+    given: tuple = ()
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        assert not self.closed
+        self.asked.append([site.name for site in sites])
+        new = False
+        for site in sites:
+            if self.store.find(site) is None and key_of(site) not in self.left:
+                us = self.us(site)
+                if us is None:
+                    self.left[key_of(site)] = site
+                else:
+                    new = True
+                    self.store.add({key_of(site): figures({configs(site)[0]: us}, m=site.m)})
+        return new
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of all rounds."""
+        return [name for names in self.asked for name in names]
+
+
+@dataclass
+class Planned:
+    """What became of a graph."""
+
+    record: Record
+    graph: torch.fx.Graph
+    measurer: Measurer
+
+    @property
+    def sites(self) -> dict[str, SiteReport]:
+        return {site.site: site for site in self.record.report.sites}
+
+    @property
+    def fused(self) -> set[str]:
+        return {name for name, site in self.sites.items() if site.how == "kernel"}
+
+    @property
+    def structure(self) -> list[tuple]:
+        """The graph without the names of nodes and configs."""
+        number = {node: index for index, node in enumerate(self.graph.nodes)}
+        chosen = {site.config for site in self.sites.values()}
+
+        def plain(x):
+            return "config" if isinstance(x, str) and x in chosen else number.get(x, x)
+
+        return [
+            (node.op, "" if node.op == "placeholder" else str(node.target),
+             tree_map(plain, (node.args, node.kwargs)), str(node.meta.get("val")))
+            for node in self.graph.nodes
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path):
+    """Plan ``model`` on a GPU with answers of ``us``."""
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
+    number = iter(range(100))
+
+    def planned(
+        us=lambda _: 50.0, gpu=H100, model=Block, mode=None, train=False, m=M, d=D, **options
+    ):
+        torch._dynamo.reset()
+        store = Store(gpu, tmp_path / str(next(number)))
+        measurer = Measurer(store, us)
+
+        def tuner(*given):
+            measurer.given = given
+            return measurer
+
+        monkeypatch.setattr(policy, "store_of", lambda _: store)
+        monkeypatch.setattr(policy, "gpu_of", lambda _: gpu)
+        monkeypatch.setattr(pipeline, "Tuner", tuner)
+        record = Record(parse(mode, options), "test", dry=True, as_if=CUDA)
+        seen = []
+
+        def backend(gm, inputs):
+            on_dynamo(gm, record)
+            seen.append(trace(gm, inputs, lambda graph: on_aten(graph, record)).whole)
+            return gm.forward
+
+        with torch.device("meta"):
+            block = model().bfloat16()
+            x = torch.empty(m, d, dtype=torch.bfloat16, requires_grad=train)
+        with torch.set_grad_enabled(train):
+            torch.compile(block, backend=backend)(x)
+        return Planned(record, seen[0], measurer)
+
+    return planned
+
+
+PAIR, DOWN, OUT = "gate + up", "down", "out"
+
+
+def test_what_wins_is_fused(plan):
+    found = plan(tune="always")
+    assert found.fused == {PAIR, DOWN, OUT}
+    assert {site.config for site in found.sites.values()} == {"128x192:2x1:pp"}
+    assert sorted(found.measurer.names) == sorted([PAIR, DOWN, OUT])
+    assert found.measurer.closed == 1
+    assert not found.record.failed
+
+
+def test_a_pair_that_is_measured_slower_becomes_two(plan):
+    """What its members absorb alone was never asked before: a second round measures it."""
+    found = plan(lambda site: 120.0 if site.program.paired else 50.0, tune="always")
+    assert PAIR not in found.sites
+    assert found.fused == {"gate", DOWN, OUT} or found.fused == {"up", DOWN, OUT}
+    rounds = found.measurer.asked
+    assert PAIR in rounds[0]
+    assert {"gate", "up"} & set(rounds[1])
+    assert PAIR not in rounds[1]
+    assert found.measurer.closed == 1
+
+
+def test_where_everything_loses_nothing_is_fused(plan):
+    found = plan(lambda _: 120.0, tune="always")
+    assert found.fused == set()
+    codes = {site.refusal.code for site in found.sites.values() if site.refusal}
+    assert codes == {"measured-slower"}
+    assert not found.record.failed
+
+
+def test_the_graph_is_as_if_planned_once(plan):
+    """Where measurements agree with the model, rounds leave no trace."""
+    once, often = plan(tune="never"), plan(tune="always")
+    assert not once.measurer.asked
+    assert len(often.measurer.asked) >= 1
+    for side in (once, often):
+        assert side.fused == {PAIR, DOWN, OUT}
+    assert once.structure == often.structure
+    for one, other in zip(once.sites.values(), often.sites.values(), strict=True):
+        assert (one.site, one.absorbed, one.patterns) == (
+            other.site,
+            other.absorbed,
+            other.patterns,
+        )
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_refusing_everything_is_as_if_nothing_could_be_fused(plan, train):
+    """A graph that was restored is the graph that it was."""
+    never = plan(gate="always", tune="never", disable=["fuse"], train=train)
+    lost = plan(lambda _: 120.0, tune="always", train=train)
+    assert never.structure == lost.structure
+
+
+def test_what_there_was_no_time_for_is_tried_by_the_next_process(plan):
+    found = plan(lambda site: None if site.name == OUT else 50.0, tune="always")
+    assert found.record.failed
+    assert found.fused == {PAIR, DOWN, OUT}  # by its expected time
+    assert found.measurer.closed == 1
+
+
+def test_where_nothing_is_known_all_is_asked_and_what_wins_is_fused(plan):
+    found = plan(gpu=HOPPER)
+    assert set(found.measurer.names) >= {PAIR, DOWN, OUT}
+    assert found.fused == {PAIR, DOWN, OUT}
+    assert not found.record.failed
+
+
+def test_where_nothing_is_known_what_is_left_stays_unfused(plan):
+    found = plan(lambda site: 50.0 if site.name == DOWN else None, gpu=HOPPER)
+    assert found.fused == {DOWN}
+    assert found.record.failed
+    assert found.sites[OUT].refusal.code == "gpu-not-measured"
+
+
+def test_where_nothing_is_known_and_nothing_measured_nothing_is_fused(plan):
+    found = plan(lambda _: None, gpu=HOPPER)
+    assert found.fused == set()
+    assert found.record.failed
+    assert plan(gpu=HOPPER, tune="never").fused == set()
+
+
+class Many(nn.Module):
+    """More sites than there are rounds."""
+
+    def __init__(self):
+        super().__init__()
+        widths = itertools.pairwise(D + 256 * i for i in range(8))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in widths)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
+    """One that measures one site a round, on a GPU that nothing is known of."""
+
+    def one_a_round(self, sites):
+        self.asked.append([site.name for site in sites])
+        new = next((s for s in sites if self.store.find(s) is None), None)
+        if new is not None:
+            self.store.add({key_of(new): figures({configs(new)[0]: 50.0})})
+        return new is not None
+
+    monkeypatch.setattr(Measurer, "measure", one_a_round)
+    found = plan(gpu=HOPPER, model=Many)
+    assert len(found.measurer.asked) == driver._ROUNDS
+    assert len(found.fused) == len(found.measurer.store.own()) == driver._ROUNDS
+    assert found.measurer.closed == 1
+    assert found.record.failed  # the next process goes on
+
+
+def test_never_means_no_measurer_and_no_copy(plan, monkeypatch):
+    monkeypatch.setattr(driver, "snapshot", lambda _: pytest.fail("a copy"))
+    for options in ({"tune": "never"}, {"gate": "never"}, {"gate": "always"}):
+        found = plan(**options)
+        assert found.measurer.given == ()
+        assert not found.measurer.closed
+
+
+@pytest.mark.parametrize("tune", ["auto", "always"])
+def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch, tune):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_fused", broken)
+        found = plan(tune=tune)
+        assert found.measurer.closed == 1
+        assert found.record.failed  # the pass is left out
+        with pytest.raises(BackendCompilerFailed, match="broken"):
+            plan(tune=tune, strict=True)
+
+
+class Llama(nn.Module):
+    """Of a size that the table has."""
+
+    def __init__(self):
+        super().__init__()
+        self.o = nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x):
+        return x + self.o(x)
+
+
+def test_auto_asks_where_no_measurement_reaches(plan):
+    """Llama's sizes were measured for the table, the block's were not."""
+    assert PAIR in plan().measurer.names
+    known = {"model": Llama, "m": 8192, "d": 2048}
+    assert plan(**known).fused == {"o"}
+    assert plan(**known).measurer.asked == []
+    assert plan(tune="always", **known).measurer.asked == [["o"]]
+
+
+def test_a_mode_that_measures_measures_everything(plan):
+    for mode, tune, most in (
+        (None, "auto", SOME),
+        ("max-autotune", "always", MANY),
+        ("max-autotune-no-cudagraphs", "always", MANY),
+        ("reduce-overhead", "auto", SOME),
+    ):
+        found = plan(mode=mode)
+        assert found.record.options.tune == tune
+        store, device, seconds, given = found.measurer.given
+        assert (store, device, seconds) == (found.measurer.store, CUDA, 60.0)
+        assert given == most
+    assert plan(mode="max-autotune", tune="never").measurer.given == ()
+    assert plan(tune_seconds=5).measurer.given[2] == 5.0
+    assert plan(tune="always", gate="always").measurer.closed == 1

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process measures at a time; however it ends, the next one may."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from coda_inductor.tune import lock
+from coda_inductor.tune.lock import held
+
+HOLDER = """
+import filelock, sys, time
+with filelock.FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "measured" / "gpu.json"
+
+
+@pytest.fixture
+def holder(path):
+    """Another process, which holds the lock."""
+    place = next(lock._places(path))
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, place], stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    yield other
+    other.kill()
+    other.wait()
+    other.stdout.close()
+
+
+def test_the_folder_is_made(path):
+    with held(path, 1.0) as got:
+        assert got
+        assert path.parent.is_dir()
+        assert not path.exists()
+
+
+def test_another_process_is_waited_for_so_long(path, holder):
+    start = time.monotonic()
+    with held(path, 0.3) as got:
+        assert not got
+    assert 0.3 <= time.monotonic() - start < 3
+
+
+def test_a_process_that_is_killed_holds_nothing(path, holder):
+    threading.Timer(0.3, holder.kill).start()
+    start = time.monotonic()
+    with held(path, 60.0) as got:
+        assert got
+    assert 0.2 < time.monotonic() - start < 5
+
+
+def test_it_is_free_afterwards_also_after_an_error(path):
+    with pytest.raises(ZeroDivisionError), held(path, 1.0):
+        raise ZeroDivisionError
+    start = time.monotonic()
+    with held(path, 5.0) as got:
+        assert got
+    assert time.monotonic() - start < 1
+
+
+def test_two_threads_are_two(path):
+    inside: list[int] = []
+    most: list[int] = []
+
+    def measure():
+        with held(path, 30.0) as got:
+            assert got
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.pop()
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+def test_other_measurements_have_another_lock(path, holder):
+    with held(path.with_name("other.json"), 0.3) as got:
+        assert got
+
+
+def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
+    """A folder that cannot be made; file systems without locks are the same to it."""
+    path.parent.write_text("no folder")
+    monkeypatch.setattr(lock, "private_dir", lambda: tmp_path)
+    with held(path, 1.0) as got:
+        assert got
+        assert list((tmp_path / "locks").iterdir())
+
+        def beside():
+            with held(path, 0.2) as other:
+                seen.append(other)
+
+        seen: list[bool] = []
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert seen == [False]
+
+
+def test_without_any_place_nothing_is_held(path, monkeypatch):
+    def none(*_, **__):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(lock.filelock, "FileLock", none)
+    with held(path, 1.0) as got:
+        assert not got

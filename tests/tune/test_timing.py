@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the times of several rounds say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from coda_inductor.tune.timing import evaluated
+
+
+def rounds(count: int, noise: float = 0.0, seed: int = 0, **us: float) -> dict[str, list[float]]:
+    """So many times of each function, with independent noise."""
+    draw = random.Random(seed)  # noqa: S311
+    return {
+        name: [value * (1 + draw.gauss(0, noise)) for _ in range(count)]
+        for name, value in us.items()
+    }
+
+
+def test_of_equal_rounds_nothing_is_unsure():
+    found = evaluated(rounds(9, a=10.0, b=20.0))
+    assert found["a"].median == pytest.approx(10.0)
+    assert found["b"].median == pytest.approx(20.0)
+    assert found["a"].spread == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_clock_that_changes_all_changes_no_comparison():
+    """Twice as slow at the end as at the start, and each round its own clock."""
+    still = rounds(40, 0.001, a=100.0, b=103.0)
+    clock = [1 + index / 39 for index in range(40)]
+    drifted = {n: [v * c for v, c in zip(vs, clock, strict=True)] for n, vs in still.items()}
+    before, after = evaluated(still), evaluated(drifted)
+    for name in "ab":
+        assert after[name].spread == pytest.approx(before[name].spread)
+    ratio = [found["b"].median / found["a"].median for found in (before, after)]
+    assert ratio[1] == pytest.approx(ratio[0])
+    assert ratio[1] == pytest.approx(1.03, abs=0.002)
+    assert after["a"].median == pytest.approx(150.0, rel=0.02)
+
+
+def test_one_round_that_something_else_disturbs_does_not_count():
+    quiet = rounds(15, a=10.0, b=11.0)
+    quiet["a"][7] = 500.0
+    found = evaluated(quiet)
+    assert found["a"].median == pytest.approx(10.0)
+    assert found["b"].median == pytest.approx(11.0)
+
+
+def test_more_rounds_are_surer():
+    spreads = [
+        sum(evaluated(rounds(count, 0.02, seed, a=50.0, b=60.0))["a"].spread for seed in range(20))
+        for count in (9, 36, 144)
+    ]
+    assert spreads[0] > 1.5 * spreads[1] > 2.25 * spreads[2] > 0
+
+
+def test_the_spread_is_what_a_median_may_be_off():
+    """About 19 of 20 measurements are within it, of a quarter of them not all half as near."""
+    off, spreads = [], []
+    for seed in range(200):
+        found = evaluated(rounds(36, 0.02, seed, a=50.0, b=50.0, c=50.0, d=50.0))["a"]
+        off.append(abs(found.median / 50 - 1))
+        spreads.append(found.spread)
+    typical = sorted(spreads)[100]
+    assert sum(x <= typical for x in off) / 200 > 0.8
+    assert sum(x <= typical / 4 for x in off) / 200 < 0.8
+
+
+def test_the_slower_one_is_slower():
+    found = evaluated(rounds(20, 0.01, a=100.0, b=110.0))
+    assert found["a"].median * (1 + found["a"].spread) < found["b"].median

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites are measured once, within a budget, whatever a candidate or a process does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from fake_tuning import Machine, install, tuner_of
+from measured import HOPPER, figures, keyed, site
+
+from coda_inductor.log import forget_warnings
+from coda_inductor.select.figures import key_of
+from coda_inductor.select.store import Device, Store
+from coda_inductor.tune import lock, rank, tuner
+
+ONE, OTHER, THIRD = site("rms_partial"), site("scale"), site("swiglu", n=8192)
+SITES = [ONE, OTHER, THIRD]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    install(monkeypatch, machine)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    forget_warnings()
+    return machine
+
+
+def wanted(of=ONE, most: int | None = 3) -> list[str]:
+    return [str(config) for config in rank.candidates(of, HOPPER, most)]
+
+
+def test_each_site_is_measured_once(machine, tmp_path):
+    mine = tuner_of(tmp_path)
+    assert mine.measure([*SITES, ONE])
+    assert sorted(machine.measured) == sorted(map(key_of, SITES))
+    assert not mine.measure(SITES)
+    assert not tuner_of(tmp_path).measure(SITES)
+    assert len(machine.measured) == len(SITES)
+    assert not mine.left
+
+
+def test_what_was_found_is_kept(machine, tmp_path):
+    tuner_of(tmp_path).measure([THIRD])
+    store = Store(HOPPER, tmp_path)
+    found, where = store.find(THIRD)
+    assert (list(found.us), where) == (wanted(THIRD), "here")
+    assert (found.name, found.kind, found.m) == ("swiglu", "swiglu", THIRD.m)
+    assert store.device == Device(4e6, 2.5)
+
+
+def test_the_device_is_measured_once(machine, tmp_path):
+    for sites in ([ONE], [OTHER]):
+        tuner_of(tmp_path).measure(sites)
+    assert sum("device" in message for _, message in machine.said) == 1
+
+
+def test_only_so_many_configs_are_compiled_and_tried(machine, tmp_path):
+    tuner_of(tmp_path, most=2).measure([ONE])
+    (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
+    assert tried == wanted(most=2)
+    assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
+
+
+def test_a_site_of_the_store_is_not_measured(machine, tmp_path):
+    Store(HOPPER, tmp_path).add(keyed(ONE, figures({"x": 1.0})))
+    assert tuner_of(tmp_path).measure([ONE, OTHER])
+    assert machine.measured == [key_of(OTHER)]
+
+
+def test_the_largest_comes_first(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+    small, large = site(m=512), site(m=16384)
+    tuner_of(tmp_path).measure([small, large, ONE])
+    assert machine.measured == [key_of(large), key_of(ONE), key_of(small)]
+
+
+def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
+    """And asked for no more: the budget is one graph's, not one round's."""
+    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+
+    def slow(message):
+        if "configs" in message:
+            time.sleep(0.3)
+
+    machine.answers = slow
+    mine = tuner_of(tmp_path, seconds=0.2)
+    assert mine.measure([ONE, OTHER])
+    assert machine.measured == [key_of(ONE)]
+    assert set(mine.left) == {key_of(OTHER)}
+    asked = len(machine.said)
+    assert not mine.measure([OTHER])
+    assert not mine.measure([THIRD])
+    assert set(mine.left) == {key_of(OTHER), key_of(THIRD)}
+    assert len(machine.measured) == 1
+    assert asked == len(machine.said)
+    assert not any(THIRD.program.to_json() == r.program for r in machine.submitted)
+
+
+@pytest.mark.parametrize("why", ["hangs", "ends its process: Segmentation fault"])
+def test_a_candidate_that_ends_its_process_ends_nothing_else(why, machine, tmp_path):
+    bad, *others = wanted()
+    machine.dies = {bad: why}
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE])
+    found, _ = mine.store.find(ONE)
+    assert found.failed == {bad: why}
+    assert list(found.us) == others
+    tries = [(number, m["configs"]) for number, m in machine.said if "configs" in m]
+    assert [configs for _, configs in tries] == [wanted(), others]
+    assert tries[0][0] != tries[1][0]  # another process
+
+
+def test_a_config_that_does_not_compile_is_noted(machine, tmp_path):
+    bad, *others = wanted()
+    machine.uncompiled = {bad: "out of registers"}
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE])
+    found, _ = mine.store.find(ONE)
+    assert found.failed == {bad: "does not compile: out of registers"}
+    assert list(found.us) == others
+    assert all(bad not in m.get("configs", ()) for _, m in machine.said)
+
+
+def test_one_that_was_compiled_too_late_is_tried_another_time(machine, tmp_path):
+    bad, *others = wanted()
+    machine.uncompiled = {bad: "its compilation took too long"}
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE])
+    found, _ = mine.store.find(ONE)
+    assert (found.failed, list(found.us)) == ({}, others)
+
+
+@pytest.mark.parametrize("how", ["uncompiled", "dies"])
+def test_that_no_config_works_is_a_result(how, machine, tmp_path):
+    """Else it would be tried again by every process."""
+    setattr(machine, how, dict.fromkeys(wanted(), "it cannot be"))
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE])
+    found, _ = mine.store.find(ONE)
+    assert (dict(found.us), set(found.failed)) == ({}, set(wanted()))
+    assert (found.unfused, found.plain) == (100.0, 80.0)
+    assert not mine.left
+
+
+def test_that_nothing_was_compiled_in_time_is_none(machine, tmp_path):
+    machine.uncompiled = dict.fromkeys(wanted(), "its compilation took too long")
+    mine = tuner_of(tmp_path)
+    assert not mine.measure([ONE])
+    assert set(mine.left) == {key_of(ONE)}
+
+
+def test_what_does_not_fit_is_not_measured(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 29, 1 << 40))
+    small = site(m=512)
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE, small])
+    assert machine.measured == [key_of(small)]
+    assert set(mine.left) == {key_of(ONE)}
+
+
+@pytest.mark.parametrize("part", ["site", "configs"])
+def test_out_of_memory_is_no_measurement(part, machine, tmp_path):
+    def answers(message):
+        of_one = message.get("site", {}).get("program") == ONE.program.to_json()
+        if of_one and ("configs" in message) == (part == "configs"):
+            return {"error": "OutOfMemoryError: CUDA out of memory"}
+        return None
+
+    machine.answers = answers
+    mine = tuner_of(tmp_path)
+    assert mine.measure([ONE, OTHER])
+    assert mine.store.find(ONE) is None
+    assert set(mine.left) == {key_of(ONE)}
+    assert mine.store.find(OTHER) is not None
+
+
+def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, monkeypatch):
+    """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first = Store(HOPPER, tmp_path)
+    inside = threading.Event()
+
+    def measures():
+        with lock.held(first.path, 10.0):
+            inside.set()
+            time.sleep(1.3)
+            first.add(keyed(ONE, figures({"x": 1.0})))
+
+    other = threading.Thread(target=measures)
+    other.start()
+    inside.wait()
+    second = tuner_of(tmp_path)
+    assert second.measure([ONE, OTHER])
+    other.join()
+    assert not machine.said
+    assert set(second.left) == {key_of(OTHER)}
+    assert second.store.find(ONE) is not None
+
+
+def test_a_rank_that_waits_for_nobody_measures(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert tuner_of(tmp_path).measure([ONE])
+    assert machine.measured == [key_of(ONE)]
+
+
+def test_who_is_no_rank_measures_what_another_process_left(machine, tmp_path):
+    inside = threading.Event()
+
+    def waits():
+        with lock.held(Store(HOPPER, tmp_path).path, 10.0):
+            inside.set()
+            time.sleep(1.3)
+
+    other = threading.Thread(target=waits)
+    other.start()
+    inside.wait()
+    assert tuner_of(tmp_path).measure([ONE])
+    other.join()
+    assert machine.measured == [key_of(ONE)]
+
+
+def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuner, "_SLACK", 0.1)
+    mine = tuner_of(tmp_path, seconds=0.1)
+    with lock.held(mine.store.path, 1.0):
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: done.append(mine.measure([ONE])))
+        thread.start()
+        thread.join()
+    assert done == [False]
+    assert not machine.said
+    assert set(mine.left) == {key_of(ONE)}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("Process", OSError("no more processes")),
+        ("_requests", RuntimeError("no such layout")),
+        ("_uncompiled", RuntimeError("the pool is broken")),
+        ("from_row", ValueError("times must be positive numbers")),
+        ("same_kind", KeyError("x")),
+    ],
+)
+def test_nothing_is_raised(name, error, machine, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tuner, name, fails)
+    mine = tuner_of(tmp_path)
+    assert not mine.measure([ONE, OTHER])
+    assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
+    mine.close()
+
+
+def test_no_driver_is_no_error(machine, tmp_path, monkeypatch):
+    def fails(_):
+        raise RuntimeError("CUDA driver is lost")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+    assert not tuner_of(tmp_path).measure([ONE])
+
+
+def test_an_answer_that_is_none_costs_its_site_alone(machine, tmp_path):
+    def answers(message):
+        of_one = message.get("site", {}).get("program") == ONE.program.to_json()
+        return {"figures": {"us": 3}} if of_one and "configs" in message else None
+
+    machine.answers = answers
+    mine = tuner_of(tmp_path)
+    assert mine.measure([THIRD, ONE, OTHER])
+    assert set(mine.left) == {key_of(ONE)}
+
+
+def test_what_cannot_be_written_is_known_in_this_process(machine, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("coda_inductor.select.store.write", full)
+    mine = tuner_of(tmp_path)
+    assert mine.measure(SITES)
+    assert not mine.left
+    assert set(mine.store.own()) == set(map(key_of, SITES))
+
+
+def test_processes_are_few_and_end(machine, tmp_path):
+    mine = tuner_of(tmp_path)
+    mine.measure(SITES)
+    mine.measure([site(m=512), site(m=1024), site(m=2048)])
+    assert 1 <= machine.most <= 3  # two that measure, one for the device
+    assert machine.busy
+    mine.close()
+    assert machine.busy == 0
+    mine.close()
+    assert len(machine.ended) == len(set(machine.ended))
+
+
+def test_no_process_is_started_for_nothing(machine, tmp_path):
+    mine = tuner_of(tmp_path)
+    assert not mine.measure([])
+    mine.close()
+    assert not machine.said
