@@ -9,6 +9,7 @@ in one kernel lose, then everything does.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -77,6 +78,7 @@ class _Answers:
         pass
 
 
+@functools.cache
 def _traced(dtype: torch.dtype) -> list[Site]:
     """The sites of the traced layer."""
     found: dict[str, Site] = {}

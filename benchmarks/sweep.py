@@ -53,8 +53,8 @@ HEADS = ((VOCABULARY, 2048), (VOCABULARY, 4096), (50304, 1280))
 LAYERS = ("1B", "3B", "8B", "13B", "32B", "70B")
 #: What the model says least about comes first.
 LAYER_ROWS = (5000, 2048, 1000, 8192, 4096, 512, 16384)
-#: Configs of a site that ship.
-_BEST = 4
+#: Configs of a site that ship, and the spread from which on a site does not: something ran beside.
+_BEST, _CALM = 4, 0.03
 
 
 def shapes() -> list[tuple[str, int, int, int]]:
@@ -134,28 +134,31 @@ def rows(measured: Mapping[str, Figures]) -> list[dict]:
     return found
 
 
-def fit(sources: Sequence[Path], target: Path) -> None:
+def fit(sources: Sequence[Path], target: Path, lender: str = "") -> None:
     """Fit the model to the measurements of ``sources`` and write a table of both to ``target``,
-    with the constants that are not fitted as they stand there, or for an H100."""
+    with the constants that are not fitted as they stand there, or for an H100. ``lender`` names the
+    table whose model is used instead, where too few kinds were measured for one of its own."""
     texts = [source.read_text() for source in sources]
     first, measured = json.loads(texts[0]), merged(texts)
+    measured = {key: found for key, found in measured.items() if found.spread <= _CALM}
     known = json.loads((target if target.exists() else H100.table).read_text())
-    device = first["device"]
-    constants = known["constants"] | {"bytes_per_us": device["bytes_per_us"]}
     data = {
         "device": first["gpu"],
-        "constants": constants,
+        "constants": known["constants"] | {"bytes_per_us": first["device"]["bytes_per_us"]},
         "processors": first["processors"],
         "versions": first["versions"],
-        "shapes": rows(measured),
     }
-    groups: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
-    for row in data["shapes"]:
-        groups[family(kinds()[row["kind"]])].append(row)
-    data["models"] = {g: _models(g, found, data["processors"]) for g, found in groups.items()}
-    data["cublas"] = _cublas_model(data)
+    if lender:
+        data["model_of"] = lender
+    else:
+        data["shapes"] = rows(measured)
+        groups: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
+        for row in data["shapes"]:
+            groups[family(kinds()[row["kind"]])].append(row)
+        data["models"] = {g: _models(g, found, data["processors"]) for g, found in groups.items()}
+        data["cublas"] = _cublas_model(data)
+        _report_choices(data)
     target.write_text(_pretty(data, measured))
-    _report_choices(data)
     print(f"wrote {target}: {len(measured)} sites")
 
 
@@ -234,17 +237,17 @@ def _report_choices(data: dict) -> None:
 
 def _pretty(data: dict, measured: Mapping[str, Figures]) -> str:
     """JSON with one config and one measurement a line; of a site the few best configs."""
-    heads = ("device", "constants", "processors", "versions", "cublas")
+    heads = [key for key in data if key not in ("models", "shapes")]
     lines = [f'"{key}": {json.dumps(data[key])}' for key in heads]
     families = []
-    for group, models in data["models"].items():
+    for group, models in data.get("models", {}).items():
         constants = ",\n   ".join(f'"{name}": {json.dumps(c)}' for name, c in models.items())
         families.append(f'"{group}": {{\n   {constants}\n  }}')
-    lines.append('"models": {\n  ' + ",\n  ".join(families) + "\n }")
-    for name, found in (
-        ("shapes", data["shapes"]),
-        ("sites", [_shipped(*s) for s in sorted(measured.items())]),
-    ):
+    if families:
+        lines.append('"models": {\n  ' + ",\n  ".join(families) + "\n }")
+    lists = {"shapes": data["shapes"]} if "shapes" in data else {}
+    lists["sites"] = [_shipped(*site) for site in sorted(measured.items())]
+    for name, found in lists.items():
         text = ",\n  ".join(json.dumps(row) for row in found)
         lines.append(f'"{name}": [\n  {text}\n ]')
     return "{\n " + ",\n ".join(lines) + "\n}\n"
@@ -266,11 +269,14 @@ def main() -> None:
     fitting = commands.add_parser("fit")
     fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)
+    fitting.add_argument(
+        "--model-of", default="", metavar="TABLE", help="borrow its model, fit none"
+    )
     arguments = parser.parse_args()
     if arguments.command == "measure":
         measure(arguments.out, arguments.seconds, arguments.only)
     else:
-        fit(arguments.sources, arguments.target)
+        fit(arguments.sources, arguments.target, arguments.model_of)
 
 
 if __name__ == "__main__":

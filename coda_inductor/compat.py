@@ -304,6 +304,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.gemm_runtime.host.run_gemm_epi_plan": "launches a kernel",
         "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
         "quack.gemm_tvm_ffi_utils.launch_gemm": "does so, given all arguments",
+        "quack.gemm_tvm_ffi_utils.plan_scheduler_args": "the scheduler's, but for its counter",
         "quack.gemm_sm90._compute_stages": "how many steps are in flight",
         "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
     }.items()

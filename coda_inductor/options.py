@@ -36,6 +36,7 @@ class Options:
             reaches: another GPU, other sizes; ``"always"`` every site that was not itself measured,
             and more candidates; ``"never"`` none. What was measured is kept. In the modes
             ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"`` the default is ``"always"``.
+            ``CODA_TUNE`` sets another default.
         tune_seconds: how long that may take for one graph.
         reference: run every fused site through the reference executor even where kernels exist,
             with the kernels' numerics on every device: products are not rounded before their
@@ -83,6 +84,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         "debug_dir": os.environ.get("CODA_DEBUG_DIR", "coda_debug"),
         "patterns": _env_patterns(),
     }
+    if chosen := os.environ.get("CODA_TUNE"):
+        own["tune"] = _check("tune", chosen, "CODA_TUNE")
     if mode in _MEASURING:
         own["tune"] = "always"
     inductor = dict(_mode_options(mode))
@@ -129,7 +132,8 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
     return known[mode]
 
 
-def _check(key: str, value: Any) -> Any:
+def _check(key: str, value: Any, name: str = "") -> Any:
+    """``value`` of the option ``key`` as it is kept. ``name``: what a user calls it otherwise."""
     if key in ("patterns", "disable"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)
@@ -139,7 +143,8 @@ def _check(key: str, value: Any) -> Any:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
     if key in ("gate", "tune"):
         if value not in GATES:
-            raise OptionError(f"option {key!r} is one of {', '.join(GATES)}, got {value!r}")
+            what = name or f"option {key!r}"
+            raise OptionError(f"{what} is one of {', '.join(GATES)}, got {value!r}")
         return value
     if key == "tune_seconds":
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -38,7 +38,7 @@ def explain(
     gradients enabled and something that requires one, forward and backward are explained together;
     under ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta``
     included. Off the GPU every legal fusion is shown, and a note says what the gate would decide on
-    an H100.
+    an H100; on a GPU, times and decisions are that GPU's.
 
     A model with graph breaks is the exception: to get past them, a copy of it is run.
 

@@ -19,13 +19,15 @@ from coda_inductor.graph.nodes import ALIASES, fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
 from coda_inductor.select import gate
+from coda_inductor.select.device import gpu_of
 from coda_inductor.tracing import Traced
 
 
 def build(name: str, found: Capture, options: Options) -> Explanation:
     """Put together what was captured of the model called ``name``."""
     graphs = found.graphs
-    result = Explanation(name, _device(graphs), any(g.training for g in graphs))
+    device = _device(graphs)
+    result = Explanation(name, device, any(g.training for g in graphs), gpu_of(device).article)
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
@@ -111,17 +113,22 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
 
 
 def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> str:
-    """What an H100 would make of it, by the cost model that the gate asks."""
-    if options.gate == "auto" and (small := gate.host_bound(_shapes(graphs))) is not None:
-        return f"On an H100 the gate would leave all of it to Inductor: {small}."
+    """What the GPU would make of it, by the costs that the gate asks for."""
+    if (
+        options.gate == "auto"
+        and (small := gate.host_bound(_shapes(graphs), gpu_of(result.device))) is not None
+    ):
+        return f"On {result.gpu} the gate would leave all of it to Inductor: {small}."
     estimates = [s.estimate for s in result.fused if s.estimate]
     refused: dict[str, list[str]] = {}
     for why in (e.refusal for e in estimates if e.refusal):
         refused.setdefault(why.code, []).append(why.text)
     if not refused:
-        return "On an H100 all of them would run as kernels."
+        return f"On {result.gpu} all of them would run as kernels."
     left = sum(map(len, refused.values()))
-    text = f"On an H100, {len(estimates) - left} of these {len(estimates)} would run as kernels"
+    text = (
+        f"On {result.gpu}, {len(estimates) - left} of these {len(estimates)} would run as kernels"
+    )
     commonest = sorted(refused.values(), key=len, reverse=True)[:3]
     said = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
     return f"{text}. The others would not: {said}."

@@ -10,8 +10,7 @@ from coda_inductor.explanation.kernels import Kernel, base
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake, is_transpose, module_path
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import SiteReport
-from coda_inductor.select.model import UNSURE
+from coda_inductor.report import GROUNDS, SiteReport
 
 #: Ops that a kernel must have, and what it is then called: the first of each group.
 _BY_OPS = (
@@ -98,14 +97,14 @@ def traffic_words(site: SiteReport) -> tuple[str, str]:
 
 
 def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds on an H100, and what they rest on: ("16.2 -> 12.1", "modelled"). No
+    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "modelled"). No
     number where the model has no ground."""
     found = site.estimate
     if found is None:
         return "unknown", ""
     if found.ground == "smaller":
         return "unknown", "smaller than anything measured"
-    rests_on = UNSURE.get(found.ground, found.ground)
+    rests_on = GROUNDS[found.ground]
     if not site.fused:
         return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"
     if found.fused_us is None:

@@ -16,6 +16,7 @@ from coda_inductor.explanation.folding import Row, fold, general_path
 from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport, idle_lines
+from coda_inductor.select.device import H100
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Explanation:
         name: the model's class.
         device: the type of the tensors' device.
         training: is there a backward pass in it?
+        gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
         before: kernels and bytes under plain torch.compile.
@@ -65,6 +67,7 @@ class Explanation:
     name: str
     device: str
     training: bool
+    gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
     before: Totals = field(default_factory=Totals)
@@ -171,7 +174,7 @@ class Explanation:
 
     def __str__(self) -> str:
         heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "traffic of one",
-                 "us on an H100"]  # fmt: skip
+                 f"us on {self.gpu}"]  # fmt: skip
         table = [
             (
                 row.name, row.times, shape_text(row.site), row.site.role,

@@ -222,6 +222,9 @@ class _Planner:
             refusal=choice.refusal,
             program=program,
             config=choice.config,
+            fused_us=choice.fused_us,
+            unfused_us=choice.unfused_us,
+            ground=choice.ground if choice.how == "kernel" else "",
         )
         return site, choice
 

@@ -41,6 +41,8 @@ def build(
     """
     if _arch(device) == 9 and (why := config.unwritten) is not None:
         raise ValueError(f"{config} has no kernel: {why}")
+    if joined and config.split_k > 1:
+        raise ValueError(f"{config} splits K, and half of a part would be taken for half of K")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)

@@ -10,6 +10,10 @@ launch: a config with another limit has the same kernel. What needs memory of it
 Both start at zero. They are allocated and cleared for each launch, on its stream: two launches at
 the same time, on two streams or of two replays of CUDA graphs, share nothing, and a graph that was
 captured clears them itself at each replay.
+
+A kernel leaves the counter at zero, so that one a stream would do without clearing. But a replay
+runs on any stream, and while CUDA graphs are captured, or warmed up for it, what is allocated is
+the graphs' to hand out again: there is no moment at which memory to keep could be had for sure.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ def limited(plan: GemmEpiPlan, processors: int) -> GemmEpiPlan:
     return plan._replace(max_active_clusters=clusters, scheduler_static=scheduler)
 
 
+def counter(a: torch.Tensor) -> torch.Tensor:
+    """The dynamic scheduler's, for one launch with ``a``: (1,) int32."""
+    return a.new_zeros(1, dtype=torch.int32)
+
+
 def run(plan: GemmEpiPlan, a, b, d, c, values) -> None:
     """Launch ``plan`` on the current stream; tensors as ``build.dummy_arguments`` has them.
 
     Raises whatever QuACK or the driver raises.
     """
-    semaphore = None
-    if plan.scheduler_uses_semaphore:
-        semaphore = torch.zeros(1, dtype=torch.int32, device=a.device)
+    semaphore = counter(a) if plan.scheduler_uses_semaphore else None
     run_gemm_epi_plan(plan, a, b, d, c, values, tile_count_semaphore=semaphore)

@@ -14,8 +14,10 @@ import operator
 from collections.abc import Callable, Sequence
 
 from quack.gemm_runtime.host import GemmEpiPlan
-from quack.gemm_tvm_ffi_utils import launch_gemm
+from quack.gemm_tvm_ffi_utils import launch_gemm, plan_scheduler_args
 from torch import Tensor
+
+from coda_inductor.mainloop.plan import counter
 
 #: (A, B, D, C, the epilogue's values) -> None
 Launch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, list], None]
@@ -25,11 +27,10 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
     """A function that launches ``plan`` as ``run_gemm_epi_plan`` does. ``names`` are those of the
     epilogue's values, which each call gives in this order, and None as the last.
 
-    Returns None where a launch needs more than its arguments: a semaphore of the scheduler's, or
-    the workspace of a split K.
+    Returns None where a launch needs the workspace of a split K.
     """
     scheduler = plan.scheduler_static
-    if scheduler is None or plan.split_k > 1:
+    if plan.split_k > 1 or (scheduler is None and not plan.scheduler_uses_semaphore):
         return None
     active = {name for name, _, _ in plan.call_ops}
     places = [
@@ -46,12 +47,21 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
     def launch(a, b, d, c, values) -> None:
         launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
 
+    others = plan_scheduler_args(plan, None)
+
+    def launch_dynamic(a, b, d, c, values) -> None:
+        own = counter(a)  # the kernel is told where it is: it lives until that is launched
+        counted = others._replace(tile_count_semaphore=own.data_ptr())
+        launch_gemm(plan, a, b, d, c, pick(values), counted, None)
+
+    chosen = launch_dynamic if scheduler is None else launch
+
     def launch_converted(a, b, d, c, values) -> None:
         for place, convert, key in converted:
             values[place] = convert(values[place], key)
-        launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
+        chosen(a, b, d, c, values)
 
-    return launch_converted if converted else launch
+    return launch_converted if converted else chosen
 
 
 def _picker(places: list[int]) -> Callable[[list], tuple]:

@@ -94,7 +94,7 @@ def _selected(
 
 def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) -> Choice:
     """The choice that measurements leave."""
-    order = [str(config) for config in legal_configs(site.program, gpu.arch)]
+    order = [str(config) for config in legal_configs(site.program, gpu.arch, site.terms)]
     unfused = found.plain + gate.around_us(site, gpu) if site.after else found.unfused
     config = found.best(order)
     if config is None:
@@ -124,7 +124,7 @@ def choose(
         KernelError: if no config is legal; ``legality.unsupported`` says so beforehand.
     """
     arch = arch_of(device)
-    configs = legal_configs(program, arch)
+    configs = legal_configs(program, arch, terms)
     if not configs:
         raise KernelError("the program needs more shared memory than any kernel config leaves")
     if len(configs) == 1 or arch != gpu.arch:  # of another generation the model knows nothing

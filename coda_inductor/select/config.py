@@ -227,32 +227,36 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
-def legal_configs(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
+def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tuple[Config, ...]:
     """Configs that compile for ``program`` on compute capability ``arch``.x, in an order that never
     changes; none where QuACK has no kernels. On Hopper the dynamic twin of each is legal as well.
+    ``terms``: how many products the accumulator is the sum of.
     """
     if arch != 9:
-        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c))
+        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms))
         configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
         return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
     narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     lean = bool(loaded) and narrow
     candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
-    suiting = [c for c in candidates if _suits(program, c)]
+    suiting = [c for c in candidates if _suits(program, c, terms)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
     # Two stages are too few: a load takes longer than the multiplication before it.
     configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
     if not configs:  # so heavy that only tiny tiles are left, which nobody costed
         return ()
-    more = [c for c in HOPPER_MORE if _suits(program, c) and (lean or not c.lean)]
+    more = [c for c in HOPPER_MORE if _suits(program, c, terms) and (lean or not c.lean)]
     return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
 
 
-def _suits(program: EpilogueProgram, config: Config) -> bool:
+def _suits(program: EpilogueProgram, config: Config, terms: int) -> bool:
     """Can ``program`` be divided so?"""
-    if any(reduce.combine == "logsumexp" for reduce in program.reduces) and config.split_k > 1:
-        return False  # measured: twice as far off as the same with one K
+    # Measured: a log-sum-exp is further off than may be. And terms whose addresses have opposite
+    # orders are walked half a turn apart: half of a part of K is not half of K.
+    whole = terms > 1 or any(reduce.combine == "logsumexp" for reduce in program.reduces)
+    if whole and config.split_k > 1:
+        return False
     if not program.paired:
         return True
     # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has none.

@@ -39,9 +39,10 @@ class Gpu:
             other twice as often.
         cached_instructions: of an epilogue, that the instruction cache holds.
         miss_us, misses_us: what each beyond costs, for a million elements, and all at most.
-        table: measurements of GEMMs and the constants of the model fitted to them; None where
-            there are none for a GPU of this generation: every site has to be measured.
+        table: the file with the constants of the cost model and what they were fitted to; None
+            where there is none for a GPU of this generation: every site has to be measured.
         borrowed: the table is of another model of the same generation.
+        sites: the file with what was measured of single sites on this very model; None for none.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Gpu:
     misses_us: float = 24.0
     table: Path | None = None
     borrowed: bool = False
+    sites: Path | None = None
 
     @property
     def arch(self) -> int:
@@ -71,13 +73,19 @@ class Gpu:
         return re.sub(r" \d+GB.*", "", self.name.removeprefix("NVIDIA "))
 
     @property
+    def article(self) -> str:
+        """``an H200``."""
+        return f"{'an' if self.short[0] in 'AEFHILMNORSX8' else 'a'} {self.short}"
+
+    @property
     def file(self) -> str:
         """What files about this model are called: ``nvidia_h200``."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
 def read(path: Path) -> Gpu:
-    """The GPU that a table is of.
+    """The GPU that a table is of. One without a cost model of its own names the table whose model
+    it borrows, a file beside it, under "model_of".
 
     Raises:
         OSError: it cannot be read.
@@ -86,7 +94,15 @@ def read(path: Path) -> Gpu:
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
     constants["capability"] = tuple(constants["capability"])
-    return Gpu(data["device"], processors=data["processors"], table=path, **constants)
+    lender = data.get("model_of")
+    return Gpu(
+        data["device"],
+        processors=data["processors"],
+        table=path if lender is None else path.with_name(f"{lender}.json"),
+        borrowed=lender is not None,
+        sites=path,
+        **constants,
+    )
 
 
 #: What is decided for where there is no GPU: explain, and tests.
@@ -135,9 +151,10 @@ def known(
     if name in shipped:
         return replace(shipped[name], processors=processors)
     mine = {"name": name, "capability": capability, "processors": processors}
-    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0]]
+    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0] and not gpu.borrowed]
     if alike:
-        return replace(alike[0], smem_bytes=smem_bytes, borrowed=True, **mine)  # type: ignore[arg-type]
+        mine |= {"smem_bytes": smem_bytes, "borrowed": True, "sites": None}
+        return replace(alike[0], **mine)  # type: ignore[arg-type]
     return Gpu(smem_bytes=smem_bytes, bytes_per_us=_ASSUMED, **mine)  # type: ignore[arg-type]
 
 

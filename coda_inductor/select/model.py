@@ -29,6 +29,7 @@ from typing import Any
 from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.report import GROUNDS
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.instructions import extra_us
@@ -41,12 +42,7 @@ SMALL_GMACS = 40.0
 #: whether the host is the limit, and nothing else.
 _FLOPS_PER_US = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
-UNSURE = {
-    "smaller": "a guess: smaller than anything measured",
-    "larger": "about: larger than anything measured",
-    "borrowed": "about: by another GPU of its generation",
-    "unknown": "a guess: no GPU of its generation was measured",
-}
+UNSURE = {name: GROUNDS[name] for name in ("smaller", "larger", "borrowed", "unknown")}
 
 
 def table(gpu: Gpu = H100) -> dict:

@@ -55,7 +55,7 @@ class Store:
         self._stamp: tuple[int, int] | None = None
         self._own: dict[str, Figures] = {}
         self._device: Device | None = None
-        self._others = _shipped(gpu.table, gpu.borrowed)
+        self._others = {} if gpu.sites is None else dict(_shipped_sites(gpu.sites))
         if base is None and (read_only := prewarmed()) is not None:
             self._others |= _read(read_only / FOLDER / name)[0]
 
@@ -147,11 +147,6 @@ def merged(texts: Iterable[str]) -> dict[str, Figures]:
 @functools.lru_cache(maxsize=16)
 def _shipped_sites(table: Path) -> dict[str, Figures]:
     return _sites(json.loads(table.read_text()))
-
-
-def _shipped(table: Path | None, borrowed: bool) -> dict[str, Figures]:
-    """The sites of a shipped table; none of another GPU model's."""
-    return {} if table is None or borrowed else dict(_shipped_sites(table))
 
 
 def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:

@@ -9,15 +9,19 @@ from torch import Tensor
 from coda_inductor.select.site import Site
 
 
-def tensors(site: Site, device: torch.device | str) -> tuple[list[Tensor], list[Tensor], list]:
-    """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. On the
-    meta device they have no values, which is enough to ask for kernels."""
+def tensors(
+    site: Site, device: torch.device | str, *, values: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. Without
+    ``values`` they hold anything, and the GPU has nothing to do; on the meta device, which is
+    enough to ask for kernels, nothing."""
+    normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
     dtype = getattr(torch, program.in_dtype)
 
     def matrix(rows: int, columns: int, row_major: bool, scale: float = 1.0) -> Tensor:
         shape = (rows, columns) if row_major else (columns, rows)
-        made = (torch.randn(shape, device=device) * scale).to(dtype)
+        made = (normal(shape, device=device) * scale).to(dtype)
         return made if row_major else made.t()
 
     as_ = [matrix(m, k, site.a_major == "k") for k in site.ks]
@@ -27,7 +31,7 @@ def tensors(site: Site, device: torch.device | str) -> tuple[list[Tensor], list[
     for operand in program.operands:
         kind = getattr(torch, operand.dtype)
         if operand.kind == "tile":
-            made = torch.randn(m, n, device=device)
+            made = normal(m, n, device=device)
         elif operand.kind == "row":
             made = 1 + 0.1 * torch.randn(n, device=device)
             made = made.repeat_interleave(2) if program.paired else made

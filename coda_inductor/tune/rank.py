@@ -18,12 +18,17 @@ _UNKNOWN = 1.01
 
 
 def candidates(site: Site, gpu: Gpu, most: int | None) -> list[Config]:
-    """At most ``most`` legal configs of ``site`` (None: all of them), the most promising first: by
-    the model where it knows them, then by how well their tiles divide the work among the GPU's
-    processors."""
-    legal = legal_configs(site.program, gpu.arch)
-    order = sorted(legal, key=lambda config: (_model(site, config, gpu), _waste(site, config, gpu)))
-    return order[:most]
+    """At most ``most`` legal configs of ``site`` (None: all of them), the most promising first."""
+    legal = legal_configs(site.program, gpu.arch, site.terms)
+    us = {config: _model(site, config, gpu) for config in legal}
+    known = min(legal, key=us.__getitem__, default=None)
+    if known is not None:
+        best, of_best = us[known], _waste(site, known, gpu)
+        for config in legal:
+            if not math.isfinite(us[config]):  # of a tile that the model does not know
+                us[config] = (best if math.isfinite(best) else 1.0) * _waste(site, config, gpu)
+                us[config] /= of_best
+    return sorted(legal, key=us.__getitem__)[:most]
 
 
 def _model(site: Site, config: Config, gpu: Gpu) -> float:

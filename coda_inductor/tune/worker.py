@@ -67,13 +67,13 @@ class Worker:
                 self._say({"device": {k: float(f"{v:.4g}") for k, v in about.items()}})
                 return
             site = site_from(asked["site"])
-            as_, bs, operands = inputs.tensors(site, "cuda")
             unfused = self._unfused.setdefault(repr(asked["site"]), _compiled(site.program))
-            expected = unfused(as_, bs, operands)
             if "configs" not in asked:
+                unfused(*inputs.tensors(site, "cuda", values=False))
                 self._say({"ready": True})
                 return
-            figures = self._figures(site, asked["configs"], (as_, bs, operands), unfused, expected)
+            with lock.held(self._alone, _PATIENCE):  # not beside another one of this user's
+                figures = self._figures(site, asked["configs"], unfused)
             self._say({"figures": to_row("", figures)})
         except Exception as error:
             self._say({"error": f"{type(error).__name__}: {error}"[:500]})
@@ -81,8 +81,11 @@ class Worker:
         finally:
             torch.cuda.empty_cache()
 
-    def _figures(self, site, configs, given, unfused, expected) -> Figures:
-        as_, bs, operands = given
+    def _figures(
+        self, site: Site, configs: Sequence[str], unfused: Callable[..., list[Tensor]]
+    ) -> Figures:
+        given = as_, bs, operands = inputs.tensors(site, "cuda")
+        expected = unfused(as_, bs, operands)
         calls: dict[str, Callable[[], object]] = {
             "plain": lambda: [torch.mm(a, b) for a, b in _products(site, as_, bs)],
             "unfused": lambda: unfused(as_, bs, operands),
@@ -100,18 +103,11 @@ class Worker:
                 calls[config] = call
             else:
                 failed[config] = why
-        with lock.held(self._alone, _PATIENCE):  # not beside another one of this user's
-            times = timing.measure(calls, self._bytes_per_us)
+        times = timing.steady(calls, self._bytes_per_us)
         us = {name: float(f"{t.median:.4g}") for name, t in times.items()}
-        spreads = sorted(t.spread for t in times.values())
-        return Figures(
-            {name: us[name] for name in configs if name in us},
-            us["unfused"],
-            us["plain"],
-            float(f"{spreads[len(spreads) // 2]:.3g}"),
-            failed,
-            site.m,
-        )
+        spread = float(f"{timing.typical(times):.3g}")
+        kernels = {name: us[name] for name in configs if name in us}
+        return Figures(kernels, us["unfused"], us["plain"], spread, failed, site.m)
 
 
 def site_text(site: Site) -> dict[str, Any]:

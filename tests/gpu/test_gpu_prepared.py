@@ -15,6 +15,7 @@ from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.runtime.launch import Kernel, kernel
 from coda_inductor.runtime.pool import wait
 from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 pytestmark = [
@@ -160,6 +161,32 @@ def test_captured_and_replayed_with_other_values(prepared, name):
     want = launched(as_, bs, operands, program, config_for(program))
     for x, y in zip(captured, want, strict=True):
         assert torch.equal(x, y)
+
+
+def test_dynamic_kernels_share_no_counter(prepared):
+    """On two streams, in a graph that is replayed on one of them, one after the other and at the
+    same time; there are more tiles than processors."""
+    program, *tensors = case("scale", 16384)
+    static = Config(128, 128, 2, 1, True)
+    dynamic = static.dynamic_twin()
+    want = launched(*tensors, program, static)
+    got = launched(*tensors, program, dynamic)
+    prepared("scale")  # from here on the long way fails
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [launched(*tensors, program, dynamic) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = [got]
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += [launched(*tensors, program, dynamic) for _ in range(10)]
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+    torch.cuda.synchronize()
+    for (x,) in found + captured:
+        assert torch.equal(x, want[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -152,3 +152,12 @@ def test_a_tile_that_kills_the_compiler_is_refused(b_major):
 
     with pytest.raises(ValueError, match="192x192:2x1:co has no kernel: 192 rows"):
         build(programs()["scale"], Config.parse("192x192:2x1:co"), b_major=b_major)
+
+
+@pytest.mark.parametrize("joined", ["straight", "crossed"])
+def test_terms_whose_k_is_split_are_refused(joined):
+    from coda_inductor.mainloop.build import build
+
+    config = Config.parse("64x64:1x1:co:k2")
+    with pytest.raises(ValueError, match="64x64:1x1:co:k2 splits K"):
+        build(programs()["norm_bwd"], config, b_major="n", joined=joined)

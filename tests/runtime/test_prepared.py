@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 host = pytest.importorskip("quack.gemm_runtime.host")
 
 CONFIG = Config(128, 128, 2, 1, True)
+DYNAMIC = str(CONFIG.dynamic_twin())
 M, N, K = 300, 72, 64
 ONE_EACH = {
     **{name: legal(program) for name, program in kinds().items()},
@@ -270,6 +272,70 @@ def test_without_preparation_calls_go_the_long_way(entry, monkeypatch, caplog):
     call = case("scale")
     assert [given(entry, call)[1] for _ in range(3)] == [True] * 3
     assert not caplog.messages
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """The counters of dynamic schedulers: none goes away, so that each has its own address."""
+    from coda_inductor.mainloop import plan, ready
+
+    made, new = [], plan.counter
+
+    def counter(a):
+        made.append(new(a))
+        return made[-1]
+
+    for module in (plan, ready):
+        monkeypatch.setattr(module, "counter", counter)
+    return made
+
+
+@pytest.mark.parametrize("name", list(kinds()))
+def test_a_dynamic_kernel_gets_what_quack_gives_it(entry, counters, name):
+    call = *case(name)[:4], DYNAMIC
+    seen = []
+    for long in (True, False, False):
+        found = given(entry, call)[:2]
+        address = counters[-1].data_ptr()
+        assert found[1] is long
+        assert [x.tolist() for x in counters] == [[0]] * len(counters)
+        assert (counters[-1].dtype, counters[-1].device) == (torch.int32, call[0][0].device)
+        seen.append(replaced(found[0], address))
+    assert seen[0] == seen[1] == seen[2]
+    assert "counter" in str(seen[0])
+    assert len({x.data_ptr() for x in counters}) == len(counters) == 3
+
+
+def replaced(value, address):
+    """With "counter" for its address."""
+    if isinstance(value, tuple):
+        return tuple(replaced(x, address) for x in value)
+    return "counter" if isinstance(value, int) and value == address else value
+
+
+def test_a_counter_lives_until_its_kernel_is_launched_and_no_longer(entry, monkeypatch):
+    from coda_inductor.mainloop import ready
+
+    alive, references, counter = [], [], ready.counter
+
+    def watched(a):
+        made = counter(a)
+        references.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(ready, "counter", watched)
+    launched = ready.launch_gemm
+
+    def launch_gemm(*arguments):
+        alive.append(references[-1]() is not None)
+        launched(*arguments)
+
+    monkeypatch.setattr(ready, "launch_gemm", launch_gemm)
+    call = *case("scale")[:4], DYNAMIC
+    for _ in range(3):
+        given(entry, call)
+    assert alive == [True, True]
+    assert all(reference() is None for reference in references)
 
 
 def test_a_launch_that_needs_more_than_arguments_goes_the_long_way(entry):

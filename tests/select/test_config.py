@@ -146,6 +146,13 @@ def test_a_log_sum_exp_is_taken_of_whole_sums():
         assert {c.split_k for c in legal_configs(kinds()[name])} == {1}
 
 
+def test_k_of_two_terms_is_not_split():
+    one, two = (legal_configs(kinds()["norm_bwd"], terms=terms) for terms in (1, 2))
+    assert two == tuple(c for c in one if c.split_k == 1) != one
+    blackwell = legal_configs(kinds()["norm_bwd"], 10, terms=2)
+    assert {c.split_k for c in blackwell} == {1}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
