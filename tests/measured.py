@@ -27,7 +27,7 @@ def site(kind: str = "scale", m: int = 8192, n: int = 2048, k: int = 2048, **oth
 
 def configs(of: Site, arch: int = 9) -> list[str]:
     """All legal configs of a site, in order."""
-    return [str(config) for config in legal_configs(of.program, arch)]
+    return [str(config) for config in legal_configs(of.program, arch, of.terms)]
 
 
 def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0, **others):
@@ -44,6 +44,11 @@ def table(folder: Path, name: str = "NVIDIA H900", found: Mapping[str, Figures] 
     path = folder / f"{replace(H100, name=name).file}.json"
     path.write_text(json.dumps(data))
     return read(path)
+
+
+def borrowing(lender: Gpu, name: str = "NVIDIA H901") -> Gpu:
+    """Another model of the generation of ``lender``, with the table of that."""
+    return replace(lender, name=name, borrowed=True, sites=None)
 
 
 def keyed(of: Site, found: Figures) -> dict[str, Figures]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,31 @@ def test_only_the_best_configs_ship(tmp_path):
     row = sweep._shipped(key_of(site), figures(us, failed={"64x64:1x1:co": "wrong"}))
     assert row["us"] == dict(list(us.items())[: sweep._BEST])
     assert "failed" not in row
+
+
+def test_what_something_disturbed_does_not_ship(fitted, tmp_path):
+    path, found = fitted
+    noisy, *_ = found
+    source, target = tmp_path / "out.json", tmp_path / path.name
+    disturbed = {**found, noisy: replace(found[noisy], spread=0.2)}
+    source.write_text(as_text(HOPPER, disturbed, Device(3.3e6, 1.9)))
+    sweep.fit([source], target)
+    assert set(Store(read(target), tmp_path)._others) == set(found) - {noisy}
+
+
+def test_a_table_may_borrow_its_model(fitted, tmp_path):
+    path, found = fitted
+    source, target = tmp_path / "out.json", path.with_name("nvidia_h901.json")
+    gpu = replace(HOPPER, name="NVIDIA H901")
+    source.write_text(as_text(gpu, found, Device(4e6, 1.9)))
+    sweep.fit([source], target, path.stem)
+    gpu = read(target)
+    assert (gpu.borrowed, gpu.table, gpu.sites, gpu.bytes_per_us) == (True, path, target, 4e6)
+    store = Store(gpu, tmp_path)
+    known = next(site for site in sweep.sites() if key_of(site) in found)
+    assert select(known, gated=True, store=store).ground == "shipped"
+    other = sweep.Site(kinds()["rms_partial"], 4096, 3072, 3072)
+    assert select(other, gated=True, store=store).ground == "borrowed"
 
 
 def test_a_table_is_fitted_again_with_its_own_constants(fitted, tmp_path):

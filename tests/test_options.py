@@ -57,7 +57,7 @@ def run_idiom(function=idiom, **options) -> tuple[bool, Harness]:
 
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
-    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS"):
+    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS", "CODA_TUNE"):
         monkeypatch.delenv(name, raising=False)
     assert parse(None, None) == Options()
     assert parse("default", {}) == Options()
@@ -124,6 +124,17 @@ def test_where_inductor_measures_so_do_we(mode, tune):
     assert parse(mode, None).tune == tune
     assert parse(mode, {"tune": "never"}).tune == "never"
     assert parse(mode, {"tune_seconds": 3}).tune_seconds == 3.0
+
+
+def test_the_environment_has_a_default_for_tuning(monkeypatch):
+    monkeypatch.setenv("CODA_TUNE", "never")
+    assert parse(None, None).tune == "never"
+    assert parse(None, {"tune": "always"}).tune == "always"
+    monkeypatch.setenv("CODA_TUNE", "")
+    assert parse(None, None).tune == "auto"
+    monkeypatch.setenv("CODA_TUNE", "sometimes")
+    with pytest.raises(OptionError, match="CODA_TUNE is one of auto, always, never, got 'somet"):
+        parse(None, None)
 
 
 def test_unknown_mode_lists_the_known_ones():

@@ -155,7 +155,7 @@ def test_options_reach_the_backend(gpu, monkeypatch):
     seen = []
     tuner = pipeline.Tuner
     monkeypatch.setattr(pipeline, "Tuner", lambda *given: seen.append(given) or tuner(*given))
-    assert main([*LLAMA, "--tokens", "4096", "--seconds", "7", "--train"]) == 0
+    assert main([*LLAMA, "--tokens", "4096", "--seconds", "7"]) == 0
     assert {given[2] for given in seen} == {7.0}
 
 

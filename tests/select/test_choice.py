@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measured import B200, HOPPER, configs, figures, keyed, site, table
+from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, table
 
 from coda_inductor.select import choice, device, gate
 from coda_inductor.select.choice import select
@@ -34,7 +34,7 @@ def blackwell(monkeypatch, tmp_path):
 
 def test_measured_here_before_shipped_before_modelled(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, figures({SECOND: 40.0})))
-    modelled = select(ONE, gated=True, store=Store(replace(gpu, borrowed=True), tmp_path))
+    modelled = select(ONE, gated=True, store=Store(borrowing(gpu), tmp_path))
     assert (modelled.ground, modelled.measured) == ("borrowed", False)
     store = Store(gpu, tmp_path)
     shipped = select(ONE, gated=True, store=store)
@@ -121,8 +121,8 @@ def test_the_less_is_known_the_more_must_be_won(ground, monkeypatch):
 def test_what_a_choice_rests_on(size, ground, tmp_path):
     wanted = site("rms_partial", *size)
     assert select(wanted, gated=True).ground == ground
-    borrowing = replace(table(tmp_path / "tables"), borrowed=True)
-    assert select(wanted, gated=True, store=Store(borrowing, tmp_path)).ground == "borrowed"
+    other = borrowing(table(tmp_path / "tables"))
+    assert select(wanted, gated=True, store=Store(other, tmp_path)).ground == "borrowed"
     assert select(wanted, gated=True, store=Store(HOPPER, tmp_path)).ground == "unknown"
 
 

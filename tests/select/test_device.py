@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import types
 from dataclasses import replace
 
 import pytest
 import torch
-from measured import table
+from measured import borrowing, table
 
 from coda_inductor.select import device
 from coda_inductor.select.device import H100, gpu_of, known, read, tables
@@ -38,7 +39,7 @@ def machine(monkeypatch):
 
 def test_a_table_says_everything(tmp_path):
     gpu = table(tmp_path, "NVIDIA H900")
-    assert gpu == replace(H100, name="NVIDIA H900", table=gpu.table)
+    assert gpu == replace(H100, name="NVIDIA H900", table=gpu.table, sites=gpu.table)
     assert read(gpu.table) == gpu
     assert hash(gpu)
 
@@ -64,6 +65,25 @@ def test_another_of_its_generation_borrows():
     assert gpu.borrowed
     assert (gpu.table, gpu.bytes_per_us) == (H100.table, H100.bytes_per_us)
     assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA H900", 78, 1000)
+
+
+def test_a_table_may_borrow_its_model_and_have_its_own_sites(tmp_path):
+    lender, gpu = table(tmp_path, "NVIDIA H900"), table(tmp_path, "NVIDIA H901")
+    data = json.loads(gpu.sites.read_text()) | {"model_of": lender.file}
+    gpu.sites.write_text(json.dumps(data))
+    found = read(gpu.sites)
+    assert found == replace(lender, name="NVIDIA H901", sites=gpu.sites, borrowed=True)
+    shipped = {found.name: found, lender.name: lender}  # who borrows does not lend
+    assert known("NVIDIA H902", (9, 0), 132, SMEM, shipped) == borrowing(lender, "NVIDIA H902")
+    assert known("NVIDIA H901", (9, 0), 132, SMEM, shipped) == found
+
+
+def test_tables_that_ship_are_tables():
+    shipped = tables(None)
+    assert H100.name in shipped
+    for gpu in shipped.values():
+        assert gpu.table.exists()
+        assert read(gpu.sites) == gpu
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 0)])
@@ -102,7 +122,7 @@ def test_a_folder_of_tables_takes_the_place_of_the_shipped_ones(machine, monkeyp
     machine("NVIDIA H900")
     assert gpu_of() == mine
     machine(H100.name)  # its shipped one does not count
-    assert gpu_of() == replace(mine, name=H100.name, borrowed=True)
+    assert gpu_of() == borrowing(mine, H100.name)
 
 
 def test_an_empty_folder_hides_all_tables(machine, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from measured import B200, HOPPER, figures, keyed, site, table
+from measured import B200, HOPPER, borrowing, figures, keyed, site, table
 
 from coda_inductor import cache_dir, log
 from coda_inductor.select import store as kept
@@ -73,8 +73,9 @@ def test_own_measurements_beat_shipped_ones_which_beat_none(tmp_path):
 
 def test_another_model_gets_no_shipped_measurements(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW))
-    borrowing = replace(gpu, name="NVIDIA H901", borrowed=True)
-    assert Store(borrowing, tmp_path).find(ONE) is None
+    assert Store(borrowing(gpu), tmp_path).find(ONE) is None
+    mine = replace(borrowing(gpu), sites=table(tmp_path, "NVIDIA H901", keyed(ONE, FAST)).sites)
+    assert Store(mine, tmp_path).find(ONE) == (FAST, "shipped")
     assert Store(B200, tmp_path).find(ONE) is None
 
 
@@ -201,8 +202,7 @@ def test_of_several_files_the_last_one_counts():
 def test_constants_count_where_nothing_was_shipped(tmp_path):
     measured = Device(2e6, 3.0)
     shipped = table(tmp_path / "tables")
-    borrowing = replace(shipped, name="NVIDIA H901", borrowed=True)
-    for gpu, used in ((shipped, False), (borrowing, True), (B200, True)):
+    for gpu, used in ((shipped, False), (borrowing(shipped), True), (B200, True)):
         store = Store(gpu, tmp_path)
         assert store.gpu == gpu
         store.add({}, measured)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from measured import B200, HOPPER, configs, site
 
-from coda_inductor.select.config import Config, legal_configs
+from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100
 from coda_inductor.select.model import kernel_us
 from coda_inductor.tune.rank import MANY, SOME, candidates
@@ -27,8 +27,9 @@ def test_the_most_promising_come_first(kind):
     found = candidates(wanted, H100, None)
     times = [expected(wanted, config) for config in found]
     known = [us for us in times if math.isfinite(us)]
-    assert found[0] == min(legal_configs(wanted.program), key=lambda c: expected(wanted, c))
     assert known == sorted(known)
+    assert len(known) > 5
+    assert sorted(map(str, found)) == sorted(configs(wanted))
 
 
 @pytest.mark.parametrize("most", [1, SOME, MANY])

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from coda_inductor.tune.timing import evaluated
+from coda_inductor.tune import timing
+from coda_inductor.tune.timing import Times, evaluated
 
 
 def rounds(count: int, noise: float = 0.0, seed: int = 0, **us: float) -> dict[str, list[float]]:
@@ -66,6 +67,25 @@ def test_the_spread_is_what_a_median_may_be_off():
     typical = sorted(spreads)[100]
     assert sum(x <= typical for x in off) / 200 > 0.8
     assert sum(x <= typical / 4 for x in off) / 200 < 0.8
+
+
+@pytest.mark.parametrize(
+    ("spreads", "counts", "tries"),
+    [([0.01], 0.01, 1), ([0.3, 0.02], 0.02, 2), ([0.3, 0.1, 0.2, 0.0], 0.1, 3)],
+)
+def test_what_is_disturbed_is_measured_again(spreads, counts, tries, monkeypatch):
+    """A few times; the calmest counts, also if none was calm."""
+    tried = []
+
+    def measure(calls, _):
+        tried.append(calls)
+        spread = spreads[len(tried) - 1]
+        return {"a": Times(50.0, spread), "b": Times(60.0, spread), "c": Times(9.0, 5.0)}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = timing.steady({"a": None})
+    assert timing.typical(found) == counts
+    assert len(tried) == tries
 
 
 def test_the_slower_one_is_slower():

@@ -56,7 +56,7 @@ class Bench:
 
     def measure(self, calls, bytes_per_us):
         self.timed.append(list(calls))
-        return {name: Times(10.0 + i, 0.01 * (i + 1)) for i, name in enumerate(calls)}
+        return {name: Times(10.0 + i, 0.001 * (i + 1)) for i, name in enumerate(calls)}
 
     def ask(self, **message):
         self.said.clear()
@@ -67,7 +67,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     tensors = inputs.tensors
-    monkeypatch.setattr(inputs, "tensors", lambda site, _: tensors(site, "cpu"))
+    monkeypatch.setattr(inputs, "tensors", lambda site, _, **how: tensors(site, "cpu", **how))
     properties = types.SimpleNamespace(uuid="GPU-0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -102,7 +102,7 @@ def test_candidates_are_announced_and_timed_together(bench):
     found = figures_of(answer)
     assert (found.plain, found.unfused) == (10.0, 11.0)
     assert found.us == {GOOD: 12.0, OTHER: 13.0}
-    assert (found.m, found.failed, found.spread) == (64, {}, 0.03)
+    assert (found.m, found.failed, found.spread) == (64, {}, 0.0025)
 
 
 @pytest.mark.parametrize(
