@@ -232,6 +232,7 @@ def test_where_nothing_is_known_what_is_left_stays_unfused(plan):
     assert found.fused == {DOWN}
     assert found.record.failed
     assert found.sites[OUT].refusal.code == "gpu-not-measured"
+    assert len(found.measurer.asked) == 3  # the last one finds that nothing more will come
 
 
 def test_where_nothing_is_known_and_nothing_measured_nothing_is_fused(plan):

@@ -176,6 +176,9 @@ def test_out_of_memory_is_no_measurement(part, machine, tmp_path):
     assert mine.store.find(ONE) is None
     assert set(mine.left) == {key_of(ONE)}
     assert mine.store.find(OTHER) is not None
+    asked = len(machine.said)
+    assert not mine.measure([ONE])  # not in every round again
+    assert len(machine.said) == asked
 
 
 def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, monkeypatch):

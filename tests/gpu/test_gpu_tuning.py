@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning on a GPU that nothing is known of: each compilation is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from oracle import check
+from programs import inputs
+
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.runtime import pool
+from coda_inductor.runtime.launch import requests
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import arch_of, gpu_of
+from coda_inductor.select.figures import from_row
+from coda_inductor.select.kinds import kinds
+from coda_inductor.select.site import Site
+from coda_inductor.tune import rank, worker
+from coda_inductor.tune.worker import Worker, site_text
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+]
+
+TESTS = Path(__file__).resolve().parents[1]
+#: Compiles a layer and prints what was measured and fused, and how far off it is.
+COMPILE = """
+import json
+import torch
+import coda_inductor
+from coda_inductor.select.device import gpu_of
+from coda_inductor.select.figures import key_of
+from coda_inductor.select.store import store_of
+from coda_inductor.tune import tuner
+from layers import errors, make
+
+measured, left = [], []
+one, close = tuner.Tuner._measured, tuner.Tuner.close
+
+def noted(self, site, deadline):
+    found = one(self, site, deadline)
+    measured.append(key_of(site))
+    return found
+
+def closed(self):
+    left.extend(self.left)
+    close(self)
+
+tuner.Tuner._measured, tuner.Tuner.close = noted, closed
+model = make(d=2048, f=8192)
+xs = [torch.randn(1, 4096, 2048, device="cuda").bfloat16() for _ in range(2)]
+options = {"tune_seconds": 150, "strict": True}
+with torch.no_grad():
+    eager = model(*xs)
+    got = torch.compile(model, backend="coda", options=options)(*xs)
+    exact = model.float()(*(x.float() for x in xs))
+store = store_of(gpu_of())
+print(json.dumps({
+    "measured": measured, "left": left, "known": store.gpu.table is not None,
+    "sites": {s.site: s.how for s in coda_inductor.reports()[-1].sites},
+    "own": {key: [f.name, min(f.us.values(), default=None), f.unfused, f.failed]
+            for key, f in store.own().items()},
+    "errors": [errors(got, exact), errors(eager, exact)],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all compilations here: a cache, in which the first finds nothing."""
+    return tmp_path_factory.mktemp("tuning")
+
+
+def started(folder: Path) -> subprocess.Popen:
+    (folder / "no tables").mkdir(exist_ok=True)
+    own = {
+        "CODA_TABLES": str(folder / "no tables"),
+        "CODA_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # a graph is to be analysed every time
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "gpu")]),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen) -> dict:
+    out, said = process.communicate(timeout=400)
+    assert process.returncode == 0, said[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    """What two compilations say that start at once, with nothing known."""
+    return [ended(process) for process in [started(folder) for _ in range(2)]]
+
+
+def test_together_they_measure_each_site_once(both):
+    measured = [key for one in both for key in one["measured"]]
+    assert len(measured) == len(set(measured))
+    assert not any(one["known"] or one["left"] for one in both)
+    for one in both:
+        assert one["own"].keys() == set(measured)
+        assert one["sites"] == both[0]["sites"]
+
+
+def test_what_is_measured_to_win_is_fused(both):
+    """And nothing else."""
+    own = both[0]["own"].values()
+    wins = {name for name, us, unfused, _ in own if us and us < 0.995 * unfused}
+    fused = {site for site, how in both[0]["sites"].items() if how == "kernel"}
+    assert fused
+    assert fused <= wins
+    assert ("gate + up" in fused) == ("gate + up" in wins)
+
+
+def test_results_are_right(both):
+    for one in both:
+        for ours, eager in zip(*one["errors"], strict=True):
+            assert 0 < ours <= 1.2 * eager
+
+
+def test_no_candidate_failed(both):
+    assert {key: row[3] for key, row in both[0]["own"].items() if row[3]} == {}
+
+
+def test_the_next_process_measures_nothing(folder, both):
+    again = ended(started(folder))
+    assert again["measured"] == []
+    assert again["sites"] == both[0]["sites"]
+    assert again["own"] == both[0]["own"]
+
+
+@pytest.fixture(scope="module")
+def candidates():
+    """(site, three configs, compiled)."""
+    site = Site(kinds()["rms_partial"], 1024, 1024, 1024)
+    found = [str(config) for config in rank.candidates(site, gpu_of(), 3)]
+    as_, bs, _ = inputs(site.program, 8, 64, 64)
+    wanted = [r for config in found for r in requests(as_, bs, site.program.to_json(), config)]
+    assert not any(pool.wait(wanted, 300).values())
+    return site, found
+
+
+@pytest.mark.parametrize("broken", ["zeros", "one tile"])
+def test_a_candidate_that_is_wrong_is_found(candidates, broken, monkeypatch):
+    site, (bad, *others) = candidates
+    launch = worker.gemm_epilogue
+
+    def kernel(as_, bs, operands, text, config, *rest, **how):
+        made = launch(as_, bs, operands, text, config, *rest, **how)
+        if config == bad:
+            for x in made:
+                x[:128, :128] = 0
+                if broken == "zeros":
+                    x.zero_()
+        return made
+
+    monkeypatch.setattr(worker, "gemm_epilogue", kernel)
+    said: list[dict] = []
+    Worker(said.append).answer({"site": site_text(site), "configs": [bad, *others]})
+    assert [x["trying"] for x in said[:-1]] == [bad, *others]
+    _, found = from_row({"key": "", **said[-1]["figures"]})
+    assert found.failed.keys() == {bad}
+    assert found.failed[bad].startswith("wrong: ")
+    assert list(found.us) == others
+    assert 0 < found.plain < found.unfused
+    assert all(0 < us < 1000 for us in found.us.values())
+    assert 0 <= found.spread < 0.2
+
+
+def test_what_is_timed_is_right(candidates):
+    site, configs = candidates
+    for config in configs:
+        given = inputs(site.program, 300, 264, 192, device="cuda")
+        assert config in map(str, legal_configs(site.program, arch_of()))
+        check(site.program, *given, config=config)
+
+
+def test_the_device_has_constants():
+    said: list[dict] = []
+    Worker(said.append).answer({"device": True})
+    about = said[0]["device"]
+    assert 1e5 < about["bytes_per_us"] < 2e7
+    assert 0.3 < about["launch_us"] < 20

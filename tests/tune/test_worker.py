@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the measuring process does, on a CPU: its kernels are plain ops, its times are made up."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from measured import configs, site
+from programs import paired_sums, row_statistics
+
+from coda_inductor.errors import KernelError
+from coda_inductor.program import Store, reference
+from coda_inductor.select.figures import from_row
+from coda_inductor.select.site import Site
+from coda_inductor.tune import inputs, worker
+from coda_inductor.tune.timing import Times
+from coda_inductor.tune.worker import Worker, site_from, site_text
+
+ONE = site("rms_partial", m=64, n=64, k=64)
+GOOD, OTHER, BAD = configs(ONE)[:3]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [ONE, replace(ONE, a_major="m", b_major="n"), replace(ONE, copied=(16, 48)),
+     site("norm_bwd_joined", m=64, n=64, k=128), site("swiglu", m=5)],
+    ids=lambda of: of.name,
+)  # fmt: skip
+def test_a_site_in_a_message(of):
+    text = json.loads(json.dumps(site_text(of)))
+    assert site_from(text) == replace(of, name="")
+
+
+class Bench:
+    """A worker, and what stands for the GPU: ``broken`` says what a config does instead."""
+
+    def __init__(self):
+        self.said: list[dict] = []
+        self.broken = {}
+        self.timed: list[list[str]] = []
+        self.worker = Worker(self.said.append)
+
+    def kernel(self, as_, bs, operands, text, config, name, *, strict):
+        assert strict
+        program = worker.EpilogueProgram.from_json(text)
+        made = reference.run(program, as_, bs, operands)
+        made = [
+            x if isinstance(o, Store) else x.expand(-1, 2) / 2 if o.axis == "row" else x
+            for o, x in zip(program.outputs, made, strict=True)
+        ]
+        return self.broken.get(config, lambda x: x)(made)
+
+    def measure(self, calls, bytes_per_us):
+        self.timed.append(list(calls))
+        return {name: Times(10.0 + i, 0.01 * (i + 1)) for i, name in enumerate(calls)}
+
+    def ask(self, **message):
+        self.said.clear()
+        self.worker.answer(message)
+        return self.said[-1]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    tensors = inputs.tensors
+    monkeypatch.setattr(inputs, "tensors", lambda site, _: tensors(site, "cpu"))
+    properties = types.SimpleNamespace(uuid="GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(worker, "private_dir", lambda: tmp_path)
+    made = Bench()
+    monkeypatch.setattr(worker, "gemm_epilogue", made.kernel)
+    monkeypatch.setattr(worker.timing, "measure", made.measure)
+    monkeypatch.setattr(worker.timing, "device_times", lambda: (4.12345e6, 2.51239))
+    return made
+
+
+def figures_of(answer):
+    return from_row({**answer["figures"], "key": ""})[1]
+
+
+def test_the_device(bench):
+    assert bench.ask(device=True) == {"device": {"bytes_per_us": 4.123e6, "launch_us": 2.512}}
+
+
+def test_a_site_is_compiled_before_its_candidates_are_there(bench):
+    assert bench.ask(site=site_text(ONE)) == {"ready": True}
+    assert not bench.timed
+
+
+def test_candidates_are_announced_and_timed_together(bench):
+    answer = bench.ask(site=site_text(ONE), configs=[GOOD, OTHER])
+    assert bench.said[:-1] == [{"trying": GOOD}, {"trying": OTHER}]
+    assert bench.timed == [["plain", "unfused", GOOD, OTHER]]
+    found = figures_of(answer)
+    assert (found.plain, found.unfused) == (10.0, 11.0)
+    assert found.us == {GOOD: 12.0, OTHER: 13.0}
+    assert (found.m, found.failed, found.spread) == (64, {}, 0.03)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda made: [torch.zeros_like(x) for x in made],
+        lambda made: [*made[:-1], torch.zeros_like(made[-1])],
+        lambda made: [*made[:-1], made[-1] * 1.1],
+        lambda made: [torch.full_like(x, float("nan")) for x in made],
+        lambda made: [torch.full_like(x, float("inf")) for x in made],
+    ],
+)
+def test_a_candidate_that_is_wrong_is_not_timed(broken, bench):
+    bench.broken = {BAD: broken}
+    found = figures_of(bench.ask(site=site_text(ONE), configs=[GOOD, BAD]))
+    assert list(found.us) == [GOOD]
+    assert found.failed[BAD].startswith("wrong: ")
+    assert bench.timed == [["plain", "unfused", GOOD]]
+
+
+def test_a_candidate_that_does_not_run_is_not_timed(bench):
+    def fails(_):
+        raise KernelError("no such kernel")
+
+    bench.broken = {BAD: fails}
+    found = figures_of(bench.ask(site=site_text(ONE), configs=[BAD, GOOD]))
+    assert (list(found.us), found.failed) == ([GOOD], {BAD: "no such kernel"})
+
+
+def test_without_a_candidate_the_others_have_times(bench):
+    found = figures_of(bench.ask(site=site_text(ONE), configs=[]))
+    assert (found.us, found.plain, found.unfused) == ({}, 10.0, 11.0)
+
+
+def test_what_else_fails_is_an_answer(bench):
+    def fails(_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench.broken = {GOOD: fails}
+    assert bench.ask(site=site_text(ONE), configs=[GOOD]) == {
+        "error": "OutOfMemoryError: CUDA out of memory"
+    }
+    assert bench.ask(site=site_text(ONE)) == {"ready": True}
+    assert "error" in bench.ask(site={"program": "{}"})
+
+
+@pytest.mark.parametrize("program", [paired_sums(), row_statistics()], ids=["pairs", "logsumexp"])
+def test_programs_with_several_outputs(program, bench, monkeypatch):
+    monkeypatch.setattr(
+        worker, "gemm_epilogue",
+        lambda as_, bs, operands, text, *_, **__: reference.run(program, as_, bs, operands),
+    )  # fmt: skip
+    of = Site(program, 32, 64, 64)
+    found = figures_of(bench.ask(site=site_text(of), configs=[GOOD]))
+    assert (found.failed, list(found.us)) == ({}, [GOOD])
