@@ -111,6 +111,11 @@ TORCH: dict[str, Private] = {
         }.items()
     },
     "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
+    "TracingContext": Private(
+        "torch._guards.TracingContext", "is told the strides of a graph's outputs",
+        "a graph that is compiled twice, for want of a kernel, is an error",
+        types.SimpleNamespace(try_get=_nothing),
+    ),
     "empty_strided_cuda": Private(
         "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does",
         _DISPATCHED,

@@ -15,7 +15,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from coda_inductor.compat import InductorError, compile_fx_inner, inductor_config, make_boxed_func
+from coda_inductor.compat import (
+    InductorError,
+    TracingContext,
+    compile_fx_inner,
+    inductor_config,
+    make_boxed_func,
+)
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import logger, warn_once
 
@@ -25,10 +31,16 @@ def _no_caches() -> AbstractContextManager[None]:
 
 
 def compiler(
-    name: str, *, strict: bool, failed: Callable[[], bool] = lambda: False
+    name: str,
+    *,
+    strict: bool,
+    failed: Callable[[], bool] = lambda: False,
+    settle: Callable[[Graph], bool] = lambda _: False,
 ) -> Callable[..., Any]:
     """``compile_fx``'s ``inner_compile``, which compiles a forward, backward or inference graph of
-    the Dynamo graph ``name``; ``failed`` says of it whether it is worse than it could be.
+    the Dynamo graph ``name``; ``failed`` says of it whether it is worse than it could be, and
+    ``settle`` waits for what it needs besides, and is True if it has changed the graph for want of
+    it: then it is compiled again.
 
     What it returns raises FallbackError, when ``strict``, instead of falling back.
     """
@@ -39,7 +51,14 @@ def compiler(
         try:
             # What failed once, in torch's cache, would have failed for ever.
             with _no_caches() if failed() else nullcontext():
-                return compile_fx_inner(gm, inputs, **how)
+                compiled = compile_fx_inner(gm, inputs, **how)
+            if settle(untouched):
+                context = TracingContext.try_get()
+                if context is not None and context.output_strides:
+                    context.output_strides.clear()  # of the first time: there must be none
+                with _no_caches():
+                    compiled = compile_fx_inner(GraphModule(gm, untouched), inputs, **how)
+            return compiled
         except InductorError as error:
             part = "backward pass" if how.get("is_backward") else "forward pass"
             cause = f"Inductor could not compile it ({_last_line(error)})"

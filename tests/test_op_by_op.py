@@ -10,9 +10,11 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from checking import leave_custom_ops
 from torch import nn
 from torch._inductor.exc import InductorError
 
+import coda_inductor
 from coda_inductor import op_by_op
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import forget_warnings
@@ -122,4 +124,76 @@ def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatc
     model, x = Block().bfloat16(), torch.randn(5, D, dtype=torch.bfloat16)
     compiled = torch.compile(model, backend="coda", options={"gate": "always"})
     compiled(x).sum().backward()
-    assert len(uncached) == (0 if outcome is None else 2)  # forward, backward
+    # The forward pass again, without its kernels; the backward pass at once, and again.
+    assert len(uncached) == (0 if outcome is None else 3)
+
+
+def test_kernels_are_waited_for_when_inductor_is_done(monkeypatch):
+    """Compiling a kernel takes as long as all that Inductor does: neither waits for the other."""
+    happened: list[str] = []
+    real = op_by_op.compile_fx_inner
+
+    def compile_fx_inner(*args, **how):
+        happened.append("Inductor")
+        return real(*args, **how)
+
+    def wait(requests, **_):
+        happened.append(f"wait for {len(requests)}")
+        return dict.fromkeys(requests)
+
+    monkeypatch.setattr(op_by_op, "compile_fx_inner", compile_fx_inner)
+    leave_custom_ops(monkeypatch)
+    monkeypatch.setattr(pool, "submit", lambda asked: happened.append(f"begin {len(asked)}"))
+    monkeypatch.setattr(pool, "wait", wait)
+    model, x = Block().double(), torch.randn(3, D, dtype=torch.float64)
+    with torch.no_grad():
+        torch.compile(copy.deepcopy(model), backend="coda", options={"debug": False})(x)
+    assert happened == ["begin 3", "Inductor", "wait for 3"]
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_kernel_that_fails_late_costs_its_site_alone(monkeypatch, part, caplog):
+    """Its call is plain ops for Inductor, as if that had been known from the start."""
+    leave_custom_ops(monkeypatch)
+    monkeypatch.setattr(pool, "submit", len)
+    failing = []
+
+    def wait(requests, **_):
+        failing[:] = failing or requests[:1]
+        return {r: "ptxas said no" if r in failing else None for r in requests}
+
+    monkeypatch.setattr(pool, "wait", wait if part == "forward" else _only_second(wait))
+    coda_inductor.report.forget()
+    forget_warnings()
+    model, x = Block().double(), torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    mine = x.detach().clone().requires_grad_()
+    own = torch.compile(copy.deepcopy(model), backend="coda")
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        own(mine).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad)
+    (report,) = coda_inductor.reports()
+    failed = [site for site in report.sites if "ptxas said no" in site.reason]
+    assert [site.how for site in failed] == ["reference"]
+    assert failed[0].role == ("forward" if part == "forward" else "input gradient")
+    assert sum("ptxas said no" in said for said in ours(caplog)) == 1
+
+
+def _only_second(wait):
+    """``wait`` from its second call on; what is asked first is there."""
+    calls = []
+
+    def second(requests, **how):
+        calls.append(requests)
+        return dict.fromkeys(requests) if len(calls) == 1 else wait(requests, **how)
+
+    return second
+
+
+def test_strict_raises_for_a_kernel_that_fails_late(monkeypatch):
+    leave_custom_ops(monkeypatch)
+    monkeypatch.setattr(pool, "submit", len)
+    monkeypatch.setattr(pool, "wait", lambda asked, **_: dict.fromkeys(asked, "ptxas said no"))
+    own = torch.compile(Block().double(), backend="coda", options={"strict": True})
+    with pytest.raises(Exception, match="ptxas said no"):
+        own(torch.randn(3, D, dtype=torch.float64))

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import log_softmax, schema, softmax, to_copy
-from coda_inductor.fuse.driver import SITE
+from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.grow import grow
-from coda_inductor.fuse.lower import lower
+from coda_inductor.fuse.lower import SITE, lower
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
@@ -35,8 +35,6 @@ from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import Choice
 
-#: On a GEMM's node, or the call that took its place: the number of its report in the list.
-SITE = "coda_site"
 #: How one region may be grown, with nodes that must stay outside; None where it cannot be at all.
 Make = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of programs become kernels, or plain ops again where there are none."""
+"""Calls of programs become kernels, or plain ops again where there are none.
+
+A kernel takes seconds to compile. Where somebody will ask again (``record.later``), it is only
+begun here, and Inductor does its own work meanwhile; :func:`settle` waits for it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,10 @@ from coda_inductor.refusal import refuse
 from coda_inductor.report import SiteReport
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.launch import requests
+from coda_inductor.runtime.op import OP
+
+#: On a GEMM's node, or the call that took its place: the number of its report in the list.
+SITE = "coda_site"
 
 
 def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
@@ -27,22 +35,45 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     """
     sites, policy = record.report.sites, record.policy
     _announce(sites, strict=record.options.strict)
-    needed = {c: _requests(c) for c, i in calls.items() if sites[i].how == "kernel"}
+    kernels = [call for call, i in calls.items() if sites[i].how == "kernel"]
+    plain = [call for call, i in calls.items() if sites[i].how == "reference"]
+    if record.later:
+        pool.submit([request for call in kernels for request in _requests(call)])
+    else:
+        _settle(graph, kernels, record)
+    for call in plain:
+        expand(graph, call, exact=not policy.rounds(fake(call.args[0][0])))
+
+
+def settle(graph: Graph, record: Record) -> bool:
+    """Wait for the kernels that calls in ``graph``, a part of a lowered one, may launch. Those that
+    do not compile become plain ops; True if there are any.
+
+    Raises:
+        FallbackError: with ``options["strict"]``, if there are any.
+    """
+    return _settle(graph, [node for node in graph.nodes if node.target is OP], record)
+
+
+def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
+    needed = {call: _requests(call) for call in calls}
     errors = pool.wait([r for group in needed.values() for r in group]) if needed else {}
+    sites, changed = record.report.sites, False
     for call, group in needed.items():
         error = next((e for r in group if (e := errors[r]) is not None), None)
         if error is None:
             continue
-        site = sites[calls[call]]
+        i = call.meta.get(SITE)
+        name = call.name if i is None else sites[i].site
         why = refuse("defect", f"its kernel does not compile: {error}", failure=True)
         if record.options.strict:
-            raise FallbackError(f"{site.site}: {why.text}")
-        warn_once(site.site, why.text)
-        sites[calls[call]] = replace(site, how="reference", refusal=why)
-        record.failed = True
-    for call, i in calls.items():
-        if sites[i].how == "reference":
-            expand(graph, call, exact=not policy.rounds(fake(call.args[0][0])))
+            raise FallbackError(f"{name}: {why.text}")
+        warn_once(name, why.text)
+        if i is not None:
+            sites[i] = replace(sites[i], how="reference", refusal=why)
+        record.failed = changed = True
+        expand(graph, call, exact=not record.policy.rounds(fake(call.args[0][0])))
+    return changed
 
 
 def _announce(sites: list[SiteReport], *, strict: bool) -> None:

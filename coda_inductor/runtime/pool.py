@@ -27,8 +27,10 @@ import threading
 import time
 from pathlib import Path
 
+from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
+from coda_inductor.mainloop.environment import label
 from coda_inductor.runtime.client import LostError, Server, workers
 from coda_inductor.runtime.worker import KernelRequest
 
@@ -86,6 +88,14 @@ def warm_up() -> None:
             _server(_machine_arch())
     except Exception:  # ``wait`` will say so, if anything is to be compiled at all
         logger.debug("the compile pool did not start", exc_info=True)
+
+
+def warm_up_early() -> None:
+    """The same where no kernel was compiled yet, so that some will be, before a graph is looked at.
+    Asks no library: importing them takes as long."""
+    folder = Path(os.environ.get("QUACK_CACHE_DIR") or cache_dir() / "kernels" / label())
+    if not any(folder.glob("*/coda_*")):
+        warm_up()
 
 
 def shutdown() -> None:

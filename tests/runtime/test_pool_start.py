@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from coda_inductor.runtime import pool
+
 pytest.importorskip("quack")
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +77,21 @@ def test_a_program_does_not_notice(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert "CTA tile shape M" in answer["why"]
+    assert "has no kernel: 100 rows" in answer["why"]
     assert answer["failures"] == []
     assert answer["seconds"] < 1
     assert answer["child"] == {"CUDA_VISIBLE_DEVICES": None, "CUTE_DSL_ARCH": None}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
+    monkeypatch, tmp_path, there
+):
+    """Whoever has kernels on disk mostly needs no others, and a server imports for seconds."""
+    started = []
+    monkeypatch.setattr(pool, "warm_up", lambda: started.append(True))
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    if there:
+        (tmp_path / "version" / "coda_0123456789abcdef").mkdir(parents=True)
+    pool.warm_up_early()
+    assert bool(started) is not there
