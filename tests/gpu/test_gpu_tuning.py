@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 from oracle import check
@@ -79,7 +81,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("tuning")
 
 
-def started(folder: Path) -> subprocess.Popen:
+def started(folder: Path) -> tuple[subprocess.Popen, IO[str]]:
+    """Such a process, and the file of what it warns of: a pipe that nobody reads would stop it."""
     (folder / "no tables").mkdir(exist_ok=True)
     own = {
         "CODA_TABLES": str(folder / "no tables"),
@@ -89,25 +92,26 @@ def started(folder: Path) -> subprocess.Popen:
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "gpu")]),
     }
-    return subprocess.Popen(
-        [sys.executable, "-c", COMPILE],
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in ``ended``)
+    command = [sys.executable, "-c", COMPILE]
+    env = {name: value for name, value in os.environ.items() if name != "CODA_TUNE"} | own
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, text=True)
+    return process, said
 
 
-def ended(process: subprocess.Popen) -> dict:
-    out, said = process.communicate(timeout=400)
-    assert process.returncode == 0, said[-3000:]
+def ended(process: subprocess.Popen, said: IO[str]) -> dict:
+    """What it found."""
+    with said:
+        out, _ = process.communicate(timeout=400)
+        said.seek(0)
+        assert process.returncode == 0, said.read()[-3000:]
     return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def both(folder):
     """What two compilations say that start at once, with nothing known."""
-    return [ended(process) for process in [started(folder) for _ in range(2)]]
+    return [ended(*process) for process in [started(folder) for _ in range(2)]]
 
 
 def test_together_they_measure_each_site_once(both):
@@ -140,7 +144,7 @@ def test_no_candidate_failed(both):
 
 
 def test_the_next_process_measures_nothing(folder, both):
-    again = ended(started(folder))
+    again = ended(*started(folder))
     assert again["measured"] == []
     assert again["sites"] == both[0]["sites"]
     assert again["own"] == both[0]["own"]
