@@ -18,6 +18,7 @@ from coda_inductor.pipeline import on_aten
 from coda_inductor.record import Record
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select.policy import crowded
+from coda_inductor.select.store import generation
 
 
 class JointPass(CustomGraphPass):
@@ -50,7 +51,8 @@ class JointPass(CustomGraphPass):
         if None in inner:
             return None
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        everything = (_sources(), options.identity, identity(), inner, files, crowded())
+        decided = crowded(), generation()
+        everything = (_sources(), options.identity, identity(), inner, files, decided)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
 

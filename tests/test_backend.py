@@ -347,6 +347,12 @@ def uuid(before=None, **options):
     return JointPass(Record(parse(None, options)), before).uuid()
 
 
+def test_uuid_changes_with_what_was_measured_by_hand(monkeypatch):
+    before = uuid()
+    monkeypatch.setattr(joint, "generation", lambda: "another")
+    assert uuid() != before
+
+
 def test_uuid_is_the_same_for_the_same():
     assert uuid() == uuid()
     assert uuid(UsersPass("1")) == uuid(UsersPass("1"))

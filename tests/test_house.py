@@ -64,8 +64,10 @@ def test_a_rule_has_its_tests_beside_it(rule):
 
 
 def test_a_test_of_one_room_stands_in_it():
-    """A file at the top is about modules at the top, or about several rooms."""
+    """A file at the top is about modules at the top, or about several rooms, or benchmarks."""
     rooms = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     for path in TESTS.glob("test_*.py"):
+        if path.stem.startswith("test_benchmarks"):
+            continue
         used = {name.split(".")[1] for name in imported(path)}
         assert len(used) != 1 or not used <= rooms, f"{path.name} belongs to {used}"

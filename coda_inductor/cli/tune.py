@@ -134,6 +134,8 @@ def _tune(chosen: argparse.Namespace) -> None:
 
 def _said(known: Store, before: set[str], what: str) -> None:
     new = len(set(known.own()) - before)
+    if new:
+        store.advance()
     sys.stdout.write(f"{what}: {new} sites measured, kept in {known.path}\n")
 
 

@@ -30,6 +30,10 @@ from coda_inductor.explanation.naming import (
 )
 from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.report import SiteReport
+from coda_inductor.select.config import Config
+from coda_inductor.select.device import Gpu, gpu_of
+from coda_inductor.select.division import divide
 
 _TEMPLATES = Path(__file__).with_name("templates")
 #: Drawings wider than this stand below each other, not side by side.
@@ -87,7 +91,7 @@ def page(explanation: Explanation) -> str:
         time=time_words,
         traffic=traffic_words,
         places=places,
-        sources=_sources(explanation.rows),
+        sources=_sources(explanation.rows, gpu_of(explanation.device)),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
 
@@ -115,7 +119,18 @@ def _facts(block: Block, before: Block) -> str:
     return f"{block.count} kernels{kernels}, {readable_bytes(block.moved)} through memory{moved}"
 
 
-def _sources(rows: list[Row]) -> list[Source]:
+def _config_words(site: SiteReport, gpu: Gpu) -> str:
+    """``128x192:2x1:pp: 1280 tiles in 10 waves, ...``; empty where no config was asked for."""
+    config = site.estimate.config if site.estimate else site.config
+    if not config or site.program is None:
+        return ""
+    m, n, _ = site.shape
+    return (
+        f"{config} at {shape_text(site)}: {divide(site.program, Config.parse(config), m, n, gpu)}"
+    )
+
+
+def _sources(rows: list[Row], gpu: Gpu) -> list[Source]:
     programs: dict[str, list[Row]] = {}
     for row in rows:
         if row.site.program is not None:
@@ -124,8 +139,7 @@ def _sources(rows: list[Row]) -> list[Source]:
     for key, users in programs.items():
         site = users[0].site
         assert site.program is not None, "only rows with a program are here"
-        configs = {r.site.estimate.config for r in users if r.site.estimate}
-        configs |= {r.site.config for r in users if r.site.how == "kernel"}
+        configs = dict.fromkeys(_config_words(row.site, gpu) for row in users)
         found.append(
             Source(
                 key,
@@ -133,7 +147,7 @@ def _sources(rows: list[Row]) -> list[Source]:
                 ", ".join(epilogue_work(site)),
                 str(site.program),
                 _kernel(site.program),
-                ", ".join(sorted(configs - {""})),
+                "; ".join(filter(None, configs)),
                 sum(row.times for row in users),
             )
         )

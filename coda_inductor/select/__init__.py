@@ -3,6 +3,7 @@
 
 device        which GPU a decision is for
 config        kernel configs, and which are legal for a program
+division      how a config divides a site's work among the processors
 legality      can a site be a kernel at all
 kinds         the programs that were measured
 model         expected times, from the measurements and a model fitted to them

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.cache_dir import folder, prewarmed, write
+from coda_inductor.cache_dir import cache_dir, folder, prewarmed, write
 from coda_inductor.codegen.render import RENDERER_VERSION
 from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
@@ -30,6 +31,7 @@ from coda_inductor.select.site import Site
 
 FOLDER = "measured"
 _FORMAT = 1
+_GENERATION = "generation"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,25 @@ class Store:
             own, device = _read(self.path)
             self._own, self._stamp = {**self._own, **own}, stamp
             self._device = device or self._device
+
+
+def generation() -> str:
+    """Changes when somebody has measured by hand (:func:`advance`): what torch's caches hold was
+    decided without that. What is measured while a graph is compiled changes nothing here, or each
+    process would find the graphs of the one before outdated."""
+    try:
+        return (cache_dir() / FOLDER / _GENERATION).read_text()
+    except OSError:
+        return ""
+
+
+def advance() -> None:
+    """Begin a new :func:`generation`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write(folder(FOLDER) / _GENERATION, secrets.token_hex(8))
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,6 +16,7 @@ from coda_inductor.__main__ import main
 from coda_inductor.cli import tune as command
 from coda_inductor.mainloop import availability
 from coda_inductor.select import policy
+from coda_inductor.select import store as measurements
 from coda_inductor.select.store import FOLDER, Device, Store
 
 WON = figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 40.0}, m=8192, spread=0.012,
@@ -28,6 +29,8 @@ BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
 def cache(tmp_path, monkeypatch):
     """An empty cache; the store of a GPU model in it."""
     monkeypatch.setattr(command, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "folder", lambda *names: tmp_path.joinpath(*names))
     return Store(HOPPER, tmp_path / FOLDER)
 
 
@@ -149,6 +152,19 @@ def test_a_model_is_measured(gpu, cache, capsys):
     assert main([*LLAMA, "--tokens", "4096"]) == 0
     assert "4096 tokens: 0 sites measured" in capsys.readouterr().out
     assert len(gpu.measured) == asked == len(found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_was_decided_before_is_decided_again():
+    """Torch's caches hold graphs that were compiled without these measurements."""
+    assert measurements.generation() == ""
+    assert main([*LLAMA, "--tokens", "4096"]) == 0
+    first = measurements.generation()
+    assert first
+    assert main([*LLAMA, "--tokens", "4096"]) == 0  # nothing new
+    assert measurements.generation() == first
+    assert main([*LLAMA, "--tokens", "8192"]) == 0
+    assert measurements.generation() not in ("", first)
 
 
 def test_options_reach_the_backend(gpu, monkeypatch):

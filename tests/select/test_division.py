@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a config divides a site's work: what people are told of why it is the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coda_inductor.select.config import Config, mainloop_stages
+from coda_inductor.select.device import H100
+from coda_inductor.select.division import divide
+from coda_inductor.select.kinds import kinds
+
+SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("config", "m", "n", "tiles", "waves", "last"),
+    [
+        ("128x128:1x1:pp", 128 * 12, 128 * 11, 132, 1, 1.0),
+        ("128x128:1x1:pp", 128 * 12, 128 * 11 + 8, 144, 2, 12 / 132),
+        ("128x128:1x1:pp", 1, 8, 1, 1, 1 / 132),
+        # 66 clusters of two at a time; three rows of tiles are two clusters
+        ("128x128:2x1:pp", 384, 128, 3, 1, 2 / 66),
+        ("64x64:1x1:co:k4", 64, 64 * 66, 66, 2, 1.0),  # each tile four times
+        ("128x128:1x1:pp:p100", 128 * 12, 128 * 11, 132, 2, 0.32),
+    ],
+)
+def test_tiles_waves_and_what_idles(config, m, n, tiles, waves, last):
+    found = divide(SCALE, Config.parse(config), m, n, H100)
+    assert (found.tiles, found.waves) == (tiles, waves)
+    assert found.last == pytest.approx(last)
+
+
+def test_a_pair_has_twice_the_columns():
+    config = Config.parse("128x192:2x1:pp")
+    assert divide(PAIR, config, 8192, 960, H100).tiles == 64 * 10
+    assert divide(SCALE, config, 8192, 960, H100).tiles == 64 * 5
+
+
+def test_stages_are_those_of_the_main_loop():
+    for text in ("128x192:2x1:pp", "256x128:2x1:co"):
+        config = Config.parse(text)
+        found = divide(SCALE, config, 8192, 4096, H100)
+        assert found.stages == mainloop_stages(SCALE, config)
+
+
+def test_more_processors_take_fewer_waves():
+    config = Config.parse("128x128:1x1:pp")
+    few = divide(SCALE, config, 8192, 8192, H100)
+    assert divide(SCALE, config, 8192, 8192, replace(H100, processors=264)).waves < few.waves
+
+
+def test_in_words():
+    config = Config.parse("128x128:1x1:pp")
+    assert str(divide(SCALE, config, 1536, 1408, H100)).startswith(
+        "132 tiles in 1 wave, 100 % full"
+    )
+    words = str(divide(SCALE, config, 8192, 4096, H100))
+    assert words.startswith("2048 tiles in 16 waves, the last 52 % full; ")
+    assert words.endswith(" steps of K in flight")
