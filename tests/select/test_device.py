@@ -70,9 +70,11 @@ def test_another_of_its_generation_borrows():
 def test_a_table_may_borrow_its_model_and_have_its_own_sites(tmp_path):
     lender, gpu = table(tmp_path, "NVIDIA H900"), table(tmp_path, "NVIDIA H901")
     data = json.loads(gpu.sites.read_text()) | {"model_of": lender.file}
+    data["constants"]["bytes_per_us"] = 9e6
     gpu.sites.write_text(json.dumps(data))
     found = read(gpu.sites)
-    assert found == replace(lender, name="NVIDIA H901", sites=gpu.sites, borrowed=True)
+    own = {"name": "NVIDIA H901", "sites": gpu.sites, "bytes_per_us": 9e6}
+    assert found == replace(lender, borrowed=True, **own)
     shipped = {found.name: found, lender.name: lender}  # who borrows does not lend
     assert known("NVIDIA H902", (9, 0), 132, SMEM, shipped) == borrowing(lender, "NVIDIA H902")
     assert known("NVIDIA H901", (9, 0), 132, SMEM, shipped) == found
