@@ -30,6 +30,7 @@ class Machine:
         dies: config -> why a process ends at it.
         answers: what takes the place of an answer: called with a message, None for the usual one.
         uncompiled: config -> why it has no kernel.
+        takes_no_process: it is in exclusive mode, say.
         ended: numbers of the processes that were ended.
     """
 
@@ -37,6 +38,7 @@ class Machine:
         self.said: list[tuple[int, dict[str, Any]]] = []
         self.dies: dict[str, str] = {}
         self.uncompiled: dict[str, str] = {}
+        self.takes_no_process = False
         self.ended: list[int] = []
         self.answers: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda _: None
         self.submitted: list[Any] = []
@@ -69,7 +71,7 @@ class Process:
     """As ``tune.client.Process``."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.number = machine, next(machine.numbers)
+        self.machine, self.number, self.answered = machine, next(machine.numbers), False
         machine.busy += 1
         machine.most = max(machine.most, machine.busy)
 
@@ -78,6 +80,10 @@ class Process:
         if time.monotonic() > deadline:
             self.end()
             raise DeadError("no time left", "")
+        if self.machine.takes_no_process:
+            self.end()
+            raise DeadError("ends: all CUDA-capable devices are busy", "")
+        self.answered = True
         if (answer := self.machine.answers(message)) is not None:
             return answer
         if "device" in message:

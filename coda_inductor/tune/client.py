@@ -68,6 +68,9 @@ class Process:
         package = str(Path(__file__).parents[2])
         self._send([*(path for path in import_path() if path != package), package])
 
+    #: Has it ever?
+    answered = False
+
     @property
     def pid(self) -> int:
         return self._process.pid
@@ -97,6 +100,7 @@ class Process:
                 said = self._tail()
                 self.end()
                 raise DeadError(f"ends its process: {said}", trying)
+            self.answered = True
             if "trying" not in answer:
                 return answer
             trying = answer["trying"]

@@ -56,6 +56,7 @@ class Tuner:
         self._device = device
         self._seconds = seconds
         self._processes: dict[int, Process] = {}  # by thread
+        self._hopeless = ""  # why no process can work here
 
     def measure(self, sites: Sequence[Site]) -> bool:
         """Measure those of ``sites`` that were not; True if any of them now is. Takes no longer
@@ -148,14 +149,20 @@ class Tuner:
     def _ask(self, message: dict, deadline: float) -> dict:
         thread = threading.get_ident()
         if thread not in self._processes:
-            if time.monotonic() > deadline:
-                raise DeadError("no time left", "")
+            if self._hopeless or time.monotonic() > deadline:
+                raise DeadError(self._hopeless or "no time left", "")
             self._processes[thread] = Process(self._device.index)
+        process = self._processes[thread]
         try:
-            return self._processes[thread].ask(message, deadline)
-        except DeadError:
+            answer = process.ask(message, deadline)
+        except DeadError as error:
             del self._processes[thread]
+            if not process.answered and time.monotonic() < deadline:
+                # A GPU that takes no second process, say: the next one would die as well.
+                self._hopeless = str(error)
+                warn_once("tuning", f"its process {error}", to="expected times")
             raise
+        return answer
 
     def _fits(self, site: Site) -> bool:
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -114,6 +114,22 @@ def test_a_candidate_that_ends_its_process_ends_nothing_else(why, machine, tmp_p
     assert tries[0][0] != tries[1][0]  # another process
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_where_no_process_can_work_one_is_tried(known, machine, tmp_path, monkeypatch, caplog):
+    """A GPU in exclusive mode: each would import for seconds and die."""
+    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+    if known:  # the device was measured when that was still possible
+        Store(HOPPER, tmp_path).add({}, Device(4e6, 2.5))
+    machine.takes_no_process = True
+    mine = tuner_of(tmp_path)
+    assert not mine.measure(SITES)
+    assert machine.started == 1
+    assert set(mine.left) == set(map(key_of, SITES))
+    assert "all CUDA-capable devices are busy" in caplog.text
+    assert not mine.measure(SITES)
+    assert machine.started == 1
+
+
 def test_a_config_that_does_not_compile_is_noted(machine, tmp_path):
     bad, *others = wanted()
     machine.uncompiled = {bad: "out of registers"}
