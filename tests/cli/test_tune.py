@@ -30,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache; the store of a GPU model in it."""
     monkeypatch.setattr(command, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(measurements, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measurements, "folder", lambda *names: tmp_path.joinpath(*names))
+    monkeypatch.setattr(measurements, "folder", tmp_path.joinpath)
     return Store(HOPPER, tmp_path / FOLDER)
 
 
