@@ -148,7 +148,7 @@ class Policy:
         if options.gate == "auto":
             too_small = None if cuda_graphs else gate.host_bound(shapes, gpu)
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
-        wanted = tunes and (as_if is not None or not dry)
+        wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
             tuning = Tuning(tuner(store, device), options.tune == "always")
         if options.gate == "auto" and tuning is None:

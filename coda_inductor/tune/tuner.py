@@ -94,13 +94,14 @@ class Tuner:
         try:
             pool.submit([r for key in order for c in self._configs(sites[key])
                          for r in _requests(sites[key], c)])  # fmt: skip
-            if order and self.store.device is None:
-                about = self._ask({"device": True}, deadline).get("device")
-                self._keep({}, None if about is None else Device(**about))
             with (
                 _progress(len(order)) as progress,
                 concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
             ):
+                if order and self.store.device is None:
+                    asked = threads.submit(self._ask, {"device": True}, deadline)
+                    about = asked.result().get("device")
+                    self._keep({}, None if about is None else Device(**about))
                 found = threads.map(lambda key: self._measured(sites[key], deadline), order)
                 for key, figures in zip(order, found, strict=True):
                     if figures is not None:

@@ -82,6 +82,13 @@ def bench(monkeypatch, tmp_path):
     return made
 
 
+def _with_one_wrong(x):
+    x = x.clone()
+    largest = x.abs().argmax()
+    x.view(-1)[largest] = 0  # one of 4096: 0.05 of the norm, 4 of the mean square's root
+    return x
+
+
 def figures_of(answer):
     return from_row({**answer["figures"], "key": ""})[1]
 
@@ -111,6 +118,7 @@ def test_candidates_are_announced_and_timed_together(bench):
         lambda made: [torch.zeros_like(x) for x in made],
         lambda made: [*made[:-1], torch.zeros_like(made[-1])],
         lambda made: [*made[:-1], made[-1] * 1.1],
+        lambda made: [_with_one_wrong(made[0]), *made[1:]],
         lambda made: [torch.full_like(x, float("nan")) for x in made],
         lambda made: [torch.full_like(x, float("inf")) for x in made],
     ],
