@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from coda_inductor import report
 from coda_inductor.log import forget_warnings
 
-# What is fused must not depend on what this machine has measured. Tests of tuning set it.
-os.environ.setdefault("CODA_TUNE", "never")
+
+@pytest.fixture(autouse=True)
+def by_the_tables(monkeypatch):
+    """What is fused must not depend on what this machine has measured. Tests of tuning set it."""
+    monkeypatch.setenv("CODA_TUNE", "never")
 
 
 @pytest.fixture
