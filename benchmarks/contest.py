@@ -161,8 +161,8 @@ def _rounds(calls: dict[str, Call], seconds: float) -> int:
 
 
 def _in_turn(calls: dict[str, Call], case: Case) -> list[tuple[str, Call]]:
-    """The variants in their order or the reverse, by the case: whatever runs first finds a cool
-    GPU, which takes more power and less time."""
+    """The variants in their order or the reverse, by the case: what ran before them may change a
+    GPU's clocks."""
     order = list(calls.items())
     return order[::-1] if sum(map(ord, case.name)) % 2 else order
 

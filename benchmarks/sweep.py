@@ -137,21 +137,25 @@ def rows(measured: Mapping[str, Figures]) -> list[dict]:
 def fit(sources: Sequence[Path], target: Path, lender: str = "") -> None:
     """Fit the model to the measurements of ``sources`` and write a table of both to ``target``,
     with the constants that are not fitted as they stand there, or for an H100. ``lender`` names the
-    table whose model is used instead, where too few kinds were measured for one of its own."""
+    table whose model is used instead, where too few kinds were measured for one of its own.
+    ``h100_sweep.json``, from before sites were kept, has rows of kinds, nothing of the device."""
     texts = [source.read_text() for source in sources]
     first, measured = json.loads(texts[0]), merged(texts)
     measured = {key: found for key, found in measured.items() if found.spread <= _CALM}
     known = json.loads((target if target.exists() else H100.table).read_text())
+    constants, kinds_only = known["constants"], "shapes" in first
+    if not kinds_only:
+        constants |= {"bytes_per_us": first["device"]["bytes_per_us"]}
     data = {
-        "device": first["gpu"],
-        "constants": known["constants"] | {"bytes_per_us": first["device"]["bytes_per_us"]},
+        "device": first["device"] if kinds_only else first["gpu"],
+        "constants": constants,
         "processors": first["processors"],
-        "versions": first["versions"],
+        "versions": f"torch {first['torch']}" if kinds_only else first["versions"],
     }
     if lender:
         data["model_of"] = lender
     else:
-        data["shapes"] = rows(measured)
+        data["shapes"] = first["shapes"] if kinds_only else rows(measured)
         groups: dict[str, list[dict]] = {"single": [], "paired": [], "logsumexp": []}
         for row in data["shapes"]:
             groups[family(kinds()[row["kind"]])].append(row)

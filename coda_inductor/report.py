@@ -31,15 +31,15 @@ _IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "c
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected times on an H100, from the cost model; nothing was run here.
+    """Expected times on the graph's GPU, or an H100 where it is on none; nothing was run here.
 
     Attributes:
         unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
         fused_us: the generated kernel; None where there can be none, or nothing is fused.
-        ground: what the times rest on: "measured", "modelled" (sizes like the measured ones),
-            "larger" (than anything measured, so about) or "smaller" (a guess; not to be shown).
+        ground: what the times rest on, a key of :data:`GROUNDS`; those of "smaller" are a guess,
+            and not to be shown.
         config: the config that the kernel would have.
-        refusal: why it would not run as a kernel on an H100; None if it would.
+        refusal: why it would not run as a kernel there; None if it would.
     """
 
     unfused_us: float

@@ -169,3 +169,21 @@ def test_the_sites_of_layers_of_any_width(traced):
     assert {(8192, 2048), (2048, 8192), (512, 2048), (2048, 2048)} <= names
     assert any(site.program.paired for site in one)
     assert any(site.terms > 1 for site in one)
+
+
+@pytest.mark.parametrize(
+    ("source", "table", "lender"),
+    [
+        ("h100_sweep.json", "nvidia_h100_80gb_hbm3.json", ""),
+        ("h200_sweep.json", "nvidia_h200.json", "nvidia_h100_80gb_hbm3"),
+    ],
+)
+def test_the_shipped_tables_are_made_of_what_is_committed(source, table, lender, tmp_path):
+    shipped = json.loads((H100.table.parent / table).read_text())
+    made = tmp_path / table
+    made.write_text(json.dumps(shipped))
+    sweep.fit([ROOT / "benchmarks/results" / source], made, lender)
+    found = json.loads(made.read_text())
+    parts = ("device", "constants", "processors", "models", "cublas", "shapes", "model_of")
+    assert {part: found.get(part) for part in parts} == {part: shipped.get(part) for part in parts}
+    assert found["sites"] == shipped.get("sites", [])
