@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import inductor_config
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
@@ -146,7 +147,9 @@ class Policy:
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
-            too_small = None if cuda_graphs else gate.host_bound(shapes, gpu)
+            too_small = (
+                None if cuda_graphs else gate.host_bound(shapes, gpu, training=training(graph))
+            )
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
         wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
