@@ -40,7 +40,7 @@ def test_small_layers_are_bound_by_the_host(tokens, bound):
 
 def test_a_training_step_takes_the_host_longer():
     """Autograd, once a step: what a layer alone waits for is little in a model of sixteen."""
-    layer = 3 * llama(1536, d=2304)
+    layer = 3 * llama(2048, d=2304)
     assert gate.host_bound(layer) is None
     assert "too small" in gate.host_bound(layer, training=True).text
     assert gate.host_bound(16 * layer, training=True) is None
@@ -50,7 +50,7 @@ def test_a_training_step_takes_the_host_longer():
 
 def test_a_joint_graph_is_a_training_step(monkeypatch):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    graph = graph_of(1536)
+    graph = graph_of(2048)
     assert Policy.of(parse(None, {}), graph).too_small is None
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("tangents_1")
