@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 ARCHS = ("90", "100", "120")
 #: One of each kind of store, reduction, pairing and join: architectures differ in their code.
 KERNELS = (
-    "rms_partial,layer_partial,swiglu,paired_rows,chain,row_statistics,"
+    "rms_partial,layer_partial,swiglu,paired_rows,beside,chain,row_statistics,"
     "norm_bwd/straight,norm_bwd/crossed"
 )
 #: Hopper alone has lean epilogues, and the most tiles and schedules.
