@@ -55,8 +55,17 @@ def _sharded(model: nn.Module, backend: str | None, mesh: DeviceMesh, *, blocks:
     return model
 
 
+def _blocks(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
+    """DDP around compiled decoder layers: the gradients of one are reduced while the backward pass
+    goes through the one in front."""
+    torch._dynamo.config.optimize_ddp = False
+    _compile(list(model.model.layers), backend)
+    return _parallel(model)
+
+
 def _inside(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
     """DDP around a compiled module: one graph, gradients reduced behind it."""
+    torch._dynamo.config.optimize_ddp = False
     _compile([model], backend)
     return _parallel(model)
 
@@ -86,6 +95,7 @@ def _tensor_parallel(model: nn.Module, backend: str | None, mesh: DeviceMesh) ->
 WAYS: dict[str, tuple[torch.dtype, bool, Callable[..., nn.Module]]] = {
     "fsdp_blocks": (torch.float32, True, functools.partial(_sharded, blocks=True)),
     "fsdp_model": (torch.float32, True, functools.partial(_sharded, blocks=False)),
+    "ddp_blocks": (torch.bfloat16, True, _blocks),
     "ddp_inside": (torch.bfloat16, True, _inside),
     "ddp_outside": (torch.bfloat16, True, _outside),
     "tensor": (torch.bfloat16, False, _tensor_parallel),
