@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks over gloo: steps of training equal eager's on one rank, what fuses, a clean end.
+
+The checks are in the modules ``checks_...``; processes of one group run all of a module's. Graphs run
+op by op behind our passes but in ``checks_inductor``.
+"""
+
+from __future__ import annotations
+
+import checks_ddp
+import pytest
+import ranks
+
+#: Module, processes, seconds: several times what a machine that has nothing else to do takes.
+GROUPS = ((checks_ddp, 2, 150),)
+CHECKS = [
+    pytest.param(module.__name__, world, seconds, check, id=f"{module.__name__[7:]}-{check[6:]}")
+    for module, world, seconds in GROUPS
+    for check in ranks.checks(module)
+]
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize(("module", "world", "seconds", "check"), CHECKS)
+def test_ranks(module, world, seconds, check):
+    if errors := ranks.group(module, world, seconds).errors(check):
+        pytest.fail(errors, pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "world", "seconds"), [(m.__name__, *how) for m, *how in GROUPS], ids=lambda x: str(x)
+)
+def test_every_rank_ends_by_itself(module, world, seconds):
+    done = ranks.group(module, world, seconds)
+    assert done.codes == [0] * world, done.said[-4000:]
