@@ -8,11 +8,12 @@ op by op behind our passes but in ``checks_inductor``.
 from __future__ import annotations
 
 import checks_ddp
+import checks_fsdp
 import pytest
 import ranks
 
 #: Module, processes, seconds: several times what a machine that has nothing else to do takes.
-GROUPS = ((checks_ddp, 2, 150),)
+GROUPS = ((checks_ddp, 2, 150), (checks_fsdp, 2, 150))
 CHECKS = [
     pytest.param(module.__name__, world, seconds, check, id=f"{module.__name__[7:]}-{check[6:]}")
     for module, world, seconds in GROUPS
