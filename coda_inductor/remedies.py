@@ -137,9 +137,9 @@ _NOTHING = {
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, "
     "a gather, a graph break)",
-    "collective": "a collective needs the whole of what each rank has before anything that follows; "
-    "what lies on either side is fused by itself. With more work for each rank (fewer ranks a "
-    "tensor, FSDP instead) norms and GEMMs meet again",
+    "collective": "a collective needs all that each rank has before anything that follows; what "
+    "lies on either side is fused by itself. Under FSDP, which shards no product, norms and GEMMs "
+    "meet",
     "async-tensor-parallel": "Inductor overlaps it with its collective, which gains more. Without "
     "torch._inductor.config._micro_pipeline_tp it may be fused",
     "norm-no-gemm": "a norm that no projection reads stays with Inductor",

@@ -87,7 +87,9 @@ def overlapped(gemm: Node) -> Refusal | None:
     hide a collective behind it? Why it is left alone, or None."""
     if not micro_pipeline():
         return None
-    gathers = [a for a in gemm.all_input_nodes if (c := _moved(a)) and c.target is all_gather_into_tensor]
+    gathers = [
+        a for a in gemm.all_input_nodes if (c := _moved(a)) and c.target is all_gather_into_tensor
+    ]
     after = [c for user in gemm.users if (c := ahead(user)) is not None]
     if not gathers and all(c.target is not reduce_scatter_tensor for c in after):
         return None

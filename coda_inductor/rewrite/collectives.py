@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives that need not be: the same one twice, and each term of a sum by itself.
 
-Tensor parallelism a module at a time (``parallelize_module``) gathers one norm's result for gate and
-for up, for q, k and v, and reduces each of their gradients alone.
+Tensor parallelism a module at a time (``parallelize_module``) gathers one norm's result for gate
+and for up, for q, k and v, and reduces each of their gradients alone.
 
 Before::
 
@@ -17,8 +17,8 @@ After::
 and the same with ``all_reduce``.
 
 Why it is valid: a functional collective is a function of its arguments, and the sum over ranks is
-linear. Every rank of a group runs the same program, so each leaves out the same collectives: whether
-it does must not hang on anything but the graph (no gate, no measurement, no device).
+linear. Every rank of a group runs the same program, so each leaves out the same collectives:
+whether it does must hang on nothing but the graph and options (no gate, no measurement, no device).
 
 What it enables: gate and up read one operand and can share a tile, and the gradients' products add
 up in one. Half as much or less travels in the backward pass. The sum is rounded once.
@@ -49,13 +49,15 @@ from coda_inductor.record import Record
 
 def merge_collectives(graph: Graph, record: Record) -> None:
     """Apply the rewrite wherever it is valid, in place; counts each collective that is saved."""
-    if not any(node.target in COLLECTIVES for node in graph.nodes):
+    found = any(node.target in COLLECTIVES for node in graph.nodes)
+    if not found or not record.enabled("collective"):
         return
     scope = Scope(graph)
     saved = _merge_equal(graph, scope)
-    if not micro_pipeline():
-        for node in list(graph.nodes):
-            saved += is_sum(node) and _merge_sum(graph, node, scope)
+    for node in [] if micro_pipeline() else list(graph.nodes):
+        if is_sum(node) and _merge_sum(graph, node, scope):
+            scope.refresh(graph)
+            saved += 1
     record.fire("collective", saved)
 
 
@@ -70,7 +72,7 @@ def _merge_equal(graph: Graph, scope: Scope) -> int:
         moved.add(node)
         key = _key(node, scope)
         known = first.setdefault(key, node) if key is not None else node
-        if known is not node and not leaves(node):
+        if known is not node and not _leaves(node):
             node.replace_all_uses_with(known)
             gone.append(node)
     saved = sum(node.target in COLLECTIVES for node in gone)
@@ -79,8 +81,13 @@ def _merge_equal(graph: Graph, scope: Scope) -> int:
     return saved
 
 
+def _leaves(node: Node) -> bool:
+    """Is memory of ``node`` an output of the graph? What waits for it is another name of it."""
+    return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
+
+
 def _key(node: Node, scope: Scope) -> Hashable | None:
-    """What ``node`` computes, on which side and in which checkpoint; None where it cannot be told."""
+    """What ``node`` computes, on which side and in which checkpoint; None where that is unknown."""
     try:
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         hash(key)
@@ -107,7 +114,7 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
     if left.args[1:] != right.args[1:] or left.args[1] not in ("sum", "avg"):
         return False
     alike = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
-    if not alike or not all(_only_reader(node) for node in (left, right)):
+    if not alike or len(left.users) > 1 or len(right.users) > 1:
         return False
     terms = left.args[0], right.args[0]
     if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
@@ -119,24 +126,21 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
         if not same(fake(result).shape, fake(total).shape):
             result = put.reshape(result, put.sizes(total))
     total.replace_all_uses_with(result)
-    prune_all(total)
+    _erase(total)
     return True
 
 
-def prune_all(total: Node) -> None:
-    """Erase ``total``, which nobody reads, with its collectives: torch calls waiting impure."""
+def _erase(total: Node) -> None:
+    """Take out ``total``, which nobody reads, with its collectives, which ``prune`` leaves."""
     todo = [total]
     while todo:
         node = todo.pop()
-        if node.users or (node is not total and not (_collective(node) or renames(node))):
+        ours = node is total or is_wait(node) or node.target in COLLECTIVES or renames(node)
+        if node.users or not ours:
             prune([node])
             continue
         todo += node.all_input_nodes
         node.graph.erase_node(node)
-
-
-def _collective(node: Node) -> bool:
-    return is_wait(node) or node.target in COLLECTIVES
 
 
 def _unnamed(term: Any) -> Node | None:
@@ -146,17 +150,12 @@ def _unnamed(term: Any) -> Node | None:
     return term if is_wait(term) and len(term.users) == 1 else None
 
 
-def _only_reader(collective: Node) -> bool:
-    return len(collective.users) == 1
-
-
 def _added(put: Put, left: Node, right: Node) -> Node:
     """``left + right``; where both were cut and put together alike, of what they were cut from."""
-    pieces = [_rearranged(node) for node in (left, right)]
-    if pieces[0] is not None and pieces[1] is not None:
-        (one, cut, joined), (other, *how) = pieces
-        shapes = fake(one).shape, fake(other).shape
-        if [cut, joined] == how and same(*shapes):
+    first, second = _rearranged(left), _rearranged(right)
+    if first is not None and second is not None:
+        (one, cut, joined), (other, *how) = first, second
+        if [cut, joined] == how and same(fake(one).shape, fake(other).shape):
             whole = put(aten.split.Tensor, put.add(one, other), *cut)
             parts = [put(operator.getitem, whole, i) for i in range(len(fake(whole)))]
             return put(aten.cat.default, parts, *joined)
@@ -164,8 +163,8 @@ def _added(put: Put, left: Node, right: Node) -> Node:
 
 
 def _rearranged(node: Node) -> tuple[Node, tuple, tuple] | None:
-    """``node`` as cat(split(x, *cut), *joined): (x, cut, joined). DTensor does so to scatter another
-    dimension than the first. None for anything else."""
+    """``node`` as cat(split(x, *cut), *joined): (x, cut, joined). DTensor does so to scatter
+    another dimension than the first. None for anything else."""
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
     parts = node.args[0]

@@ -41,9 +41,9 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
     if cut_by_ddp(gm):
         _tell(
             "ddp",
-            "DistributedDataParallel cut this graph at its gradient buckets, in the middle of norms "
-            "and gates, and little of it fuses. Set torch._dynamo.config.optimize_ddp = False and "
-            "compile the blocks of the model (for block in model.layers: "
+            "DistributedDataParallel cut this graph at its gradient buckets, in the middle of "
+            "norms and gates: little of it fuses. Set torch._dynamo.config.optimize_ddp = False "
+            "and compile the blocks of the model (for block in model.layers: "
             "block.compile(backend='coda')) before DistributedDataParallel(model): gradients then "
             "travel while the block in front computes. docs/distributed.md compares the ways",
         )
@@ -72,8 +72,8 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
 
 
 def cut_by_ddp(gm: GraphModule) -> bool:
-    """Is ``gm`` a piece of the graph that Dynamo captured? Torch's DDPOptimizer says so of each that
-    it makes; a graph that fits into one bucket it hands over whole, and says nothing."""
+    """Is ``gm`` a piece of the graph that Dynamo captured? Torch's DDPOptimizer says so of each
+    that it makes; a graph that fits into one bucket it hands over whole, and says nothing."""
     why = getattr(gm, "compile_subgraph_reason", None)
     return "DDPOptimizer" in str(getattr(why, "reason", ""))
 

@@ -136,8 +136,8 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
 
 
 def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
-    """All ranks of a host ask for the same: each begins at a place of its own, and finds the others'
-    kernels on disk by the time it comes to them (``worker.compile_kernel``)."""
+    """All ranks of a host ask for the same: each begins at a place of its own, and finds the
+    others' kernels on disk by the time it comes to them (``worker.compile_kernel``)."""
     rank, count = ranks()
     first = len(requests) * rank // count
     return [*requests[first:], *requests[:first]]

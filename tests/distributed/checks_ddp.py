@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel: each way to compile, what it keeps of the fusions, and what it leaves."""
+"""DistributedDataParallel: each way to compile, what it keeps of the fusions, what it leaves."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import weakref
@@ -50,17 +51,40 @@ def heard():
         logger.removeHandler(handler)
 
 
-def counted(names) -> dict[str, int]:
-    return {name: count for name, count in fired().items() if name in names}
-
-
-def trained(model, step) -> None:
-    """Steps of the two ranks, which must be those of one rank with all data."""
-    data = batches(2)
+def trained(stepping) -> None:
+    """Steps of the two ranks, which must be those of one rank with all data; then nothing keeps the
+    model or what DDP has made of it, which would end later than its group, or not at all.
+    ``stepping`` makes of a model what is called."""
+    fresh()
+    model, data = decoder(LAYERS, WIDTH), batches(2, 2)
+    step = stepping(model)
     train(model, list(map(mine, data)), step)
     assert_trained_as(model, single(data, LAYERS, WIDTH))
+    kept = [weakref.ref(x) for x in (model, step, model.head.weight)]
+    del model, step
+    gc.collect()
+    assert not any(reference() for reference in kept)
 
 
+def buckets(model) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=1)
+
+
+def around(model):
+    return torch.compile(buckets(model), **HOW)
+
+
+def blocks_first(model):
+    blocks(model)
+    return buckets(model)
+
+
+def whole_first(model):
+    whole(model)
+    return buckets(model)
+
+
+@functools.cache
 def alone(compile_) -> dict[str, int]:
     """What fires where the same is compiled and trained on one rank."""
     fresh()
@@ -80,11 +104,9 @@ def whole(model) -> None:
 
 
 def check_a_graph_that_ddp_cut_is_named_once_with_the_remedy():
-    fresh()
     notice.told.discard("ddp")
-    model = decoder(LAYERS, WIDTH)
     with heard() as said:
-        trained(model, torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), **HOW))
+        trained(around)
     (warning,) = said
     assert "DistributedDataParallel cut" in warning
     assert "optimize_ddp = False" in warning
@@ -94,45 +116,32 @@ def check_a_graph_that_ddp_cut_is_named_once_with_the_remedy():
 
 
 def check_blocks_are_cut_too_where_one_is_larger_than_a_bucket():
-    fresh()
     notice.told.discard("ddp")
-    model, before = decoder(LAYERS, WIDTH), len(coda_inductor.reports())
-    blocks(model)
+    before = len(coda_inductor.reports())
     with heard() as said:
-        trained(model, DistributedDataParallel(model, bucket_cap_mb=1))
+        trained(blocks_first)
     assert len(said) == 1
     assert len(coda_inductor.reports()) > before + 1
 
 
-def check_the_recommended_way_fuses_what_one_rank_does():
+def check_the_recommended_ways_fuse_what_one_rank_does():
     notice.told.discard("ddp")
-    for compile_, want in ((blocks, BLOCKS), (whole, WHOLE)):
-        want_all = alone(compile_)
-        fresh()
-        model = decoder(LAYERS, WIDTH)
-        compile_(model)
+    ways = ((blocks_first, blocks, BLOCKS), (whole_first, whole, WHOLE), (around, whole, WHOLE))
+    for stepping, same, want in ways:
         with torch._dynamo.config.patch(optimize_ddp=False), heard() as said:
-            trained(model, DistributedDataParallel(model, bucket_cap_mb=1))
+            trained(stepping)
         assert not said
-        assert counted(want) == want, fired()
-        assert fired() == want_all, (fired(), want_all)
-
-
-def check_compiled_around_ddp_without_the_cut():
-    fresh()
-    model = decoder(LAYERS, WIDTH)
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        trained(model, torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), **HOW))
-    assert counted(WHOLE) == WHOLE, fired()
+        have = fired()
+        assert {name: have.get(name, 0) for name in want} == want, have
+        assert have == alone(same)
 
 
 def check_gradients_add_up_without_synchronization():
     fresh()
     model = decoder(LAYERS, WIDTH)
-    blocks(model)
     data = batches(2, 2)
     with torch._dynamo.config.patch(optimize_ddp=False):
-        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        ddp = blocks_first(model)
         with ddp.no_sync():
             loss_of(ddp(mine(data[0])), mine(data[0])).backward()
         loss_of(ddp(mine(data[1])), mine(data[1])).backward()
@@ -141,17 +150,3 @@ def check_gradients_add_up_without_synchronization():
         loss_of(plain(tokens), tokens).backward()
     for have, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(have.grad, want.grad, rtol=1e-9, atol=1e-12)
-
-
-def check_nothing_keeps_the_model_or_what_ddp_has_made_of_it():
-    """What is kept beyond its group ends late, or not at all."""
-    for cut in (True, False):
-        fresh()
-        model = decoder(LAYERS, WIDTH)
-        with torch._dynamo.config.patch(optimize_ddp=cut):
-            ddp = DistributedDataParallel(model, bucket_cap_mb=1)
-            train(model, [mine(t) for t in batches(2, 1)], torch.compile(ddp, **HOW))
-        kept = [weakref.ref(x) for x in (model, ddp, model.head.weight, ddp.reducer)]
-        del model, ddp
-        gc.collect()
-        assert not any(reference() for reference in kept)

@@ -164,5 +164,3 @@ def check_nothing_keeps_a_sharded_model():
     del model
     gc.collect()
     assert not any(reference() for reference in kept)
-
-

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks over gloo: steps of training equal eager's on one rank, what fuses, a clean end.
 
-The checks are in the modules ``checks_...``; processes of one group run all of a module's. Graphs run
-op by op behind our passes but in ``checks_inductor``.
+The checks are in the modules ``checks_...``; processes of one group run all of a module's. Graphs
+run op by op behind our passes but in ``checks_inductor``.
 """
 
 from __future__ import annotations
 
 import checks_ddp
+import checks_four
 import checks_fsdp
+import checks_inductor
+import checks_tensor
 import pytest
 import ranks
 
 #: Module, processes, seconds: several times what a machine that has nothing else to do takes.
-GROUPS = ((checks_ddp, 2, 150), (checks_fsdp, 2, 150))
+GROUPS = (
+    (checks_ddp, 2, 150),
+    (checks_fsdp, 2, 150),
+    (checks_tensor, 2, 150),
+    (checks_four, 4, 150),
+    (checks_inductor, 2, 240),
+)
 CHECKS = [
     pytest.param(module.__name__, world, seconds, check, id=f"{module.__name__[7:]}-{check[6:]}")
     for module, world, seconds in GROUPS
@@ -29,7 +38,7 @@ def test_ranks(module, world, seconds, check):
 
 
 @pytest.mark.parametrize(
-    ("module", "world", "seconds"), [(m.__name__, *how) for m, *how in GROUPS], ids=lambda x: str(x)
+    ("module", "world", "seconds"), [(m.__name__, *how) for m, *how in GROUPS], ids=str
 )
 def test_every_rank_ends_by_itself(module, world, seconds):
     done = ranks.group(module, world, seconds)
