@@ -20,8 +20,9 @@ Why it is valid: a functional collective is a function of its arguments, and the
 linear. Every rank of a group runs the same program, so each leaves out the same collectives:
 whether it does must hang on nothing but the graph and options (no gate, no measurement, no device).
 
-What it enables: gate and up read one operand and can share a tile, and the gradients' products add
-up in one. Half as much or less travels in the backward pass. The sum is rounded once.
+What it enables: gate and up read one operand and can share a tile (torch merges equal gathers too,
+but after us), and the gradients' products add up in one. Of what is reduced in the backward pass,
+two fifths travel. The sum is rounded once.
 
 Refuses, silently: what lies on two sides of a joint graph or of a checkpoint's border; a result
 that leaves the graph; a term that somebody else reads; other reductions than sums and means; with

@@ -7,6 +7,8 @@ run op by op behind our passes but in ``checks_inductor``.
 
 from __future__ import annotations
 
+import time
+
 import checks_ddp
 import checks_four
 import checks_fsdp
@@ -35,6 +37,15 @@ pytestmark = pytest.mark.timeout(400)
 def test_ranks(module, world, seconds, check):
     if errors := ranks.group(module, world, seconds).errors(check):
         pytest.fail(errors, pytrace=False)
+
+
+def test_a_hang_is_a_failure_in_time():
+    begun = time.monotonic()
+    hung = ranks.Group("hanging", 1, 10)
+    assert time.monotonic() - begun < 60
+    assert hung.codes != [0]
+    assert hung.errors("check_that_hangs").startswith(ranks.NOT_ENDED)
+    assert hung.errors("check_behind_it") == ranks.NOT_RUN
 
 
 @pytest.mark.parametrize(
