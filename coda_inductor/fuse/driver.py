@@ -17,6 +17,7 @@ from coda_inductor.fuse.pair import beside, pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
+from coda_inductor.graph.collectives import ahead, between, overlapped
 from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, producer
 from coda_inductor.graph.nodes import (
     elementwise,
@@ -144,7 +145,7 @@ class _Planner:
         if self.policy.dry:
             site = replace(site, estimate=self.policy.estimate_plain(anchor))
         alone = Region((anchor,))
-        if (why := self.policy.legal(anchor)) is not None:
+        if (why := overlapped(anchor) or self.policy.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
@@ -249,7 +250,7 @@ class _Planner:
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
             bytes_before=before,
             bytes_after=after,
-            stops=tuple(why.at(_short(n), n.name) for n, why in region.refusals.items()),
+            stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
             estimate=self.policy.estimate(planned) if self.policy.dry else None,
             how=choice.how,
             refusal=choice.refusal,
@@ -308,8 +309,15 @@ def _short(node: Node) -> str:
 def _nothing_absorbed(region: Region) -> Refusal:
     """Why: the first neighbour's reason."""
     for node, why in region.refusals.items():
-        return why.within(f"nothing to absorb ({node.name}: {{}})")
+        return _stop(node, why).within(f"nothing to absorb ({node.name}: {{}})")
     return refuse("not-read", "its result is not used")
+
+
+def _stop(node: Node, why: Refusal) -> Refusal:
+    """Why ``node`` was not absorbed: ``why``, but where it leads to a collective, that."""
+    if (collective := ahead(node)) is None:
+        return why
+    return between(collective, "this GEMM and what follows")
 
 
 def _patterns(region: Region) -> set[tuple[str, str]]:

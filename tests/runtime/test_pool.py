@@ -82,6 +82,18 @@ def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
     assert (tmp_path / "marker").read_text() == str(kernel)
 
 
+def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
+    kernel, marker = tmp_path / "kernel.o", tmp_path / "marker"
+    compiled = []
+    monkeypatch.setattr(worker, "_compile", lambda *_: compiled.append(kernel) or kernel)
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    write(marker, str(kernel))  # of a kernel that somebody has deleted
+    assert worker.compile_kernel(request, marker, None) is not None
+    kernel.touch()
+    assert worker.compile_kernel(request, marker, None) is None
+    assert compiled == [kernel]
+
+
 def test_deadline_is_kept():
     request = pool.KernelRequest(kinds()["rms_partial"].to_json(), str(CONFIG), arch="90")
     assert pool.wait([request], timeout=0.0) == {request: "compiling its kernel took too long"}
