@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run checks in several processes of one gloo group, each of which must end in time, by itself.
+"""Run checks in several processes of one group, each of which must end in time, by itself.
 
 ``Group`` starts the processes. Each is this file as a script: it calls the functions of one module
 whose names begin with ``check_``, in order, and writes down how each went. A check that fails ends
@@ -8,6 +8,7 @@ its process at once, for the others would wait for it; the parent ends those.
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import functools
 import importlib
@@ -35,22 +36,24 @@ def group(module: str, world: int, seconds: float) -> Group:
 
 
 class Group:
-    """``world`` processes that have run the checks of ``module``, and have ended.
+    """``world`` processes that have run the checks of ``module``, and have ended. With ``patience``
+    one that fails does not end the others.
 
     Attributes:
         codes: their exit codes; None where one had to be killed after ``seconds``.
         said: what they printed.
     """
 
-    def __init__(self, module: str, world: int, seconds: float):
+    def __init__(self, module: str, world: int, seconds: float, *, patience: bool = False):
         self._folder = Path(tempfile.mkdtemp())
+        self._port = str(_free_port())
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": self._port,
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
@@ -64,8 +67,19 @@ class Group:
             )
             for rank, log in enumerate(logs)
         ]
-        self.codes = _codes(processes, seconds)
+        self.codes = _codes(processes, seconds, patience=patience)
         self.said = "\n".join((self._folder / f"{rank}.txt").read_text() for rank in range(world))
+
+    def alive(self) -> list[str]:
+        """The command lines of processes that it, or what it started, has left behind."""
+        return [text for text in map(self._command, Path("/proc").glob("[0-9]*")) if text]
+
+    def _command(self, process: Path) -> str:
+        try:
+            ours = f"MASTER_PORT={self._port}\0" in (process / "environ").read_text()
+            return (process / "cmdline").read_text() if ours else ""
+        except OSError:  # it is another user's, or has ended meanwhile
+            return ""
 
     def errors(self, check: str) -> str:
         """What went wrong in ``check``, on any rank; empty where nothing did."""
@@ -76,14 +90,16 @@ class Group:
         return "\n".join([*errors, self.said[-4000:]])
 
 
-def _codes(processes: list[subprocess.Popen], seconds: float) -> list[int | None]:
-    """Wait for all of them; one that fails, or the deadline, ends the others."""
+def _codes(
+    processes: list[subprocess.Popen], seconds: float, *, patience: bool
+) -> list[int | None]:
+    """Wait for all of them; the deadline, or without patience one that fails, ends the others."""
     deadline = time.monotonic() + seconds + 5  # in which faulthandler says where each stands
     try:
         while True:
             codes = [process.poll() for process in processes]
             late = time.monotonic() > deadline
-            if None not in codes or late or any(codes):
+            if None not in codes or late or (any(codes) and not patience):
                 return codes
             time.sleep(0.05)
     finally:
@@ -118,7 +134,8 @@ def main(name: str, folder: str, seconds: str) -> None:
     module = importlib.import_module(name)
     if getattr(module, "OP_BY_OP", True):  # Inductor's C++ would take minutes
         op_by_op.compile_fx_inner = lambda gm, inputs, **how: make_boxed_func(gm.forward)
-    dist.init_process_group("gloo")
+    patience = datetime.timedelta(seconds=getattr(module, "PATIENCE", float(seconds)))
+    dist.init_process_group(getattr(module, "BACKEND", "gloo"), timeout=patience)
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
         for check in checks(module):
             begun = time.monotonic()

@@ -7,6 +7,7 @@ run op by op behind our passes but in ``checks_inductor``.
 
 from __future__ import annotations
 
+import signal
 import time
 
 import checks_ddp
@@ -54,3 +55,17 @@ def test_a_hang_is_a_failure_in_time():
 def test_every_rank_ends_by_itself(module, world, seconds):
     done = ranks.group(module, world, seconds)
     assert done.codes == [0] * world, done.said[-4000:]
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_torchs_error():
+    """And nobody leaves processes behind: compile workers end with those who asked."""
+    died = ranks.Group("dying", 2, 60, patience=True)
+    assert died.codes == [1, -signal.SIGKILL]
+    error = died.errors("check_that_a_rank_dies")
+    assert "RuntimeError" in error
+    assert "peer" in error
+    assert "cannot go on" not in error
+    deadline = time.monotonic() + 10
+    while (left := died.alive()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
