@@ -8,7 +8,7 @@ its process at once, for the others would wait for it; the parent ends those.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import faulthandler
 import functools
 import importlib
@@ -134,7 +134,7 @@ def main(name: str, folder: str, seconds: str) -> None:
     module = importlib.import_module(name)
     if getattr(module, "OP_BY_OP", True):  # Inductor's C++ would take minutes
         op_by_op.compile_fx_inner = lambda gm, inputs, **how: make_boxed_func(gm.forward)
-    patience = datetime.timedelta(seconds=getattr(module, "PATIENCE", float(seconds)))
+    patience = dt.timedelta(seconds=getattr(module, "PATIENCE", float(seconds)))
     dist.init_process_group(getattr(module, "BACKEND", "gloo"), timeout=patience)
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
         for check in checks(module):
