@@ -170,6 +170,11 @@ TORCH: dict[str, Private] = {
         "puts recomputed activations before their readers",
         "activations are kept for the backward pass, not recomputed",
     ),
+    "recursive_pre_grad_passes": Private(
+        "torch._inductor.compile_fx._recursive_pre_grad_passes",
+        "hands the graphs inside of a graph to passes under backend='inductor'",
+        "branches of torch.cond and the like are rewritten too", _nothing,
+    ),
     # graphs and values
     "tree_map": Private(
         "torch.utils._pytree.tree_map", "maps nested arguments", _CONTAINERS,

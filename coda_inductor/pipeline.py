@@ -57,6 +57,10 @@ def _fuses(_graph: Graph, record: Record) -> bool:
     return record.policy.fuses
 
 
+def _wraps(_graph: Graph, record: Record) -> bool:
+    return record.wraps
+
+
 def _trains(graph: Graph, _record: Record) -> bool:
     return training(graph)
 
@@ -108,7 +112,7 @@ class Pass:
 ON_DYNAMO = (
     Pass("idioms", raise_idioms, stage="0_before"),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
-    Pass("late_gradients", late_gradients.separate),
+    Pass("late_gradients", late_gradients.separate, _wraps),
 )
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
