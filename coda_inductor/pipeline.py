@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
-from coda_inductor.compat import without_saved_tensors_hooks
+from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
@@ -31,7 +31,8 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.record import Record
-from coda_inductor.refusal import failed
+from coda_inductor.refusal import failed, refuse
+from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.decompose import decompose, decompose_most
@@ -83,6 +84,12 @@ def _decide(graph: Graph, record: Record) -> None:
         most = MANY if options.tune == "always" else SOME
         return Tuner(store, device, options.tune_seconds, most)
 
+    if getattr(virtualized, "aot_compilation", False) and not options.aot:
+        text = "programs of AOTInductor's run without Python, which launches our kernels"
+        why = refuse("aot-inductor", text)
+        warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
+        record.policy = Policy(options, unwanted=why)
+        return
     record.policy = Policy.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
     if record.policy.compiles and not record.dry:
         pool.warm_up()
