@@ -150,14 +150,3 @@ def test_halves_that_are_no_floats_are_no_failure(dtype):
 
     harness = check(function, torch.ones(5, D, dtype=dtype), torch.ones(2 * HIDDEN, D, dtype=dtype))
     assert not harness.fused
-
-
-def test_a_product_that_a_nested_region_reads():
-    @torch.compiler.nested_compile_region
-    def region(x):
-        return x.sin()
-
-    def function(x, w):
-        return region(F.linear(x, w)) + 1
-
-    check_gradients(function, randn(5, D).requires_grad_(), randn(2 * HIDDEN, D).requires_grad_())
