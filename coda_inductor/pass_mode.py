@@ -153,7 +153,7 @@ def enabled(**options: Any) -> Iterator[None]:
 def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
     """The user's passes of both kinds, without ours: from ``options`` for torch.compile, else from
     Inductor's configuration."""
-    names = (DYNAMO, JOINT)
+    names = [name for name in (DYNAMO, JOINT) if hasattr(inductor_config, name)]
     return {name: _without(options.get(name, getattr(inductor_config, name))) for name in names}
 
 
@@ -178,10 +178,13 @@ def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
             "set it in torch._inductor.config"
         )
     check_names(Record(dataclasses.replace(settings, debug=False)))
-    if missing := lacking():
+    theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
+    missing = lacking() or [
+        f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in theirs
+    ]
+    if missing:
         warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
         return {}
-    theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
     return {
         DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode),
         JOINT: _JointPass(settings, theirs[JOINT], by_mode),

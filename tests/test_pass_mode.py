@@ -26,7 +26,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 import coda_inductor
-from coda_inductor import FallbackError, OptionError, op_by_op, pass_mode, report
+from coda_inductor import FallbackError, OptionError, log, op_by_op, pass_mode, report
 from coda_inductor.backend import coda
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.runtime import linear_cross_entropy
@@ -424,10 +424,17 @@ def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
 
 
 def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, caplog):
-    monkeypatch.setattr(pass_mode, "lacking", lambda: ["torch.nothing"])
+    log.forget_warnings()
+    with monkeypatch.context() as patch:
+        patch.setattr(pass_mode, "lacking", lambda: ["torch.nothing"])
+        with coda_inductor.enabled():
+            assert hooks() == (None, None)
+    monkeypatch.setattr(pass_mode, "DYNAMO", "pre_grad_pass_of_tomorrow")
     with coda_inductor.enabled():
         assert hooks() == (None, None)
+    assert infer(Block(), torch.randn(3, D), backend=coda)[0]["rms_norm"] == 1
     assert "has no torch.nothing" in caplog.text
+    assert "has no torch._inductor.config.pre_grad_pass_of_tomorrow" in caplog.text
 
 
 def test_torch_may_copy_its_configuration():
