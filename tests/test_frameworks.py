@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 
 import coda_inductor
-from coda_inductor import op_by_op
+from coda_inductor import op_by_op, report
 from coda_inductor.backend import coda
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
@@ -312,10 +312,16 @@ def test_torchao():
     assert fired["rms_norm"] == NORMS
     assert fired["swiglu"] == GATES
     same(ours["logits"], run("torchao", plain("torchao"))[0]["logits"], 1e-3)
-    both = BLOCKS["torchao"].replace("Int8WeightOnly", "Int8DynamicActivationInt8Weight")
+    both = [
+        text.replace("Int8WeightOnly", "Int8DynamicActivationInt8Weight")
+        for text in (BLOCKS["torchao"], plain("torchao"))
+    ]
     assert hasattr(quantization, "Int8DynamicActivationInt8WeightConfig")
-    _, fired = run("torchao", both)
+    report.forget()
+    ours, fired = run("torchao", both[0])
     assert set(fired) <= {"constant_mask"}
+    assert sum("is not a GEMM" in told for told in report.reports()[0].near_misses) >= NORMS
+    same(ours["logits"], run("torchao", both[1])[0]["logits"], 1e-3)
 
 
 def test_export():
