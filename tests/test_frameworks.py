@@ -343,10 +343,11 @@ def test_inductor():
     same(*grads)
 
 
-def test_aot_inductor(monkeypatch):
+def test_aot_inductor(monkeypatch, tmp_path):
     """With Inductor's code: that is what it is about."""
     program, _ = run("export")
     monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     ours, fired = run("aot_inductor", program=program["program"])
     same(ours["logits"], program["logits"], 1e-4)
     assert fired == {
