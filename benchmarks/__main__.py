@@ -244,6 +244,10 @@ def main() -> None:
         render(arguments[1:])
     elif arguments[:1] in (["grid"], ["families"]):
         grid_run.main(arguments[0], arguments[1:])
+    elif arguments[:1] == ["distributed"]:
+        from . import distributed_run  # torch's tensor parallelism takes a second to import
+
+        distributed_run.main(arguments[1:])
     else:
         measure(arguments)
 

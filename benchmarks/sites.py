@@ -4,14 +4,15 @@
 One layer is traced, forward and training, with sizes that are all different; what a site's N and K
 are made of is read off them, and every other width has the same sites. A plan shows only the sites
 that it prefers, so that it is made three times: everything that is fused wins, then several GEMMs
-in one kernel lose, then everything does.
+in one kernel lose, then everything does. What a plan with the measurements asks for beyond these,
+where some win and others lose, says :func:`asked`.
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -26,7 +27,7 @@ from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import Figures, key_of
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store
+from coda_inductor.select.store import Store, store_of
 
 from . import layer
 
@@ -53,6 +54,57 @@ def _resized(site: Site, m: int, width: tuple[int, int, int]) -> Site:
     sizes = {old_d: d, old_f: f, old_kv: kv, 2 * old_f: 2 * f, old_d + 2 * old_kv: d + 2 * kv}
     copied = tuple(sizes[k] for k in site.copied)
     return replace(site, m=m, n=sizes[site.n], k=sizes[site.k], copied=copied)
+
+
+class _Listener:
+    """Measures nothing; ``found``: what it was asked for."""
+
+    left: dict[str, Site] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, *_):
+        self.found: dict[str, Site] = {}
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        self.found |= {key_of(site): site for site in sites}
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def asked(width: tuple[int, int, int], m: int, dtype: torch.dtype) -> list[Site]:
+    """The sites of a layer, forward and training, that its plans would have measured now."""
+    listener, store = _Listener(), store_of(gpu_of(_device()))
+    for train in (False, True):
+        torch._dynamo.reset()
+        _plan(width, m, dtype, lambda *_: listener, store, train=train)
+    return list(listener.found.values())
+
+
+def _plan(
+    width: tuple[int, int, int],
+    m: int,
+    dtype: torch.dtype,
+    tuner: Callable[..., policy.Measurer],
+    store: Store,
+    *,
+    train: bool,
+) -> None:
+    """Plan one layer with what ``store`` knows; ``tuner`` makes what is asked to measure."""
+    with torch.device("meta"):
+        block = layer.Block(*width, "hf").to(dtype)
+        x0, y = (torch.empty(1, m, width[0], dtype=dtype) for _ in range(2))
+    inputs = [x.requires_grad_(train) for x in (x0, y)]
+    with (
+        mock.patch.object(policy, "store_of", return_value=store),
+        mock.patch.object(pipeline, "Tuner", tuner),
+        torch.set_grad_enabled(train),
+    ):
+        capture(block, tuple(inputs), {}, parse(None, {"tune": "always"}), as_if=_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class _Answers:
@@ -82,27 +134,13 @@ class _Answers:
 def _traced(dtype: torch.dtype) -> list[Site]:
     """The sites of the traced layer."""
     found: dict[str, Site] = {}
-    with torch.device("meta"):
-        block = layer.Block(*_TRACED, "hf").to(dtype)
-        x0, y = (torch.empty(1, _ROWS, _TRACED[0], dtype=dtype) for _ in range(2))
-    device = torch.device("cuda", torch.cuda.current_device())
     answers = (lambda _: False, _several, lambda _: True)
     for train in (False, True):
-        inputs = [x.requires_grad_(train) for x in (x0, y)]
         for loses in answers:
             with tempfile.TemporaryDirectory() as folder:
-                store = Store(gpu_of(device), Path(folder))
-
-                def tuner(_store, _device, _seconds, _most, store=store, loses=loses):
-                    return _Answers(store, found, loses)
-
-                with (
-                    mock.patch.object(policy, "store_of", lambda _, store=store: store),
-                    mock.patch.object(pipeline, "Tuner", tuner),
-                    torch.set_grad_enabled(train),
-                ):
-                    options = parse(None, {"tune": "always"})
-                    capture(block, tuple(inputs), {}, options, as_if=device)
+                store = Store(gpu_of(_device()), Path(folder))
+                made = _Answers(store, found, loses)
+                _plan(_TRACED, _ROWS, dtype, lambda *_, made=made: made, store, train=train)
     return list(found.values())
 
 

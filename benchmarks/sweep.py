@@ -6,7 +6,8 @@
 
 ``measure`` first times every legal config of the kinds of sites (``select/kinds.py``) at three
 widths, then the sites of layers of all widths of the suite ``grid``, as traced by this torch, with
-the likeliest configs; both as ``python -m coda_inductor tune`` does. What was measured before (in
+the likeliest configs, and at last what these layers' plans still ask for; all as ``python -m
+coda_inductor tune`` does. What was measured before (in
 the cache) is not measured again, and what there is no time for is left out. ``fit`` needs no GPU:
 it fits, for each config, the four constants of ``coda_inductor.select.model`` by weighted least
 squares, prints how far the model's choices are from the measured best, and writes the table, with
@@ -16,7 +17,10 @@ the measured sites.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -29,7 +33,7 @@ import torch
 
 from coda_inductor.select import model
 from coda_inductor.select.device import H100, gpu_of
-from coda_inductor.select.figures import Figures, to_row
+from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import as_text, merged, store_of
@@ -38,7 +42,8 @@ from coda_inductor.tune.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import layer
-from benchmarks.sites import layers
+from benchmarks.grid import HALF
+from benchmarks.sites import asked, layers
 
 #: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
 SIZES = {
@@ -50,9 +55,19 @@ ROWS = {"1B": (512, 2048, 8192), "8B": (512, 2048, 8192), "70B": (8192,)}
 TRAINING_ROWS = {"1B": (2048, 8192), "8B": (8192,), "70B": (8192,)}
 VOCABULARY = 128256
 HEADS = ((VOCABULARY, 2048), (VOCABULARY, 4096), (50304, 1280))
-LAYERS = ("1B", "3B", "8B", "13B", "32B", "70B")
-#: What the model says least about comes first.
-LAYER_ROWS = (5000, 2048, 1000, 8192, 4096, 512, 16384)
+_ALL = ("1B", "3B", "8B", "13B", "32B", "70B")
+#: Layers by their rows: those of the suite ``grid``, what the model says least about first.
+LAYERS = {
+    5000: _ALL,
+    2048: _ALL,
+    1000: ("1B", "8B", "32B"),
+    512: _ALL,
+    8192: _ALL,
+    4096: _ALL,
+    16384: ("1B", "3B"),
+}
+#: How often the layers are planned: what one plan's sites take decides about the next one's.
+PLANS = 3
 #: Configs of a site that ship, and the spread from which on a site does not: something ran beside.
 _BEST, _CALM = 4, 0.03
 
@@ -115,9 +130,25 @@ def measure(out: Path, seconds: float, only: str) -> None:
 
     if only != "layers":
         batch("kinds", sites(), None)
-    widths = [layer.SIZES[size] for size in LAYERS]
-    for m in LAYER_ROWS if only != "kinds" else ():
+    for m, names in LAYERS.items() if only != "kinds" else ():
+        widths = [layer.SIZES[size] for size in names]
         batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), MANY // 2)
+    for turn in range(PLANS) if only != "kinds" else ():
+        batch(f"plans, time {turn + 1}", _asked(), MANY // 2)
+
+
+def _asked() -> list[Site]:
+    """What the plans of all layers still ask for, each once."""
+    cases = [
+        (layer.SIZES[size], m, torch.bfloat16) for m, names in LAYERS.items() for size in names
+    ]
+    cases += [(layer.SIZES[size], m, torch.float16) for size, m in HALF]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        min(12, len(os.sched_getaffinity(0))), spawn
+    ) as pool:
+        found = [site for sites in pool.map(asked, *zip(*cases, strict=True)) for site in sites]
+    return list({key_of(site): site for site in found}.values())
 
 
 def rows(measured: Mapping[str, Figures]) -> list[dict]:

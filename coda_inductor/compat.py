@@ -268,12 +268,14 @@ TORCH: dict[str, Private] = {
     ),
     # ops of torch's whose names say that they may go
     **{
-        name.lstrip("_"): Private(
-            f"torch.ops.aten.{name}.default", "is an op that graphs have", _UNMATCHED, f"no {name}"
+        path.rpartition(".")[2].lstrip("_"): Private(
+            f"torch.ops.{path}.default", "is an op that graphs have", _UNMATCHED, f"no {path}"
         )
-        for name in (
-            "_log_softmax", "_softmax", "_to_copy", "_unsafe_index_put",
-            "_unsafe_masked_index_put_accumulate", "_unsafe_view",
+        for path in (
+            "aten._log_softmax", "aten._softmax", "aten._to_copy", "aten._unsafe_index_put",
+            "aten._unsafe_masked_index_put_accumulate", "aten._unsafe_view",
+            "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
+            "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.wait_tensor",
         )
     },
 }  # fmt: skip
@@ -353,6 +355,11 @@ def storage(tensor: Tensor) -> int:
 def version(tensor: Tensor) -> int:
     """How often it was changed in place (``Tensor._version``); without it that is not noticed."""
     return getattr(tensor, "_version", 0)
+
+
+def micro_pipeline() -> bool:
+    """Is Inductor's asynchronous tensor parallelism on (``config._micro_pipeline_tp``)?"""
+    return bool(getattr(__getattr__("inductor_config"), "_micro_pipeline_tp", False))
 
 
 def schema(op: Any) -> Any:

@@ -35,6 +35,7 @@ from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
@@ -127,6 +128,7 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
+    Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),

@@ -109,6 +109,9 @@ _DO = {
     "intermediate-used": "Do not reuse values from inside the norm or gate (its statistics, the "
     "float32 copy): compute them again where they are needed.",
     "result-dtype": "Remove the cast in the middle of the idiom, or cast after it.",
+    "distributed-tensor": "For a gate, leave use_local_output=True (torch's default) in the styles "
+    "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "
+    "collectives, where nothing could be fused with it: nothing to do.",
     # attention
     "mask-size": "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
     "sequences to a few fixed lengths.",
@@ -136,6 +139,11 @@ _NOTHING = {
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, "
     "a gather, a graph break)",
+    "collective": "a collective needs all that each rank has before anything that follows; what "
+    "lies on either side is fused by itself. Under FSDP, which shards no product, norms and GEMMs "
+    "meet",
+    "async-tensor-parallel": "Inductor overlaps it with its collective, which gains more. Without "
+    "torch._inductor.config._micro_pipeline_tp it may be fused",
     "norm-no-gemm": "a norm that no projection reads stays with Inductor",
     "norm-squared": "the normalized tensor is multiplied by itself",
     "not-read": "the result is not used",

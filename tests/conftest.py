@@ -26,9 +26,9 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 #: Files that take longest, the longest first: pytest-xdist gives a file to one process, and a long
 #: one that starts last keeps that process busy after the others have ended.
 SLOW = (
-    "test_benchmarks_train", "test_benchmarks", "test_benchmarks_grid", "test_compile",
-    "test_failing_passes", "test_fuzz_training", "test_fuzz_inference", "test_inductor",
-    "test_training_contexts", "test_torch_tests", "test_demo",
+    "test_distributed", "test_benchmarks_train", "test_benchmarks", "test_benchmarks_grid",
+    "test_compile", "test_failing_passes", "test_fuzz_training", "test_fuzz_inference",
+    "test_inductor", "test_training_contexts", "test_torch_tests", "test_demo",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def fitted(tmp_path_factory):
 def test_the_table_is_a_gpus(fitted):
     gpu = read(fitted[0])
     assert (gpu.name, gpu.processors, gpu.bytes_per_us) == (HOPPER.name, 132, 3.3e6)
-    assert (gpu.host_bound_us, gpu.capability) == (H100.host_bound_us, (9, 0))
+    assert (gpu.host_gemm_us, gpu.capability) == (H100.host_gemm_us, (9, 0))
     assert gpu.table == fitted[0]
 
 
@@ -131,12 +131,12 @@ def test_a_table_is_fitted_again_with_its_own_constants(fitted, tmp_path):
     path, found = fitted
     target, source = tmp_path / path.name, tmp_path / "out.json"
     known = json.loads(path.read_text())
-    known["constants"]["host_bound_us"] = 11.0
+    known["constants"]["host_gemm_us"] = 11.0
     target.write_text(json.dumps(known))
     source.write_text(as_text(HOPPER, found, Device(3.4e6, 1.9)))
     sweep.fit([source], target)
     gpu = read(target)
-    assert (gpu.host_bound_us, gpu.bytes_per_us) == (11.0, 3.4e6)
+    assert (gpu.host_gemm_us, gpu.bytes_per_us) == (11.0, 3.4e6)
 
 
 def test_sites_are_measured_once_each():
@@ -169,6 +169,25 @@ def test_the_sites_of_layers_of_any_width(traced):
     assert {(8192, 2048), (2048, 8192), (512, 2048), (2048, 2048)} <= names
     assert any(site.program.paired for site in one)
     assert any(site.terms > 1 for site in one)
+
+
+def test_plans_ask_for_what_is_left(traced, tmp_path, monkeypatch):
+    """Where an answer makes a plan choose other sites, these are asked for, until none is left."""
+    monkeypatch.setattr(sites, "store_of", lambda _: store)
+    store, width, rounds = Store(HOPPER, tmp_path), (2048, 8192, 512), 0
+    while left := sites.asked(width, 8192, torch.bfloat16):
+        rounds += 1
+        # Kernels of one GEMM win, all others lose.
+        store.add({
+            key_of(s): figures({str(legal_configs(s.program)[0]): 2.0 if _several(s) else 1.0}, 1.5)
+            for s in left
+        })  # fmt: skip
+        assert rounds < 5
+    assert rounds > 1
+
+
+def _several(site) -> bool:
+    return site.program.paired or site.terms > 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "coda_inductor"
 #: Folders that stand for no room: what is in them is about all rooms, or is no test.
 ELSEWHERE = {
+    "distributed": "several ranks through everything",
     "fuzz": "random programs through everything",
     "gpu": "kernels that run",
     "models": "whole models through everything",

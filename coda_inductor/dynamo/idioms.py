@@ -129,6 +129,9 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     want = value(match.root)
     mode = getattr(want, "fake_mode", None)
     if not isinstance(want, torch.Tensor) or mode is None:
+        if isinstance(want, torch.Tensor):
+            text = f"it is computed on a {type(want).__name__}, which torch's own ops take apart"
+            return refuse("distributed-tensor", text)
         return refuse("not-recorded", "no fake value is recorded")
     with mode:
         have = pattern.call(*map(_fake, pattern.arguments(match)))

@@ -18,6 +18,7 @@ from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import ALIASES, fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
+from coda_inductor.refusal import Refusal
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 from coda_inductor.tracing import Traced
@@ -114,10 +115,7 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
 
 def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> str:
     """What the GPU would make of it, by the costs that the gate asks for."""
-    if (
-        options.gate == "auto"
-        and (small := gate.host_bound(_shapes(graphs), gpu_of(result.device))) is not None
-    ):
+    if options.gate == "auto" and (small := _host_bound(result, graphs)) is not None:
         return f"On {result.gpu} the gate would leave all of it to Inductor: {small}."
     estimates = [s.estimate for s in result.fused if s.estimate]
     refused: dict[str, list[str]] = {}
@@ -132,6 +130,11 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     commonest = sorted(refused.values(), key=len, reverse=True)[:3]
     said = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
     return f"{text}. The others would not: {said}."
+
+
+def _host_bound(result: Explanation, graphs: list[Captured]) -> Refusal | None:
+    gpu = gpu_of(result.device)
+    return gate.host_bound(_shapes(graphs), gpu, training=result.training)
 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:

@@ -29,8 +29,10 @@ from coda_inductor.explanation.naming import (
     traffic_words,
 )
 from coda_inductor.explanation.result import Explanation, Saved, places
+from coda_inductor.mainloop.usage import usage
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import SiteReport
+from coda_inductor.runtime import pool
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import Gpu, gpu_of
 from coda_inductor.select.division import divide
@@ -125,9 +127,15 @@ def _config_words(site: SiteReport, gpu: Gpu) -> str:
     if not config or site.program is None:
         return ""
     m, n, _ = site.shape
-    return (
-        f"{config} at {shape_text(site)}: {divide(site.program, Config.parse(config), m, n, gpu)}"
-    )
+    division = divide(site.program, Config.parse(config), m, n, gpu)
+    return f"{config} at {shape_text(site)}: {division}{_spilled(site.program, config, gpu)}"
+
+
+def _spilled(program: EpilogueProgram, config: str, gpu: Gpu) -> str:
+    """What the kernel's object file says of its registers, if it was compiled before."""
+    files = pool.compiled(program.to_json(), config, "{}{}".format(*gpu.capability))
+    known = [found for found in map(usage, files) if found is not None]
+    return f"; {max(known, key=lambda use: use.spilled)}" if known else ""
 
 
 def _sources(rows: list[Row], gpu: Gpu) -> list[Source]:

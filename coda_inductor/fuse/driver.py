@@ -13,10 +13,11 @@ from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.grow import grow
 from coda_inductor.fuse.lower import SITE, lower
-from coda_inductor.fuse.pair import pair_with
+from coda_inductor.fuse.pair import beside, pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
+from coda_inductor.graph.collectives import ahead, between, overlapped
 from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, producer
 from coda_inductor.graph.nodes import (
     elementwise,
@@ -34,12 +35,15 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import Choice
+from coda_inductor.select.site import Site
 
 #: How one region may be grown, with nodes that must stay outside; None where it cannot be at all.
 Make = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
 #: What was measured changes the plan, whose new sites are measured; mostly once.
 _ROUNDS = 4
+#: By which part less time one launch must take than two that were measured in other runs.
+CLEAR = 0.02
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
@@ -141,11 +145,13 @@ class _Planner:
         if self.policy.dry:
             site = replace(site, estimate=self.policy.estimate_plain(anchor))
         alone = Region((anchor,))
-        if (why := self.policy.legal(anchor)) is not None:
+        if (why := overlapped(anchor) or self.policy.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
             return alone, replace(site, refusal=_excused(anchor, why)), None
+        if (shared := self._shared(anchor, site)) is not None:
+            return shared
         first: Refusal | None = None
         for make in self._candidates(anchor):
             try:
@@ -164,6 +170,38 @@ class _Planner:
                 continue
             return region, found, choice
         return alone, replace(site, refusal=_excused(anchor, first)), None
+
+    def _shared(
+        self, anchor: Node, site: SiteReport
+    ) -> tuple[Region, SiteReport, Choice | None] | None:
+        """The plan of ``anchor`` with a GEMM of the same A in one launch, if measured to take less
+        time than the two by themselves; else None."""
+        try:
+            region = self._grown(lambda banned: beside(anchor, self.scope, banned))
+            if region is None:
+                return None
+            check_views(region)
+            planned = self._site(region)
+            if not self.policy.speaks(planned):
+                return None
+            found, choice = self._judged(region, site)
+            alone = [self._us_alone(each) for each in region.anchors]
+        except NoRegionError:
+            return None
+        if choice.how != "kernel" or not choice.measured or choice.fused_us is None:
+            return None
+        two = sum(us for us in alone if us is not None)
+        wins = None not in alone and choice.fused_us * (1 + CLEAR) <= two
+        return (region, found, choice) if wins else None
+
+    def _us_alone(self, anchor: Node) -> float | None:
+        """What ``anchor`` takes by itself, if that was measured."""
+        region = self._grown(lambda banned: grow((anchor,), self.scope, banned))
+        return None if region is None else self.policy.measured_us(self._site(region))
+
+    def _site(self, region: Region) -> Site:
+        planned = site_of(region, region.program(), self._read_after(region))
+        return replace(planned, name=_name(region.anchors))
 
     def _unplanned(self, anchor: Node) -> SiteReport:
         a, b = gemm_inputs(anchor)
@@ -196,10 +234,8 @@ class _Planner:
         return region
 
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
-        program = region.program()
+        planned = self._site(region)
         patterns = sorted({name for name, _ in _patterns(region)})
-        planned = site_of(region, program, self._read_after(region))
-        planned = replace(planned, name=_name(region.anchors))
         if patterns == ["epilogue"] and not self.record.enabled("epilogue"):
             return site, Choice("unfused", refusal=_disabled("epilogue"))
         choice = self.policy.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
@@ -214,11 +250,11 @@ class _Planner:
             absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
             bytes_before=before,
             bytes_after=after,
-            stops=tuple(why.at(_short(n), n.name) for n, why in region.refusals.items()),
+            stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
             estimate=self.policy.estimate(planned) if self.policy.dry else None,
             how=choice.how,
             refusal=choice.refusal,
-            program=program,
+            program=planned.program,
             config=choice.config,
             fused_us=choice.fused_us,
             unfused_us=choice.unfused_us,
@@ -273,8 +309,15 @@ def _short(node: Node) -> str:
 def _nothing_absorbed(region: Region) -> Refusal:
     """Why: the first neighbour's reason."""
     for node, why in region.refusals.items():
-        return why.within(f"nothing to absorb ({node.name}: {{}})")
+        return _stop(node, why).within(f"nothing to absorb ({node.name}: {{}})")
     return refuse("not-read", "its result is not used")
+
+
+def _stop(node: Node, why: Refusal) -> Refusal:
+    """Why ``node`` was not absorbed: ``why``, but where it leads to a collective, that."""
+    if (collective := ahead(node)) is None:
+        return why
+    return between(collective, "this GEMM and what follows")
 
 
 def _patterns(region: Region) -> set[tuple[str, str]]:

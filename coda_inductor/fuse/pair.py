@@ -13,9 +13,17 @@ Valid because elementwise work on two products of one shape needs only their til
 place. Refuses when something else of the forward pass reads one of the two products: it would have
 to be stored, and then loading it in the second GEMM's epilogue costs no more. What the backward
 pass reads is stored beside the result.
+
+Products that never meet (k and v of an attention with few key heads) may share a kernel as well:
+one launch with twice the tiles, where each alone leaves most processors without one::
+
+    k = (x @ Wk) * r; v = (x @ Wv) * r   ->   gemm_epilogue([x], [Wk, Wv], [r]): store v0, v1
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from torch.fx import Node
 
@@ -29,21 +37,41 @@ from coda_inductor.graph.sizes import same
 
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
+    return next((r for r in _regions(anchor, scope, banned) if _meet(r, scope)), None)
+
+
+def beside(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
+    """The region of ``anchor`` and a later GEMM of the same A, if any, both with work of their own
+    that never meets the other's. A matter of launches alone: only a measurement can say that it
+    wins."""
+    return next(filter(_apart, _regions(anchor, scope, banned)), None)
+
+
+def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
+    """Of ``anchor`` and each later GEMM of the same A whose weight is like its own."""
     a, b = gemm_inputs(anchor)
     for other in sorted(_readers(a)):
         if other is anchor:
             continue
         if other < anchor or not scope.same_side(anchor, other):
             continue
-        if not _alike(b, gemm_inputs(other)[1]):
+        if not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
             continue
-        try:
-            region = grow((anchor, other), scope, banned)
-        except NoRegionError:
-            continue
-        if _meet(region, scope):
-            return region
-    return None
+        with contextlib.suppress(NoRegionError):
+            yield grow((anchor, other), scope, banned)
+
+
+def _needs(later: Node, earlier: Node) -> bool:
+    """Is ``later`` made of ``earlier``? By its weight: the left operand is both's."""
+    todo, seen = [later], set()
+    while todo:
+        node = todo.pop()
+        if node is earlier:
+            return True
+        found = [n for n in node.all_input_nodes if n not in seen and not n < earlier]
+        seen.update(found)
+        todo += found
+    return False
 
 
 def _readers(a: Node) -> set[Node]:
@@ -68,15 +96,28 @@ def _alike(left: Node, right: Node) -> bool:
 def _meet(region: Region, scope: Scope) -> bool:
     """Does some value that leaves the tile depend on both products, and does every other one leave
     it for the backward pass only?"""
-    reach: dict[object, frozenset[str]] = {"acc0": frozenset({"acc0"}), "acc1": frozenset({"acc1"})}
-    for step in region.steps:
-        reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
+    reach = _reach(region)
     leaving = dict(region.stored())
     leaving |= {r.value: [] for r in region.reduces.values() if r.value not in leaving}
     single = [nodes for value, nodes in leaving.items() if len(reach.get(value, ())) < 2]
     readers = [u for nodes in single for n in nodes for u in _readers_of(n, region)]
     forward = any(u.op == "output" or u in scope.forward for u in readers)
     return len(single) < len(leaving) and all(single) and not forward
+
+
+def _apart(region: Region) -> bool:
+    """Does every value depend on one product only, and is something done to each?"""
+    lanes = list(_reach(region).values())
+    worked = [reached for reached in lanes[len(region.accs) :] if reached]
+    return all(len(reached) < 2 for reached in lanes) and len(set(worked)) == len(region.accs)
+
+
+def _reach(region: Region) -> dict[object, frozenset[str]]:
+    """Value -> the products that it depends on."""
+    reach: dict[object, frozenset[str]] = {acc: frozenset({acc}) for acc in region.accs}
+    for step in region.steps:
+        reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
+    return reach
 
 
 def _readers_of(node: Node, region: Region) -> list[Node]:

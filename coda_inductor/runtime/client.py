@@ -28,7 +28,7 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 
 _PROGRAM = Path(__file__).with_name("server.py")
-_MOST = 16  # workers of one process, unless CODA_COMPILE_WORKERS says more
+_MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
 _GRACE = 1.0  # seconds for a server to end by itself
 
 
@@ -144,14 +144,14 @@ class Server:
 
 
 def workers() -> int:
-    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else as many as
-    the cores that it may use, shared with the other ranks of this host, at most 16."""
+    """How many compile workers this process may have: ``CODA_COMPILE_WORKERS``, else its part of
+    what all ranks of this host share: as many as the cores that it may use, at most 16."""
     return _workers(os.environ.get("CODA_COMPILE_WORKERS", ""))
 
 
 @functools.lru_cache(maxsize=8)
 def _workers(text: str) -> int:
-    default = max(1, min(len(os.sched_getaffinity(0)) // _ranks(), _MOST))
+    default = max(1, min(len(os.sched_getaffinity(0)), _MOST) // ranks()[1])
     if not text:
         return default
     try:
@@ -168,10 +168,12 @@ def _workers(text: str) -> int:
     return default
 
 
-def _ranks() -> int:
-    """Processes of this job on this host, as torchrun says."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(text)) if text.isdecimal() else 1
+def ranks() -> tuple[int, int]:
+    """Which process of this job on this host it is, and of how many, as torchrun says; (0, 1) where
+    nobody does."""
+    rank, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    size = max(1, int(count)) if count.isdecimal() else 1
+    return int(rank) % size if rank.isdecimal() else 0, size
 
 
 def _environment(arch: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user should hear once a process, before the first model compiles: that no kernel will run,
-and that this torch is one that nobody tested.
+"""What a user should hear once a process, before a model compiles: that no kernel will run, that
+this torch is one that nobody tested, and that DistributedDataParallel takes the model apart.
 
-Neither is an error, also not with ``strict``: that is about a site that fails where others work.
+None is an error, also not with ``strict``: that is about a site that fails where others work.
 Where there are no kernels at all, programs run as plain torch ops, and that is how models are
 developed and tested on a CPU. ``options={"reference": True}`` says that it is meant.
 """
@@ -24,7 +24,7 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 
-#: What this process was told already: "torch", "kernels".
+#: What this process was told already: "torch", "kernels", "ddp".
 told: set[str] = set()
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
@@ -37,6 +37,15 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
             "torch",
             f"{why}. A pass that meets something new leaves its graph to Inductor; should numbers "
             "be wrong, please report it, and compare with backend='inductor'",
+        )
+    if cut_by_ddp(gm):
+        _tell(
+            "ddp",
+            "DistributedDataParallel cut this graph at its gradient buckets, in the middle of "
+            "norms and gates: little of it fuses. Set torch._dynamo.config.optimize_ddp = False "
+            "and compile the blocks of the model (for block in model.layers: "
+            "block.compile(backend='coda')) before DistributedDataParallel(model): gradients then "
+            "travel while the block in front computes. docs/distributed.md compares the ways",
         )
     if "kernels" not in told and (reason := no_kernels(gm, inputs, options)) is not None:
         _tell(
@@ -60,6 +69,13 @@ def no_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Refu
         return refuse("no-kernels-on-device", text)
     asked = options.gate == "auto" and options.tune == "never"
     return gate.unmeasured(gpu_of(gpu)) if asked else None
+
+
+def cut_by_ddp(gm: GraphModule) -> bool:
+    """Is ``gm`` a piece of the graph that Dynamo captured? Torch's DDPOptimizer says so of each
+    that it makes; a graph that fits into one bucket it hands over whole, and says nothing."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    return "DDPOptimizer" in str(getattr(why, "reason", ""))
 
 
 def _has_product(gm: GraphModule) -> bool:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +33,7 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.runtime.client import LostError, Server, workers
+from coda_inductor.runtime.client import LostError, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest
 
 
@@ -52,7 +54,7 @@ def submit(requests: list[KernelRequest]) -> int:
     requests = [_resolved(r) for r in requests]
     with _lock:
         missing = [r for r in dict.fromkeys(requests) if r not in _jobs and not is_ready(r)]
-        for request in missing:
+        for request in _own_first(missing):
             _start(request)
     return len(missing)
 
@@ -117,6 +119,20 @@ def is_ready(request: KernelRequest) -> bool:
         return False
 
 
+def compiled(program: str, config: str, arch: str) -> list[Path]:
+    """The object files of a program's kernels with a config, however A and B are read, that are in
+    the on-disk cache."""
+    if library_stack() is not None:
+        return []
+    ways = itertools.product("kn", "km", (False, True), ("", "straight", "crossed"))
+    found = []
+    for b_major, a_major, swap, joined in ways:
+        request = KernelRequest(program, config, b_major, a_major, swap, joined, arch)
+        with contextlib.suppress(OSError):
+            found.append(Path(_marker(request).read_text()))
+    return [path for path in found if path.exists()]
+
+
 def _outcome(request: KernelRequest, deadline: float) -> str | None:
     with _lock:
         job = _jobs.get(request)
@@ -133,6 +149,14 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
         if _jobs.get(request) == job:
             del _jobs[request]
     return error
+
+
+def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:
+    """All ranks of a host ask for the same: each begins at a place of its own, and finds the
+    others' kernels on disk by the time it comes to them (``worker.compile_kernel``)."""
+    rank, count = ranks()
+    first = len(requests) * rank // count
+    return [*requests[first:], *requests[:first]]
 
 
 def _start(request: KernelRequest) -> None:

@@ -39,7 +39,11 @@ def prepare(arch: str) -> None:
 
 def compile_kernel(request: KernelRequest, marker: Path, folder: str | None) -> str | None:
     """Compile one kernel into QuACK's on-disk cache under ``folder``, then write the object file's
-    path into ``marker``. Returns an error text or None."""
+    path into ``marker``. Returns an error text or None. One that another process has compiled since
+    it was asked for is not compiled again."""
+    with contextlib.suppress(OSError):
+        if Path(marker.read_text()).exists():
+            return None
     try:
         path = _compile(request, folder)
         if not path.exists():

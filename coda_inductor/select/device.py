@@ -29,10 +29,9 @@ class Gpu:
         smem_bytes: shared memory that one CTA may have.
         bytes_per_us: what an elementwise kernel of Inductor's reaches.
         launch_us: what launching one takes the GPU.
-        host_bound_us: a launch of ours costs the host more than one of cuBLAS. Where a graph's
-            GEMMs take less than this on average, the GPU waits for the host, and fusing makes it
-            wait longer. Llama-3.2-1B on an H100: 19 us (512 tokens) lost 17 %, 49 us (2048 tokens)
-            won 13 %.
+        host_call_us, host_gemm_us: a call of a graph takes the host so long (guards), and each GEMM
+            that is fused, with all around it, so much longer (``benchmarks/host_steps.py``).
+        host_step_us, host_trained_us: the same of a training step, with autograd.
         op_us: one multiplication for each million accumulator elements, on the whole GPU.
         op_shows, op_shows_lean: the share of it that shows where one warpgroup's epilogue runs
             beside the other's main loop: more with small buffers, at which the warps wait for each
@@ -51,7 +50,10 @@ class Gpu:
     smem_bytes: int
     bytes_per_us: float
     launch_us: float = 2.0
-    host_bound_us: float = 48.0
+    host_call_us: float = 55.0
+    host_gemm_us: float = 21.0
+    host_step_us: float = 630.0
+    host_trained_us: float = 40.0
     op_us: float = 0.03
     op_shows: float = 0.5
     op_shows_lean: float = 0.9

@@ -8,7 +8,6 @@ operands and writes the stores, then one more kernel if there are reductions ove
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from coda_inductor.program import EpilogueProgram
@@ -24,17 +23,27 @@ MARGINS = {"here": 1.0, "shipped": 1.0, "measured": 1.0, "modelled": 1.01, "larg
            "borrowed": 1.05, "smaller": 1.1, "unknown": float("inf")}  # fmt: skip
 
 
-def host_bound(gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100) -> Refusal | None:
-    """Why a graph's GEMMs, each (M, N, K), are left to cuBLAS whatever surrounds them, or None.
+#: How much longer than expected launching may take and still not be the limit: processors differ,
+#: and a training step's host time by a quarter from one step to the next.
+_HOST = 1.25
+
+
+def host_bound(
+    gemms: Sequence[tuple[int, int, int]], gpu: Gpu = H100, *, training: bool = False
+) -> Refusal | None:
+    """Why a graph's GEMMs, each (M, N, K), are left to cuBLAS whatever surrounds them, or None:
+    the GPU would wait for the host, and a launch of ours takes the host longer than one of cuBLAS.
 
     CUDA graphs lift this limit: the host then launches nothing.
     """
-    mean = statistics.fmean(cublas_us(m, n, k, gpu) for m, n, k in gemms)
-    if mean >= gpu.host_bound_us:
+    us = sum(cublas_us(m, n, k, gpu) for m, n, k in gemms)
+    each = gpu.host_trained_us if training else gpu.host_gemm_us
+    host = (gpu.host_step_us if training else gpu.host_call_us) + len(gemms) * each
+    if us >= _HOST * host:
         return None
     text = (
-        f"too small: the graph's GEMMs take {mean:.0f} us on average, so the host is the limit "
-        "(options['gate'] = 'always' fuses anyway)"
+        f"too small: the graph's GEMMs take {us:.0f} us, launching them {host:.0f} us, so the host "
+        "is the limit (options['gate'] = 'always' fuses anyway)"
     )
     return refuse("too-small", text)
 

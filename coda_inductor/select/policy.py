@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import inductor_config
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
@@ -148,7 +149,9 @@ class Policy:
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
-            too_small = None if cuda_graphs else gate.host_bound(shapes, gpu)
+            too_small = (
+                None if cuda_graphs else gate.host_bound(shapes, gpu, training=training(graph))
+            )
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
         wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
@@ -251,6 +254,21 @@ class Policy:
         if tuning.wants(choice):
             tuning.asked.append(site)
         return choice
+
+    def speaks(self, site: Site) -> bool:
+        """Is there a measurement of ``site``, or will there be one in any case? For what is worth
+        none of its own, and nothing without it."""
+        if self.options.gate != "auto" or self.options.reference or self.store is None:
+            return False
+        known = self.store.find(site) is not None
+        return known or (self.tuning is not None and self.tuning.every)
+
+    def measured_us(self, site: Site) -> float | None:
+        """What ``site`` takes the better way, if that was measured; else it is asked for."""
+        choice = self._judged(site)
+        if not choice.measured:
+            return None
+        return choice.fused_us if choice.how == "kernel" else choice.unfused_us
 
     def estimate(self, site: Site) -> Estimate:
         """What would be chosen on the graph's GPU; on an H100 where it is on none."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 #: Rounds that warm the clock, and the most and fewest that count.
-_WARM, _MOST, _FEWEST = 3, 40, 9
-_SECONDS = 0.5
+_WARM, _MOST, _FEWEST = 3, 40, 15
+_SECONDS = 0.8
 #: Spread from which on something else runs beside, and how often it is then tried again.
 _CALM, _AGAIN = 0.02, 2
 #: Microseconds that the read takes at least.

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from programs import programs
 
+from coda_inductor.mainloop.usage import Usage, usage
 from coda_inductor.select.config import Config, mainloop_stages
 
 pytest.importorskip("quack")
@@ -23,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 ARCHS = ("90", "100", "120")
 #: One of each kind of store, reduction, pairing and join: architectures differ in their code.
 KERNELS = (
-    "rms_partial,layer_partial,swiglu,paired_rows,chain,row_statistics,"
+    "rms_partial,layer_partial,swiglu,paired_rows,beside,chain,row_statistics,"
     "norm_bwd/straight,norm_bwd/crossed"
 )
 #: Hopper alone has lean epilogues, and the most tiles and schedules.
@@ -161,3 +162,25 @@ def test_terms_whose_k_is_split_are_refused(joined):
     config = Config.parse("64x64:1x1:co:k2")
     with pytest.raises(ValueError, match="64x64:1x1:co:k2 splits K"):
         build(programs()["norm_bwd"], config, b_major="n", joined=joined)
+
+
+def test_an_object_file_says_what_its_kernel_takes(hopper, tmp_path):
+    """A GEMM's threads have no stack but for registers that did not fit."""
+    objects = sorted((hopper[0] / "kernels").rglob("*.o"))
+    found = [usage(path) for path in objects]
+    assert all(0 < each.registers <= 255 and each.spilled % 4 == 0 for each in found)
+    assert "no register spilled" in map(str, found)
+    data = objects[0].read_bytes()
+    # The record of a function's stack: its form, what it is, eight bytes: the function, the stack.
+    record = data.index(bytes([4, 0x11, 8, 0]))
+    spilling = tmp_path / "spilling.o"
+    spilling.write_bytes(data[: record + 8] + (72).to_bytes(4, "little") + data[record + 12 :])
+    assert usage(spilling) == Usage(found[0].registers, 72)
+    assert str(usage(spilling)) == "72 bytes of registers a thread spilled"
+
+
+@pytest.mark.parametrize("data", [b"", b"no object", b"\x7fELF" * 40])
+def test_what_is_no_object_file_says_nothing(data, tmp_path):
+    path = tmp_path / "other.o"
+    path.write_bytes(data)
+    assert usage(path) is None

@@ -11,6 +11,7 @@ import torch
 from passes import aten_graph, run_pass
 
 from coda_inductor.rewrite.borders import save_borders
+from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -24,7 +25,7 @@ from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 PASSES = (
     defer_norms, split_packed, slice_loss_gradient, gather_lookup_gradients, recompute_in_backward,
-    keep_tables, reshapes_to_views, refresh_views, save_borders,
+    keep_tables, reshapes_to_views, refresh_views, save_borders, merge_collectives,
 )  # fmt: skip
 
 

@@ -52,6 +52,9 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
     assert pool.submit([good]) == 0
     other_majors = dataclasses.replace(good, b_major="n")
     assert not pool.is_ready(other_majors)
+    assert pool.compiled(good.program, good.config, "90") == [*tmp_path.rglob("*.o")]
+    assert pool.compiled(good.program, good.config, "100") == []
+    assert pool.compiled(bad.program, bad.config, "90") == []
 
 
 def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
@@ -77,6 +80,18 @@ def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
     assert worker.compile_kernel(request, kernel / "marker", None) is None
     assert worker.compile_kernel(request, tmp_path / "marker", None) is None
     assert (tmp_path / "marker").read_text() == str(kernel)
+
+
+def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
+    kernel, marker = tmp_path / "kernel.o", tmp_path / "marker"
+    compiled = []
+    monkeypatch.setattr(worker, "_compile", lambda *_: compiled.append(kernel) or kernel)
+    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+    write(marker, str(kernel))  # of a kernel that somebody has deleted
+    assert worker.compile_kernel(request, marker, None) is not None
+    kernel.touch()
+    assert worker.compile_kernel(request, marker, None) is None
+    assert compiled == [kernel]
 
 
 def test_deadline_is_kept():

@@ -284,21 +284,33 @@ def test_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "ranks", "want"),
     [
-        (128, "8", 16),
-        (64, "8", 8),
-        (16, "8", 2),
+        (128, "8", 2),
+        (128, "2", 8),
+        (12, "2", 6),
+        (16, "64", 1),
         (4, "8", 1),
         (128, "1", 16),
         (4, "", 4),
         (4, "x", 4),
     ],
 )
-def test_ranks_of_a_host_share_its_cores(cores, ranks, want, monkeypatch):
+def test_ranks_of_a_host_share_one_pool_of_workers(cores, ranks, want, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.delenv("CODA_COMPILE_WORKERS")
     client._workers.cache_clear()
     assert client.workers() == want
+
+
+@pytest.mark.parametrize(("rank", "want"), [("0", "0123456"), ("1", "3456012"), ("", "0123456")])
+def test_each_rank_begins_with_other_kernels(rank, want, tmp_path, monkeypatch):
+    """All ask for the same ones: what the others have compiled meanwhile is there."""
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    wanted = [ask(f"open({str(tmp_path / 'order')!r}, 'a').write('{i}')") for i in range(7)]
+    assert pool.wait(wanted) == dict.fromkeys(wanted)
+    assert (tmp_path / "order").read_text() == want
 
 
 def test_no_workers_leave_compiling_to_the_first_launch(monkeypatch):

@@ -33,9 +33,28 @@ def llama(m: int, d: int = 2048, f: int = 8192, kv: int = 512) -> list[tuple[int
 def test_small_layers_are_bound_by_the_host(tokens, bound):
     reason = gate.host_bound(llama(tokens))
     if bound:
-        assert "too small" in reason.text
+        assert "the host is the limit" in reason.text
     else:
         assert reason is None
+
+
+def test_a_training_step_takes_the_host_longer():
+    """Autograd, once a step: what a layer alone waits for is little in a model of sixteen."""
+    layer = 3 * llama(2048, d=2304)
+    assert gate.host_bound(layer) is None
+    assert "too small" in gate.host_bound(layer, training=True).text
+    assert gate.host_bound(16 * layer, training=True) is None
+    quick = dataclasses.replace(H100, host_step_us=0.0, host_trained_us=20.0)
+    assert gate.host_bound(layer, quick, training=True) is None
+
+
+def test_a_joint_graph_is_a_training_step(monkeypatch):
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
+    graph = graph_of(2048)
+    assert Policy.of(parse(None, {}), graph).too_small is None
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("tangents_1")
+    assert Policy.of(parse(None, {}), graph).too_small is not None
 
 
 OUT = frozenset({"out0"})

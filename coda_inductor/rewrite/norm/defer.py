@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.grow import reaches
+from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs, producer
 from coda_inductor.graph.nodes import fake, place
@@ -96,6 +97,8 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
             return why.within(f"its GEMM {gemm.name} is not fused: {{}}")
     source = producer(norm.args[0])
     if source is None:
+        if (collective := behind(norm.args[0])) is not None:
+            return between(collective, "it and the GEMM that makes its input")
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
     if (why := legal(source)) is not None:
         return why.within(f"the GEMM that makes its input, {source.name}, is not fused: {{}}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.collectives import ahead, behind, between
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, terms
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
@@ -101,6 +102,8 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
                 if not same(fake(user).shape[-1], width):
                     return refuse("norm-reshaped", f"{user.name} reshapes its rows")
                 todo.append(user)
+            elif (collective := ahead(user)) is not None:
+                return between(collective, "it and the GEMMs that read it")
             else:
                 text = f"{user.name} ({user.target}) reads it and is not a GEMM"
                 return refuse("norm-read-elsewhere", text)
@@ -133,6 +136,8 @@ def _gradient(statistics: list[Node], found: Uses) -> Refusal | None:
         return refuse("norm-statistics-read", "its rstd is read")
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:
+        if (collective := behind(found.backward.args[0])) is not None:
+            return between(collective, "its gradient and the GEMMs that make it")
         return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
     if len(found.backward.args[0].users) != 1:
         return refuse("norm-gradient", "its gradient is read elsewhere")

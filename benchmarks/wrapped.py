@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How people wrap a model for several GPUs, with stock PyTorch: FSDP2, DDP, tensor parallel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from .measure import device, register
+
+#: What each linear layer of a Llama is under tensor parallelism.
+_PLAN = {
+    "self_attn.q_proj": ColwiseParallel,
+    "self_attn.k_proj": ColwiseParallel,
+    "self_attn.v_proj": ColwiseParallel,
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.gate_proj": ColwiseParallel,
+    "mlp.up_proj": ColwiseParallel,
+    "mlp.down_proj": RowwiseParallel,
+}
+
+
+def _compile(modules: Sequence[nn.Module], backend: str | None) -> None:
+    """In place, as ``module.compile()`` does; None leaves them eager."""
+    if backend is not None:
+        register(backend)
+        for module in modules:
+            module.compile(backend=backend)
+
+
+def _sharded(model: nn.Module, backend: str | None, mesh: DeviceMesh, *, blocks: bool) -> nn.Module:
+    """FSDP2, parameters in float32 and computed with in bfloat16: a shard a decoder layer, and
+    either each layer or the whole model compiled."""
+    layers = list(model.model.layers)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if blocks:
+        _compile(layers, backend)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if not blocks:
+        _compile([model], backend)
+    return model
+
+
+def _blocks(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
+    """DDP around compiled decoder layers: the gradients of one are reduced while the backward pass
+    goes through the one in front."""
+    torch._dynamo.config.optimize_ddp = False
+    _compile(list(model.model.layers), backend)
+    return _parallel(model)
+
+
+def _inside(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
+    """DDP around a compiled module: one graph, gradients reduced behind it."""
+    torch._dynamo.config.optimize_ddp = False
+    _compile([model], backend)
+    return _parallel(model)
+
+
+def _outside(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
+    """DDP compiled: torch cuts the graph at the buckets of gradients."""
+    wrapped = _parallel(model)
+    _compile([wrapped], backend)
+    return wrapped
+
+
+def _parallel(model: nn.Module) -> nn.Module:
+    ids = [torch.cuda.current_device()] if device() == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def _tensor_parallel(model: nn.Module, backend: str | None, mesh: DeviceMesh) -> nn.Module:
+    """Every linear layer of the decoder over all ranks; norms, embedding and head on each."""
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, {name: style() for name, style in _PLAN.items()})
+    _compile([model], backend)
+    return model
+
+
+#: Name -> (dtype of the parameters, does each rank have a batch of its own, how to wrap a
+#: transformers Llama: a function of it, a backend or None, and the mesh of all ranks).
+WAYS: dict[str, tuple[torch.dtype, bool, Callable[..., nn.Module]]] = {
+    "fsdp_blocks": (torch.float32, True, functools.partial(_sharded, blocks=True)),
+    "fsdp_model": (torch.float32, True, functools.partial(_sharded, blocks=False)),
+    "ddp_blocks": (torch.bfloat16, True, _blocks),
+    "ddp_inside": (torch.bfloat16, True, _inside),
+    "ddp_outside": (torch.bfloat16, True, _outside),
+    "tensor": (torch.bfloat16, False, _tensor_parallel),
+}
+
+
+class Step:
+    """One training step of a wrapped model: loss, backward, AdamW.
+
+    Args:
+        model: wrapped, on the device.
+        tokens: (1, T) int64, inputs and labels.
+    """
+
+    def __init__(self, model: nn.Module, tokens: torch.Tensor):
+        self.model, self.tokens = model.train(), tokens
+        fused = tokens.is_cuda
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+
+    def __call__(self) -> torch.Tensor:
+        """The loss, before the step."""
+        loss: Any = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives in aten graphs: what one rank has is not what its GEMM made until all have met.
+
+Tracing through DTensor gives local tensors and torch's functional collectives: ``all_reduce``,
+``reduce_scatter_tensor`` and ``all_gather_into_tensor``, each followed by ``wait_tensor``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+
+from coda_inductor.compat import (
+    all_gather_into_tensor,
+    all_reduce,
+    micro_pipeline,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
+from coda_inductor.graph.gemms import GEMMS
+from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts
+from coda_inductor.refusal import Refusal, refuse
+
+#: Collectives whose result is a sum over ranks if their second argument says so.
+SUMS = (all_reduce, reduce_scatter_tensor)
+COLLECTIVES = (*SUMS, all_gather_into_tensor)
+#: Ops that carry elements elsewhere and compute nothing: what DTensor puts around a collective
+#: whose dimension is not the first.
+_MOVES = (aten.split.Tensor, aten.cat.default, aten.permute.default, aten.clone.default)
+_FAR = 64
+
+
+def is_wait(node: Any) -> bool:
+    """Does ``node`` wait for a collective?"""
+    return isinstance(node, Node) and node.target is wait_tensor
+
+
+def moves(node: Node) -> bool:
+    """Does ``node`` only move or rename elements, or wait for them?"""
+    picks = node.target is operator.getitem and node.args[0].target is aten.split.Tensor
+    return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
+
+
+def behind(node: Node) -> Node | None:
+    """The collective whose result ``node`` is elementwise computed from, the last one before it;
+    None where a GEMM is nearer, or none is near."""
+    todo = {node}
+    for _ in range(_FAR):
+        if not todo:
+            break
+        last = max(todo)
+        todo.remove(last)
+        if last.target in COLLECTIVES:
+            return last
+        if last.target in GEMMS:
+            return None
+        if last.op == "call_function" and (moves(last) or elementwise(last)):
+            todo.update(last.all_input_nodes)
+    return None
+
+
+def ahead(node: Node) -> Node | None:
+    """The collective that ``node`` is, or is moved into; None for anything else."""
+    todo = [node]
+    for _ in range(_FAR):
+        if not todo:
+            break
+        reader = todo.pop(0)
+        if reader.target in COLLECTIVES:
+            return reader
+        if moves(reader):
+            todo += reader.users
+    return None
+
+
+def between(collective: Node, what: str) -> Refusal:
+    """The refusal that names ``collective`` as what stands between ``what``."""
+    name = collective.target.overloadpacket.__name__
+    text = f"{name} ({collective.name}), for which ranks wait, stands between {what}"
+    return refuse("collective", text)
+
+
+def overlapped(gemm: Node) -> Refusal | None:
+    """Is ``gemm`` one that Inductor's asynchronous tensor parallelism, which is on, takes apart to
+    hide a collective behind it? Why it is left alone, or None."""
+    if not micro_pipeline():
+        return None
+    gathers = [
+        a for a in gemm.all_input_nodes if (c := _moved(a)) and c.target is all_gather_into_tensor
+    ]
+    after = [c for user in gemm.users if (c := ahead(user)) is not None]
+    if not gathers and all(c.target is not reduce_scatter_tensor for c in after):
+        return None
+    text = "Inductor's asynchronous tensor parallelism is on, and overlaps it with its collective"
+    return refuse("async-tensor-parallel", text)
+
+
+def _moved(node: Node) -> Node | None:
+    """The collective that ``node`` is a moved result of, or None."""
+    for _ in range(_FAR):
+        if node.target in COLLECTIVES or not moves(node) or not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    return node if node.target in COLLECTIVES else None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives that need not be: the same one twice, and each term of a sum by itself.
+
+Tensor parallelism a module at a time (``parallelize_module``) gathers one norm's result for gate
+and for up, for q, k and v, and reduces each of their gradients alone.
+
+Before::
+
+    n1 = wait(all_gather(n)); n2 = wait(all_gather(n)); g = n1 @ Wg; u = n2 @ Wu
+    dn = wait(reduce_scatter(dg @ Wg.T)) + wait(reduce_scatter(du @ Wu.T))
+
+After::
+
+    n1 = wait(all_gather(n)); g = n1 @ Wg; u = n1 @ Wu
+    dn = wait(reduce_scatter(dg @ Wg.T + du @ Wu.T))
+
+and the same with ``all_reduce``.
+
+Why it is valid: a functional collective is a function of its arguments, and the sum over ranks is
+linear. Every rank of a group runs the same program, so each leaves out the same collectives:
+whether it does must hang on nothing but the graph and options (no gate, no measurement, no device).
+
+What it enables: gate and up read one operand and can share a tile (torch merges equal gathers too,
+but after us), and the gradients' products add up in one. Of what is reduced in the backward pass,
+two fifths travel. The sum is rounded once.
+
+Refuses, silently: what lies on two sides of a joint graph or of a checkpoint's border; a result
+that leaves the graph; a term that somebody else reads; other reductions than sums and means; with
+Inductor's asynchronous tensor parallelism, which wants one product a collective, sums.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.compat import micro_pipeline, wait_tensor
+from coda_inductor.graph.collectives import COLLECTIVES, SUMS, is_wait, moves
+from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.gemms import is_sum
+from coda_inductor.graph.nodes import aten, fake, leaves, renames
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import same
+from coda_inductor.record import Record
+
+
+def merge_collectives(graph: Graph, record: Record) -> None:
+    """Apply the rewrite wherever it is valid, in place; counts each collective that is saved."""
+    found = any(node.target in COLLECTIVES for node in graph.nodes)
+    if not found or not record.enabled("collective"):
+        return
+    scope = Scope(graph)
+    saved = _merge_equal(graph, scope)
+    for node in [] if micro_pipeline() else list(graph.nodes):
+        if is_sum(node) and _merge_sum(graph, node, scope):
+            scope.refresh(graph)
+            saved += 1
+    record.fire("collective", saved)
+
+
+def _merge_equal(graph: Graph, scope: Scope) -> int:
+    """Keep the first of equal collectives, and of what waits for it or moves its result."""
+    first: dict[Hashable, Node] = {}
+    gone: list[Node] = []
+    moved: set[Node] = set()  # collectives, and what only moves their results
+    for node in graph.nodes:
+        if node.target not in COLLECTIVES and not (moves(node) and moved & {*node.all_input_nodes}):
+            continue
+        moved.add(node)
+        key = _key(node, scope)
+        known = first.setdefault(key, node) if key is not None else node
+        if known is not node and not _leaves(node):
+            node.replace_all_uses_with(known)
+            gone.append(node)
+    saved = sum(node.target in COLLECTIVES for node in gone)
+    for node in reversed(gone):
+        graph.erase_node(node)
+    return saved
+
+
+def _leaves(node: Node) -> bool:
+    """Is memory of ``node`` an output of the graph? What waits for it is another name of it."""
+    return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
+
+
+def _key(node: Node, scope: Scope) -> Hashable | None:
+    """What ``node`` computes, on which side and in which checkpoint; None where that is unknown."""
+    try:
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        hash(key)
+    except TypeError:
+        return None
+    return (*key, node in scope.forward, scope.recomputed(node), checkpoint(node))
+
+
+def _frozen(tree: Any) -> Hashable:
+    if isinstance(tree, dict):
+        return tuple(sorted((name, _frozen(value)) for name, value in tree.items()))
+    return tuple(map(_frozen, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
+    """Add first, then reduce over ranks: ``total`` is replaced. True if that was possible."""
+    names = [_unnamed(term) for term in total.args]
+    waits = [term for term in names if term is not None]
+    if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
+        return False
+    left, right = (wait.args[0] for wait in waits)
+    if left.target not in SUMS or left.target is not right.target:
+        return False
+    if left.args[1:] != right.args[1:] or left.args[1] not in ("sum", "avg"):
+        return False
+    alike = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
+    if not alike or len(left.users) > 1 or len(right.users) > 1:
+        return False
+    terms = left.args[0], right.args[0]
+    if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
+        return False
+    with graph.inserting_before(total):
+        put = Put(graph, like=total)
+        reduced = Put(graph, like=left)(left.target, _added(put, *terms), *left.args[1:])
+        result = Put(graph, like=waits[0])(wait_tensor, reduced)
+        if not same(fake(result).shape, fake(total).shape):
+            result = put.reshape(result, put.sizes(total))
+    total.replace_all_uses_with(result)
+    _erase(total)
+    return True
+
+
+def _erase(total: Node) -> None:
+    """Take out ``total``, which nobody reads, with its collectives, which ``prune`` leaves."""
+    todo = [total]
+    while todo:
+        node = todo.pop()
+        ours = node is total or is_wait(node) or node.target in COLLECTIVES or renames(node)
+        if node.users or not ours:
+            prune([node])
+            continue
+        todo += node.all_input_nodes
+        node.graph.erase_node(node)
+
+
+def _unnamed(term: Any) -> Node | None:
+    """The wait that ``term`` is, or is another name of, where nobody else reads it; else None."""
+    while isinstance(term, Node) and len(term.users) == 1 and renames(term):
+        term = term.args[0]
+    return term if is_wait(term) and len(term.users) == 1 else None
+
+
+def _added(put: Put, left: Node, right: Node) -> Node:
+    """``left + right``; where both were cut and put together alike, of what they were cut from."""
+    first, second = _rearranged(left), _rearranged(right)
+    if first is not None and second is not None:
+        (one, cut, joined), (other, *how) = first, second
+        if [cut, joined] == how and same(fake(one).shape, fake(other).shape):
+            whole = put(aten.split.Tensor, put.add(one, other), *cut)
+            parts = [put(operator.getitem, whole, i) for i in range(len(fake(whole)))]
+            return put(aten.cat.default, parts, *joined)
+    return put.add(left, right)
+
+
+def _rearranged(node: Node) -> tuple[Node, tuple, tuple] | None:
+    """``node`` as cat(split(x, *cut), *joined): (x, cut, joined). DTensor does so to scatter
+    another dimension than the first. None for anything else."""
+    if node.target is not aten.cat.default or len(node.users) != 1:
+        return None
+    parts = node.args[0]
+    if not all(part.target is operator.getitem for part in parts):
+        return None
+    wholes = {part.args[0] for part in parts}
+    (whole, *others) = wholes
+    if others or whole.target is not aten.split.Tensor or len(whole.users) != len(parts):
+        return None
+    if [part.args[1] for part in parts] != [*range(len(parts))]:
+        return None
+    if not all(isinstance(size, int) for size in (*whole.args[1:], *node.args[1:])):
+        return None
+    if not isinstance(fake(whole.args[0]), torch.Tensor):
+        return None
+    return whole.args[0], whole.args[1:], node.args[1:]

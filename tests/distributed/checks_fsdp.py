@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 (``fully_shard``): parameters are gathered block by block, and move at every step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from decoder import (
+    OPTIONS,
+    assert_trained_as,
+    batches,
+    decoder,
+    fired,
+    fresh,
+    full,
+    loss_of,
+    mine,
+    single,
+    train,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+LAYERS = 2
+HOW = {"backend": "coda", "options": OPTIONS}
+#: One graph serves all blocks. Its first norm reads an input.
+BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
+
+
+def sharded(*, reshard: bool = True, **how):
+    """A model that is sharded block by block, blocks compiled."""
+    fresh()
+    model = decoder(LAYERS)
+    for block in model.layers:
+        block.compile(**HOW)
+    return shard(model, reshard, **how)
+
+
+def shard(model, reshard: bool, **how):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, **how)
+    return model
+
+
+def trained(model, call=None, clip=None) -> None:
+    data = batches(2)
+    train(model, list(map(mine, data)), call, clip)
+    assert_trained_as(model, single(data, LAYERS, clip=clip))
+
+
+def assert_fired(want) -> None:
+    assert {name: fired().get(name, 0) for name in want} == want, fired()
+
+
+def check_blocks_that_are_sharded_again_after_forward():
+    trained(sharded(reshard=True))
+    assert_fired(BLOCK)
+
+
+def check_blocks_that_stay_gathered_and_clipped_gradients():
+    trained(sharded(reshard=False), clip=0.1)
+    assert_fired(BLOCK)
+
+
+def check_the_whole_model():
+    """Torch breaks the graph at each block's hooks."""
+    fresh()
+    model = shard(decoder(LAYERS), True)
+    trained(model, torch.compile(model, **HOW))
+    assert_fired(BLOCK)
+
+
+def check_gradients_add_up_without_synchronization():
+    model, data = sharded(), batches(2, 2)
+    model.set_requires_gradient_sync(False)
+    loss_of(model(mine(data[0])), mine(data[0])).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model(mine(data[1])), mine(data[1])).backward()
+    plain = decoder(LAYERS)
+    for tokens in data:
+        loss_of(plain(tokens), tokens).backward()
+    for have, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(have.grad), want.grad, rtol=1e-9, atol=1e-12)
+    assert_fired(BLOCK)
+
+
+def check_blocks_that_are_computed_again():
+    """Around the compiled block, which runs its forward graph twice."""
+    model = sharded()
+    model.each = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    trained(model)
+    assert_fired(BLOCK)
+
+
+def check_blocks_of_which_products_are_kept():
+    """Selectively, inside of the graph: norms stay, whose GEMMs are kept and which are not."""
+    keep = {torch.ops.aten.mm.default}
+
+    def policy(_context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    fresh()
+    model = decoder(LAYERS)
+    for block in model.layers:
+        forward = block.forward
+
+        def again(x, forward=forward):
+            return checkpoint(forward, x, use_reentrant=False, context_fn=contexts)
+
+        block.forward = torch.compile(again, **HOW)
+    trained(shard(model, True))
+    assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 0})
+
+
+def check_parameters_that_lie_on_the_cpu():
+    trained(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    assert_fired(BLOCK)
+
+
+def check_bfloat16_beside_float32_master_weights():
+    """As exact as eager under the same wrapping, beside float64."""
+    how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    ours = sharded(**how).float()
+    theirs = shard(decoder(LAYERS).float(), True, **how)
+    data = batches(2)
+    for model in (ours, theirs):
+        train(model, list(map(mine, data)))
+    exact = single(data, LAYERS)
+    errors = [distance(model, exact) for model in (ours, theirs)]
+    assert errors[0] <= 1.2 * errors[1], errors
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert_fired(BLOCK)
+
+
+def distance(model, exact) -> float:
+    pairs = zip(model.parameters(), exact.parameters(), strict=True)
+    return sum((full(p.detach()).double() - q).norm().item() ** 2 for p, q in pairs) ** 0.5
+
+
+def check_one_rank_that_stops_compiling_is_no_trouble_to_the_other():
+    """Compiled code and eager code meet in the same collectives."""
+    model = sharded()
+    if torch.distributed.get_rank() == 1:
+        for block in model.layers:
+            block._compiled_call_impl = None
+    trained(model)
+
+
+def check_nothing_keeps_a_sharded_model():
+    model = sharded()
+    train(model, [mine(t) for t in batches(2, 1)])
+    kept = [weakref.ref(x) for x in (model, model.layers[0], model.head.weight)]
+    del model
+    gc.collect()
+    assert not any(reference() for reference in kept)

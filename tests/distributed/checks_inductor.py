@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each way of sharding once with Inductor's own code, which re-uses memory around collectives."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from decoder import OPTIONS, fresh, full, mine
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+OP_BY_OP = False
+STEPS = 2
+
+
+class Part(nn.Module):
+    """A layer without attention, of which torch 2.11 has no float64 gradient under Inductor."""
+
+    def __init__(self):
+        super().__init__()
+        self.o, self.norm = nn.Linear(16, 16, bias=False), nn.RMSNorm(16, eps=1e-5)
+        self.gate, self.up = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        x = x + self.o(x)
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+def part() -> Part:
+    torch.manual_seed(0)
+    return Part().double()
+
+
+def compiled() -> Part:
+    fresh()
+    model = part()
+    model.compile(backend="coda", options=OPTIONS)
+    return model
+
+
+def steps(model, call, rows) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(8, 16, dtype=torch.float64, generator=generator)
+        call(rows(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(model, call=None, rows=mine) -> None:
+    """Steps that must be those of one rank with all rows."""
+    steps(model, model if call is None else call, rows)
+    steps(plain := part(), plain, lambda x: x)
+    for have, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(have.detach()), want, rtol=1e-6, atol=1e-9)
+
+
+def check_replicas():
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        trained(model := compiled(), DistributedDataParallel(model))
+
+
+def check_fully_sharded_parameters():
+    """A layer returns no view: FSDP2 warns of those, for what writes to one drops its hooks."""
+    model = fully_shard(compiled(), mesh=init_device_mesh("cpu", (2,)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(model)
+    assert not [w for w in said if "returned a view" in str(w.message)]
+
+
+def check_tensor_parallelism():
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    trained(parallelize_module(compiled(), init_device_mesh("cpu", (2,)), plan), rows=lambda x: x)

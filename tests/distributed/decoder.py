@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small decoder that may be sharded in any way, and training steps of it: compiled and spread
+over ranks, or plain on one with all of their data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+VOCABULARY, HEADS, LENGTH, STEPS = 64, 4, 8, 3
+OPTIONS = {"gate": "always", "reference": True, "strict": True}
+
+
+class Block(nn.Module):
+    """Norm, causal attention, residual; norm, SwiGLU, residual."""
+
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.width = width
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=bias) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x):
+        n = self.norm1(x)
+        q, k, v = self.q(n), self.k(n), self.v(n)
+        heads = (*q.shape[:2], -1, self.width // HEADS)  # those of this rank
+        q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        n = self.norm2(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+class Decoder(nn.Module):
+    """Tokens to logits; ``each`` is called as ``each(block, x)``."""
+
+    def __init__(self, layers: int = 2, width: int = 32, *, bias: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width, bias) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, VOCABULARY, bias=False)
+        self.each: Callable[..., torch.Tensor] = lambda block, x: block(x)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = self.each(block, x)
+        return self.head(self.norm(x))
+
+
+def decoder(layers: int = 2, width: int = 32, **how: Any) -> Decoder:
+    """The same one on each rank, in float64."""
+    torch.manual_seed(0)
+    model = Decoder(layers, width, **how).double()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a weight in the wrong place
+            nn.init.normal_(parameter, 1.0, 0.3)
+    return model
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batches(ranks: int = 1, steps: int = STEPS) -> list[torch.Tensor]:
+    """(2 * ranks, LENGTH) tokens for each step."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (2 * ranks, LENGTH)
+    return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(steps)]
+
+
+def mine(tokens: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a batch."""
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fresh() -> None:
+    """Nothing is compiled or counted yet."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def fired() -> dict[str, int]:
+    """What counted since :func:`fresh`."""
+    return dict(Counter(counters["coda"]))
+
+
+def train(
+    model: nn.Module,
+    data: list[torch.Tensor],
+    call: Callable[..., torch.Tensor] | None = None,
+    clip: float | None = None,
+) -> None:
+    """A step of AdamW for each batch. ``call`` stands for the model."""
+    step = model if call is None else call
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for tokens in data:
+        loss_of(full(step(tokens)), tokens).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_trained_as(model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
+    """Parameters are those of ``plain``, relative to each one's norm."""
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    for (name, have), want in pairs:
+        error = (full(have.detach()) - want).norm() / want.norm()
+        assert error <= tolerance, f"{name}: {error}"
+
+
+def single(data: list[torch.Tensor], layers: int = 2, width: int = 32, **how: Any) -> Decoder:
+    """Trained by eager PyTorch on one rank with all data."""
+    clip = how.pop("clip", None)
+    model = decoder(layers, width, **how)
+    train(model, data, clip=clip)
+    return model

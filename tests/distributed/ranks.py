@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run checks in several processes of one gloo group, each of which must end in time, by itself.
+
+``Group`` starts the processes. Each is this file as a script: it calls the functions of one module
+whose names begin with ``check_``, in order, and writes down how each went. A check that fails ends
+its process at once, for the others would wait for it; the parent ends those.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOT_RUN = "it was not reached: an earlier one failed, or took too long"
+NOT_ENDED = "it did not end"
+
+
+@functools.cache
+def group(module: str, world: int, seconds: float) -> Group:
+    """The one group that has run the checks of ``module``."""
+    return Group(module, world, seconds)
+
+
+class Group:
+    """``world`` processes that have run the checks of ``module``, and have ended.
+
+    Attributes:
+        codes: their exit codes; None where one had to be killed after ``seconds``.
+        said: what they printed.
+    """
+
+    def __init__(self, module: str, world: int, seconds: float):
+        self._folder = Path(tempfile.mkdtemp())
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }
+        logs = [(self._folder / f"{rank}.txt").open("w+") for rank in range(world)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, module, str(self._folder), str(seconds)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        self.codes = _codes(processes, seconds)
+        self.said = "\n".join((self._folder / f"{rank}.txt").read_text() for rank in range(world))
+
+    def errors(self, check: str) -> str:
+        """What went wrong in ``check``, on any rank; empty where nothing did."""
+        found = [_read(path).get(check, NOT_RUN) for path in self._folder.glob("*.json")]
+        errors = [error for error in found if error] or ([] if found else ["no process got there"])
+        if not errors or set(errors) == {NOT_RUN}:
+            return "".join(errors[:1])
+        return "\n".join([*errors, self.said[-4000:]])
+
+
+def _codes(processes: list[subprocess.Popen], seconds: float) -> list[int | None]:
+    """Wait for all of them; one that fails, or the deadline, ends the others."""
+    deadline = time.monotonic() + seconds + 5  # in which faulthandler says where each stands
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            late = time.monotonic() > deadline
+            if None not in codes or late or any(codes):
+                return codes
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _read(path: Path) -> dict[str, str]:
+    return dict(json.loads(line) for line in path.read_text().splitlines())
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def checks(module: Any) -> list[str]:
+    """The names of the checks in ``module``, in order."""
+    return [name for name in vars(module) if name.startswith("check_")]
+
+
+def main(name: str, folder: str, seconds: str) -> None:
+    """One rank."""
+    import torch.distributed as dist
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    from coda_inductor import op_by_op
+
+    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    module = importlib.import_module(name)
+    if getattr(module, "OP_BY_OP", True):  # Inductor's C++ would take minutes
+        op_by_op.compile_fx_inner = lambda gm, inputs, **how: make_boxed_func(gm.forward)
+    dist.init_process_group("gloo")
+    with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
+        for check in checks(module):
+            begun = time.monotonic()
+            file.write(json.dumps([check, NOT_ENDED]) + "\n")
+            try:
+                getattr(module, check)()
+                dist.barrier()
+            except BaseException:  # noqa: BLE001 (whatever it is, the others must not wait)
+                file.write(json.dumps([check, traceback.format_exc()]) + "\n")
+                os._exit(1)
+            file.write(json.dumps([check, ""]) + "\n")
+            sys.stdout.write(f"{check}: {time.monotonic() - begun:.1f} s\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

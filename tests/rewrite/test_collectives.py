@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives that are merged: the same numbers on every rank, fewer messages. Ranks are simulated
+in lock step, on whole numbers, which float64 adds and multiplies exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from passes import aten_graph, run_pass
+from torch.fx import Graph
+
+from coda_inductor.compat import (
+    all_gather_into_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
+from coda_inductor.graph.gemms import GEMMS, terms
+from coda_inductor.rewrite.collectives import merge_collectives
+
+RANKS, M, N, K = 2, 4, 6, 3
+aten = torch.ops.aten
+
+
+def reduced(x, how="sum", group="0"):
+    return wait_tensor(all_reduce(x, how, group))
+
+
+def gathered(x):
+    return wait_tensor(all_gather_into_tensor(x, RANKS, "0"))
+
+
+def scattered(x):
+    """Along the second dimension, as DTensor does it."""
+    pieces = torch.split(x, x.shape[1] // RANKS, 1)
+    return wait_tensor(reduce_scatter_tensor(torch.cat(pieces), "sum", RANKS, "0"))
+
+
+def numbers(*shapes) -> list[torch.Tensor]:
+    return [torch.randint(-9, 10, shape).double() for shape in shapes]
+
+
+def on_ranks(graph: Graph, inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The outputs on each rank; ``inputs`` is one list a rank."""
+    ranks = range(len(inputs))
+    values: dict = {}
+    given = iter(zip(*inputs, strict=True))
+    for node in graph.nodes:
+        args = [torch.fx.node.map_arg(node.args, lambda n, r=r: values[n][r]) for r in ranks]
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "output":
+            return [list(args[rank][0]) for rank in ranks]
+        elif node.target is all_gather_into_tensor:
+            values[node] = [torch.cat([a[0] for a in args])] * len(ranks)
+        elif node.target in (all_reduce, reduce_scatter_tensor):
+            total = sum(a[0] for a in args)
+            parts = [total] * len(ranks) if node.target is all_reduce else total.chunk(len(ranks))
+            values[node] = parts
+        elif node.target is wait_tensor:
+            values[node] = [a[0] for a in args]
+        else:
+            values[node] = [node.target(*a, **node.kwargs) for a in args]
+    raise AssertionError("no output")
+
+
+def merged(function, *shapes, **options):
+    """The graph after the pass, which must give the same, and what it counted."""
+    inputs = [numbers(*shapes) for _ in range(RANKS)]
+    graph = aten_graph(function, *inputs[0])
+    want = on_ranks(graph, inputs)
+    record = run_pass(merge_collectives, graph, **options)
+    have = on_ranks(graph, inputs)
+    for ours, theirs in zip(have, want, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    left = Counter(node.target for node in graph.nodes)
+    again = run_pass(merge_collectives, graph, **options)
+    assert not again.fired
+    return graph, record.fired["collective"], left
+
+
+def only(graph, target):
+    (node,) = [n for n in graph.nodes if n.target is target]
+    return node
+
+
+MATRICES = ((M, K), (K, N), (M, K), (K, N), (M, K), (K, N))
+
+
+def test_a_sum_is_reduced_once():
+    """As of q, k and v; the products add up where one kernel makes their sum."""
+
+    def gradient(a, b, c, d, e, f):
+        return ((reduced(a @ b) + reduced(c @ d)) + reduced(e @ f) + 1,)
+
+    graph, saved, left = merged(gradient, *MATRICES)
+    assert saved == 2
+    assert left[all_reduce] == left[wait_tensor] == 1
+    assert len(terms(only(graph, all_reduce).args[0])) == 3
+
+
+def test_views_between_are_no_obstacle():
+    def gradient(a, b, c, d):
+        one, two = (reduced((x @ y).view(2, 2, N)) for x, y in ((a, b), (c, d)))
+        return (one.view(M, N) + two.view(M, N),)
+
+    graph, saved, _ = merged(gradient, *MATRICES[:4])
+    assert saved == 1
+    assert len(terms(only(graph, all_reduce).args[0])) == 2
+
+
+def test_what_is_cut_before_it_is_scattered_is_added_before_it_is_cut():
+    def gradient(a, b, c, d):
+        return (scattered(a @ b) + scattered(c @ d),)
+
+    graph, saved, left = merged(gradient, *MATRICES[:4])
+    assert saved == 1
+    assert left[aten.split.Tensor] == left[aten.cat.default] == 1
+    assert len(terms(only(graph, aten.split.Tensor).args[0])) == 2
+
+
+def test_other_pieces_are_added_as_they_are():
+    def gradient(a, b, c, d):
+        return (scattered(a @ b) + wait_tensor(reduce_scatter_tensor(c @ d, "sum", RANKS, "0")),)
+
+    _, saved, left = merged(gradient, (2, K), (K, N), (4, K), (K, 3))
+    assert saved == 1
+    assert left[aten.split.Tensor] == left[aten.cat.default] == 1
+
+
+def test_gate_and_up_read_one_operand():
+    """Also where the gathered pieces are put together along another dimension."""
+
+    def projections(n, wg, wu):
+        one, two = (torch.cat(torch.split(gathered(n), 2), 1) for _ in range(2))
+        return one @ wg, two @ wu
+
+    graph, saved, left = merged(projections, (2, K), (2 * K, N), (2 * K, N))
+    assert saved == 1
+    assert left[all_gather_into_tensor] == left[aten.cat.default] == 1
+    assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
+
+
+def test_results_that_leave_the_graph_stay_apart():
+    """A caller may write to one of them."""
+    _, saved, left = merged(lambda x: (gathered(x), gathered(x).view(-1)), (M, N))
+    assert saved == 0
+    assert left[wait_tensor] == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (reduced(a) + reduced(b, "max"),),
+        lambda a, b: (reduced(a, "max") + reduced(b, "max"),),
+        lambda a, b: (reduced(a) + reduced(b, group="1"),),
+        lambda a, b: (reduced(a) - reduced(b),),
+        lambda a, b: (reduced(a) * reduced(b),),
+        lambda a, b: (torch.add(reduced(a), reduced(b), alpha=2),),
+        lambda a, b: (reduced(a) + b,),
+        lambda a, b: (reduced(a) + reduced(b[:1]),),
+        lambda a, b: (reduced(a) + reduced(b).t().reshape(M, N),),
+    ],
+)
+def test_nothing_else_is_merged(function):
+    graph = aten_graph(function, *numbers((M, N), (M, N)))
+    before = str(graph)
+    assert not run_pass(merge_collectives, graph).fired
+    assert str(graph) == before
+
+
+def test_a_term_that_somebody_else_reads_stays():
+    def function(a, b):
+        one = reduced(a)
+        return one + reduced(b), one.relu()
+
+    _, saved, left = merged(function, (M, N), (M, N))
+    assert saved == 0
+    assert left[all_reduce] == 2
+
+
+@pytest.mark.parametrize("key", ["ac_graph_id", "recompute"])
+def test_checkpoints_keep_their_own(key):
+    graph = aten_graph(
+        lambda a, b, w: (reduced(a) + reduced(b), gathered(w) @ a, gathered(w) @ b),
+        *numbers((M, N), (M, N), (2, M)),
+    )
+    for target in (all_reduce, all_gather_into_tensor):
+        [first, _] = [node for node in graph.nodes if node.target is target]
+        first.meta[key] = 1
+    assert not run_pass(merge_collectives, graph).fired
+
+
+def test_forward_and_backward_keep_their_own():
+    def step(n, w, dz):
+        z = gathered(n) @ w
+        return z, dz.t() @ gathered(n)
+
+    for name, saved in (("input", 1), ("tangents_1", 0)):
+        graph = aten_graph(step, *numbers((2, K), (K, N), (4, N)))
+        [*_, last] = [node for node in graph.nodes if node.op == "placeholder"]
+        last.target = name
+        assert run_pass(merge_collectives, graph).fired["collective"] == saved
+
+
+def test_it_can_be_disabled():
+    shapes = (M, N), (M, N)
+    _, saved, left = merged(
+        lambda a, b: (reduced(a) + reduced(b),), *shapes, disable=["collective"]
+    )
+    assert saved == 0
+    assert left[all_reduce] == 2
+
+
+def test_sums_are_left_to_asynchronous_tensor_parallelism():
+    """Which wants one product a collective; operands are gathered once all the same."""
+
+    def both(n, wg, wu, a, b):
+        return gathered(n) @ wg, gathered(n) @ wu, scattered(a) + scattered(b)
+
+    shapes = (2, K), (K, N), (K, N), (M, N), (M, N)
+    with torch._inductor.config.patch(_micro_pipeline_tp=True):
+        _, saved, left = merged(both, *shapes)
+    assert saved == 1
+    assert left[reduce_scatter_tensor] == 2
+    assert merged(both, *shapes)[1] == 2
