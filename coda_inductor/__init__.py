@@ -8,6 +8,7 @@ Layer map (imports only point down)::
     cli        the commands of ``python -m coda_inductor``
     explanation   explain(): what the backend does with a model, as a table and a page
     backend    the entry point and the passes in order
+    pass_mode  enable(): the same passes under backend="inductor"
     attention  masks that are known, heads that are repeated (Dynamo graph)
     late_gradients   returned logits get no made-up gradient (Dynamo graph)
     raising    idioms -> semantic ops (Dynamo graph)
@@ -22,6 +23,8 @@ Layer map (imports only point down)::
     reference, program   what a program is and means
     options, errors, log, cache_dir, cache_contents   leaves
 """
+
+from typing import TYPE_CHECKING, Any
 
 from coda_inductor.errors import (
     CodaError,
@@ -38,11 +41,22 @@ from coda_inductor.patterns import Pattern, load_patterns
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport, SiteReport, reports
 
+if TYPE_CHECKING:
+    from coda_inductor.pass_mode import disable, enable, enabled
+
 __version__ = "0.1.0"
 
 __all__ = [
     "CodaError", "EpilogueProgram", "ExplainError", "FallbackError", "GraphReport", "KernelError",
-    "Match", "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "explain",
-    "load_patterns",
-    "reports", "value",
+    "Match", "OptionError", "Pattern", "PatternError", "ProgramError", "SiteReport", "disable",
+    "enable", "enabled", "explain", "load_patterns", "reports", "value",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Inductor, which takes a second to import, is imported when it is asked for."""
+    if name not in ("disable", "enable", "enabled"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from coda_inductor import pass_mode
+
+    return getattr(pass_mode, name)

@@ -9,23 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch.fx import GraphModule
 
-from coda_inductor import op_by_op
-from coda_inductor.compat import compile_fx, inductor_config, lacking, lookup_backend
+from coda_inductor import op_by_op, pass_mode
+from coda_inductor.compat import compile_fx, lacking, lookup_backend
 from coda_inductor.fuse.lower import settle
-from coda_inductor.graph.sizes import hint
-from coda_inductor.joint import JointPass
+from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
-from coda_inductor.mainloop import availability
-from coda_inductor.options import Options, parse
-from coda_inductor.pipeline import on_dynamo
+from coda_inductor.options import parse
 from coda_inductor.record import Record
-from coda_inductor.runtime import launch, notice, pool
-
-#: Elements of a weight below which a graph's GEMMs are bound by the host anyway.
-_LARGE = 2**21
 
 
 def coda(
@@ -55,13 +47,9 @@ def coda(
         return _stock(gm, inputs, missing)
     settings = parse(mode, options)
     record = Record(settings, name or "graph")
-    launch.forget_failures()
-    notice.before_compile(gm, inputs, settings)
-    if _likely_fused(inputs, settings):
-        pool.warm_up_early()  # tracing a model takes seconds as well
-    around = on_dynamo(gm, record)
-    key = "joint_custom_pre_pass"
-    ours = JointPass(record, settings.inductor.get(key, getattr(inductor_config, key)))
+    around = begin(gm, inputs, record)
+    theirs = pass_mode.beneath(settings.inductor)
+    ours = JointPass(record, theirs[pass_mode.JOINT])
     record.later = True
     inner = op_by_op.compiler(
         record.name,
@@ -69,19 +57,11 @@ def coda(
         failed=lambda: record.failed,
         settle=lambda graph: settle(graph, record),
     )
-    patches = {**settings.inductor, key: ours}
+    patches = {**settings.inductor, **theirs, pass_mode.JOINT: ours}
     compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     if not ours.ran:
         logger.info("%s: from torch's compile cache, neither counted nor reported", record.name)
     return around(cast(Callable[..., Any], compiled))
-
-
-def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:
-    """Is there a large weight on a GPU that has kernels? Said before anything is traced."""
-    if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
-        return False
-    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda)
-    return any(x.dim() == 2 and hint(x.numel()) >= _LARGE for x in tensors)
 
 
 def _stock(gm: GraphModule, inputs: Sequence[Any], missing: list[str]) -> Callable[..., Any]:

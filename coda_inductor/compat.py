@@ -117,8 +117,7 @@ TORCH: dict[str, Private] = {
         types.SimpleNamespace(try_get=_nothing),
     ),
     "empty_strided_cuda": Private(
-        "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does",
-        _DISPATCHED,
+        "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does", _DISPATCHED,
         lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
     ),
     # calling kernels
@@ -170,15 +169,17 @@ TORCH: dict[str, Private] = {
         "puts recomputed activations before their readers",
         "activations are kept for the backward pass, not recomputed",
     ),
+    "recursive_pre_grad_passes": Private(
+        "torch._inductor.compile_fx._recursive_pre_grad_passes",
+        "hands us the graphs inside a graph", "branches of torch.cond are rewritten too", _nothing,
+    ),
     # graphs and values
     "tree_map": Private(
         "torch.utils._pytree.tree_map", "maps nested arguments", _CONTAINERS,
         lambda function, tree: map_aggregate(tree, function),
     ),
     "tree_leaves": Private("torch.utils._pytree.tree_leaves", "lists them", _CONTAINERS, _leaves),
-    "tree_flatten": Private(
-        "torch.utils._pytree.tree_flatten", "takes them apart", _CONTAINERS, _flatten,
-    ),
+    "tree_flatten": Private("torch.utils._pytree.tree_flatten", "opens one", _CONTAINERS, _flatten),
     "tree_unflatten": Private(
         "torch.utils._pytree.tree_unflatten", "puts them together", _CONTAINERS,
         lambda leaves, spec: map_aggregate(spec, list(leaves).__getitem__),
@@ -203,8 +204,7 @@ TORCH: dict[str, Private] = {
     **{
         name.lstrip("_"): Private(f"torch._C.{name}", "does so", _MEANING, instead)
         for name, instead in {
-            "_dispatch_keyset_full": lambda: 0,
-            "_dispatch_tls_local_include_set": lambda: 0,
+            "_dispatch_keyset_full": lambda: 0, "_dispatch_tls_local_include_set": lambda: 0,
             "_ForceDispatchKeyGuard": _no_context,
         }.items()
     },

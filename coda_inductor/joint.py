@@ -1,59 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes on the aten graph as the one that Inductor runs: it has a ``uuid``, so that torch's
-caches know what its result depends on. It runs twice without harm: Inductor hands it nested regions
-more than once."""
+"""Our passes as Inductor runs them: with a ``uuid``, so that torch's caches know what a result
+depends on. The one on the aten graph runs twice without harm: Inductor hands it nested regions more
+than once."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
 from coda_inductor.compat import CustomGraphPass
-from coda_inductor.pipeline import on_aten
+from coda_inductor.graph.sizes import hint
+from coda_inductor.mainloop import availability
+from coda_inductor.options import Options
+from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
+from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select.policy import crowded
 from coda_inductor.select.store import generation
 
+#: Elements of a weight below which a graph's GEMMs are bound by the host anyway.
+_LARGE = 2**21
 
-class JointPass(CustomGraphPass):
-    """The passes of ``pipeline.ON_ATEN`` on one graph.
 
-    ``before`` is what the user had set as ``joint_custom_pre_pass``: a pass or several; they run
-    first.
+class Chained(CustomGraphPass):
+    """One of our passes, behind those that the user has set in its place.
+
+    Attributes:
+        options: what it is run with.
+        was: the user's: a pass, a list or tuple of them, or None. They run first.
+    """
+
+    def __init__(self, options: Options, was: Any = None):
+        self.options, self.was = options, was
+        several = isinstance(was, (list, tuple))
+        self.before = tuple(was) if several else () if was is None else (was,)
+
+    def __call__(self, graph: Graph) -> None:
+        for theirs in self.before:
+            theirs(graph)
+        self.run(graph)
+
+    def run(self, graph: Graph) -> None:
+        """Our own part."""
+        raise NotImplementedError
+
+    def uuid(self) -> Any:
+        """Everything that the result depends on; None (never cached) where a pass of the user's
+        does not say what it depends on."""
+        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        if None in inner:
+            return None
+        options = self.options
+        files = tuple(_digest(path) for path in patterns.files(options.patterns))
+        decided = crowded(), generation()
+        everything = (_sources(), options.identity, identity(), inner, files, decided)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+
+class JointPass(Chained):
+    """The passes of ``pipeline.ON_ATEN`` on one graph, behind what the user had set as
+    ``joint_custom_pre_pass``.
 
     Attributes:
         ran: False where torch took the graph from its cache.
     """
 
-    def __init__(self, record: Record, before: Any = None):
-        several = isinstance(before, (list, tuple))
-        self.before = tuple(before) if several else () if before is None else (before,)
+    def __init__(self, record: Record, was: Any = None):
+        super().__init__(record.options, was)
         self.record, self.ran = record, False
 
-    def __call__(self, graph: Graph) -> None:
+    def run(self, graph: Graph) -> None:
         self.ran = True
-        for theirs in self.before:
-            theirs(graph)
         on_aten(graph, self.record)
 
     def uuid(self) -> Any:
-        """Everything that the result depends on; None (never cached) while debugging."""
-        options = self.record.options
-        if options.debug:
-            return None
-        inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
-        if None in inner:
-            return None
-        files = tuple(_digest(path) for path in patterns.files(options.patterns))
-        decided = crowded(), generation()
-        everything = (_sources(), options.identity, identity(), inner, files, decided)
-        return hashlib.sha256(repr(everything).encode()).hexdigest()
+        """As every pass's; None while debugging."""
+        return None if self.options.debug else super().uuid()
+
+
+def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..., Any]:
+    """Start the compilation of Dynamo's graph ``gm``: what is to be said or started before, and the
+    passes on it. Returns what to wrap around the compiled graph.
+
+    Raises:
+        OptionError: nothing has a name in ``options["disable"]``.
+        PatternError: with ``strict``, when a pattern file does not load.
+        FallbackError: with ``strict``, when a pass or a pattern fails.
+    """
+    launch.forget_failures()
+    notice.before_compile(gm, inputs, record.options)
+    if _likely_fused(inputs, record.options):
+        pool.warm_up_early()  # tracing a model takes seconds as well
+    return on_dynamo(gm, record)
+
+
+def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:
+    """Is there a large weight on a GPU that has kernels? Said before anything is traced."""
+    if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
+        return False
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda)
+    return any(x.dim() == 2 and hint(x.numel()) >= _LARGE for x in tensors)
 
 
 @functools.lru_cache(maxsize=1)

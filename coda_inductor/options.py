@@ -46,6 +46,8 @@ class Options:
         keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by
             default: an activation is then computed again in the epilogue of the gradient's GEMM,
             which takes less memory and, at small widths, a little more time.
+        aot: fuse in programs of AOTInductor's too (with ``coda_inductor.enable``). Each then needs
+            a Python process that has imported ``coda_inductor.backend``.
         inductor: options of Inductor's own, passed on.
     """
 
@@ -60,6 +62,7 @@ class Options:
     reference: bool = False
     fp16_norms: bool = False
     keep_activations: bool = False
+    aot: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @property

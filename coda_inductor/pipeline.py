@@ -20,9 +20,10 @@ from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from coda_inductor import patterns
-from coda_inductor.compat import without_saved_tensors_hooks
+from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
+from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.sides import training
@@ -30,7 +31,8 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
 from coda_inductor.record import Record
-from coda_inductor.refusal import failed
+from coda_inductor.refusal import failed, refuse
+from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
@@ -58,6 +60,10 @@ def _fuses(_graph: Graph, record: Record) -> bool:
     return record.policy.fuses
 
 
+def _wraps(_graph: Graph, record: Record) -> bool:
+    return record.wraps
+
+
 def _trains(graph: Graph, _record: Record) -> bool:
     return training(graph)
 
@@ -79,6 +85,12 @@ def _decide(graph: Graph, record: Record) -> None:
         most = MANY if options.tune == "always" else SOME
         return Tuner(store, device, options.tune_seconds, most)
 
+    if getattr(virtualized, "aot_compilation", False) and not options.aot:
+        text = "programs of AOTInductor's run without Python, which launches our kernels"
+        why = refuse("aot-inductor", text)
+        warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
+        record.policy = Policy(options, unwanted=why)
+        return
     record.policy = Policy.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
     if record.policy.compiles and not record.dry:
         pool.warm_up()
@@ -107,9 +119,10 @@ class Pass:
 
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
-    Pass("idioms", raise_idioms, stage="0_before"),
+    Pass("spelling", respell, spelled_in_aten, stage="0_before"),
+    Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
-    Pass("late_gradients", late_gradients.separate),
+    Pass("late_gradients", late_gradients.separate, _wraps),
 )
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (

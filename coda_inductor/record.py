@@ -36,6 +36,7 @@ class Record:
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
         later: kernels are begun, and somebody will wait for them (``fuse.lower.settle``).
+        wraps: somebody wraps what passes want around the compiled graph.
         as_if: decide, and measure, as if all tensors were on this CUDA device.
         report: what people read later: GEMMs and refusals.
         policy: what may and should be fused; the first pass on an aten graph sets it.
@@ -51,6 +52,7 @@ class Record:
     dry: bool = False
     as_if: torch.device | None = None
     later: bool = False
+    wraps: bool = True
     report: GraphReport = field(init=False)
     folder: DebugFolder = field(init=False)
     policy: Policy = field(init=False)

@@ -37,6 +37,8 @@ _DO = {
     "old-gpu": "Kernels need Hopper or newer.",
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
+    "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
+    "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
     "kernel-cache-off": "Unset QUACK_CACHE_ENABLED.",
     "kernel-dtype": f"{_BFLOAT16}.",

@@ -44,7 +44,7 @@ class Llama(nn.Module):
 
     def feed(self, x):
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(torch.ops.aten.silu.default(gate) * up)
 
     def forward(self, tokens, labels):
         x = self.attend(self.table(tokens))

@@ -46,7 +46,7 @@ class Model(nn.Module):
     def forward(self, tokens, labels):
         x = self.table(tokens)
         batch = x.shape[0]
-        q = self.q(x).relu().view(batch, T, H, D // H).transpose(1, 2)
+        q = torch.ops.aten.relu.default(self.q(x)).view(batch, T, H, D // H).transpose(1, 2)
         kv = self.kv(x).view(batch, T, 2, D // 2)
         k, v = (kv[:, :, i, None].transpose(1, 2) for i in range(2))
         mask = torch.arange(T)[:, None] >= torch.arange(T)

@@ -58,6 +58,7 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", str(list(stack.values())[-1][0]))
+    path = path.replace("__dict__['_modules']['", "_modules['")  # behind a __getattr__ (peft)
     return path.replace("_modules['", "").replace("']", "")
 
 

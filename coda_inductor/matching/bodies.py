@@ -53,12 +53,19 @@ def nested(node: Node) -> dict[str, GraphModule | None]:
     """The graphs that a call is given, by their names in the module around it; None for what that
     module, if it is known, does not hold."""
     names = [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    found = {name: getattr(node.graph.owning_module, name, None) for name in names}
+    found = {name: _attribute(node.graph.owning_module, name) for name in names}
     return {
         name: child if isinstance(child, GraphModule) else None
         for name, child in found.items()
         if isinstance(child, GraphModule | None)  # else a tensor
     }
+
+
+def _attribute(module: object, name: str) -> object:
+    """What ``module`` has under a name that may have dots: None if nothing."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
 
 
 def passed(call: Node, child: GraphModule) -> dict[Node, Node] | None:

@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full slices and clones that change nothing would hide idioms from us. Inductor removes them, but
-after our hook."""
+after our hook. So would sizes that are asked of a tensor in the middle of the graph, as programs of
+AOTInductor's do: they are asked of an input that has the same."""
 
 from __future__ import annotations
 
+from torch import SymInt, Tensor
 from torch.fx import Graph
 
 from coda_inductor.compat import remove_noop_ops
+from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 
 
 def remove_noops(graph: Graph, _record: Record) -> None:
-    """Apply Inductor's own pass, in place."""
+    """Apply Inductor's own pass, and ask inputs for sizes, in place."""
     try:
         remove_noop_ops(graph)
     except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
         logger.debug("remove_noop_ops failed", exc_info=True)
+    _ask_inputs(graph)
+
+
+def _ask_inputs(graph: Graph) -> None:
+    asked = graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    if not asked:
+        return
+    inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(fake(n), Tensor)]
+    known = [
+        (node, dim, size)
+        for node in inputs
+        for dim, size in enumerate(fake(node).shape)
+        if isinstance(size, SymInt)
+    ]
+    for node in asked:
+        where = next(((n, dim) for n, dim, size in known if same(size, fake(node))), None)
+        if where is not None:
+            node.args = where

@@ -112,7 +112,7 @@ def _parts(user: Node, width: int) -> tuple[list[Node], list[Node]] | None:
     """(lower, upper) halves of the last dimension that ``user`` takes; None if it does anything
     else."""
     source = user.args[0] if user.args else None
-    if not isinstance(source, Node):
+    if not isinstance(fake(source), torch.Tensor):  # a nested graph that is called, for one
         return None
     dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
     last = fake(source).dim() - 1

@@ -80,7 +80,8 @@ def cut_by_ddp(gm: GraphModule) -> bool:
 
 def _has_product(gm: GraphModule) -> bool:
     calls = (node for body in bodies(gm) for node in body.graph.nodes)
-    return any(getattr(n.target, "__name__", n.target) in _PRODUCTS for n in calls)
+    names = (str(getattr(n.target, "__name__", n.target)) for n in calls)
+    return any(name.split(".")[0] in _PRODUCTS for name in names)  # mm, and aten's mm.default
 
 
 def _tell(what: str, text: str) -> None:

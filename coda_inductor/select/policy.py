@@ -106,6 +106,7 @@ class Policy:
         options: the user's.
         too_small: why the graph's GEMMs are too small to fuse.
         no_kernels: why no GEMM of any size becomes a kernel on this GPU.
+        unwanted: why the graph is to be left as it is, on whatever device.
         on_gpu: are there GEMMs on a GPU?
         dry: only say what would happen, with expected times and the kernels' numerics.
         store: what was measured on the graph's GPU model; None where there is none.
@@ -121,6 +122,7 @@ class Policy:
     store: Store | None = None
     tuning: Tuning | None = None
     as_if: torch.device | None = None
+    unwanted: Refusal | None = None
 
     @staticmethod
     def of(
@@ -166,7 +168,7 @@ class Policy:
     @property
     def fuses(self) -> bool:
         """May anything be fused in this graph?"""
-        return self.too_small is None and self.options.gate != "never"
+        return (self.too_small or self.unwanted) is None and self.options.gate != "never"
 
     @property
     def compiles(self) -> bool:
@@ -193,6 +195,8 @@ class Policy:
             return refuse("empty", "one of its sizes is 0")
         if self.options.gate == "never":
             return refuse("gate-never", "options['gate'] is 'never'")
+        if self.unwanted is not None:
+            return self.unwanted
         if not self._kernels(x):
             return None
         device = self.as_if or x.device

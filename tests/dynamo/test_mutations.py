@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from checking import assert_same, check, check_gradients, raised, randn, reasons
 from harness import Harness
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.matching import mutates
@@ -167,3 +168,29 @@ def test_the_backward_pass_computes_nothing_from_an_input_that_has_changed(wante
         torch.autograd.backward(y, torch.ones_like(y))
         results.append((y, inner, weight.grad, leaf.grad))
     assert_same(*results)
+
+
+def test_a_buffer_of_an_exported_program_is_no_unknown_graph():
+    """Its name has dots. A call that is given one and a graph changes what the graph changes."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                return x * self.scale
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x.sin()) + x
+
+    graph = torch.export.export(Outer(), (torch.ones(4, requires_grad=True),)).module().graph
+    (call,) = (n for n in graph.nodes if "set_grad_enabled" in str(n.target))
+    assert any(n.op == "get_attr" and "." in str(n.target) for n in call.all_input_nodes)
+    assert not mutates(call)

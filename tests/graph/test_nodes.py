@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import Harness
 from passes import aten_graph
+from torch import nn
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, is_sum, plain_bias, terms
@@ -86,3 +88,26 @@ def test_put_records_values_and_prune_takes_them_out():
     before = len(graph.nodes)
     prune([node, turned])
     assert len(graph.nodes) == before - 6
+
+
+class Behind(nn.Module):
+    """As adapters do it: attributes of the model inside are its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_module_paths_behind_a_getattr():
+    harness = Harness()
+    harness.run(Behind(), torch.ones(3, 8))
+    assert [site.site for site in harness.report.sites] == ["inner.0"]

@@ -75,6 +75,13 @@ def test_a_checkpointed_product_counts(warnings, monkeypatch):
     assert len(warnings()) == 1
 
 
+def test_a_product_of_an_exported_program_counts(warnings, monkeypatch):
+    stack(monkeypatch, REASONS[0])
+    x = torch.ones(2, 8)
+    compiled(torch.export.export(nn.Linear(8, 8), (x,)).module(), x)
+    assert len(warnings()) == 1
+
+
 @pytest.mark.parametrize("options", [{"reference": True}, {"gate": "never"}], ids=str)
 def test_who_asked_for_no_kernels_is_told_nothing(options, warnings, monkeypatch):
     stack(monkeypatch, REASONS[0])

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aten ops in Dynamo's graph, as exported programs are written, become functions again.
+
+Before::
+
+    to = torch.ops.aten.to.dtype(x, torch.float32); pow_1 = torch.ops.aten.pow.Tensor_Scalar(to, 2)
+    mean = torch.ops.aten.mean.dim(pow_1, [-1], True); ...
+    torch.ops.aten._assert_tensor_metadata.default(to, dtype=torch.float32)
+
+After::
+
+    to = x.to(torch.float32); pow_1 = torch.pow(to, 2); mean = torch.mean(pow_1, [-1], True); ...
+
+Why it is valid: functions and methods of torch's C++ side are generated from the same schemas, and
+call the op of their name with their arguments; the few others are named here one by one. What is
+asserted of a tensor's dtype, device and layout is dropped where it holds of the recorded value.
+
+What it enables: patterns, attention masks and all else that looks at this graph know one spelling.
+
+Leaves alone, silently, for nothing is lost that was there: ops that change their arguments, ops
+that torch has no function for, and results of several parts of which more than the first is read.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.compat import OpOverload, schema
+from coda_inductor.matching import bodies, value
+from coda_inductor.record import Record
+
+#: How a node calls: a function or the name of a method, arguments, keyword arguments.
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+#: Python functions that take the first so many arguments of the op of their name as it does.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
+    "__and__": (operator.and_, 2), "__or__": (operator.or_, 2),
+    "silu": (F.silu, 1), "gelu": (F.gelu, 1), "linear": (F.linear, 3), "mish": (F.mish, 1),
+    "softplus": (F.softplus, 3), "elu": (F.elu, 2), "leaky_relu": (F.leaky_relu, 2),
+    "hardtanh": (F.hardtanh, 3), "hardswish": (F.hardswish, 1), "hardsigmoid": (F.hardsigmoid, 1),
+    "relu6": (F.relu6, 1), "relu": (F.relu, 1),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, 6),
+}  # fmt: skip
+_REDUCTIONS = ("none", "mean", "sum")
+#: Ops of several results -> the function of the first one, and how many arguments it takes.
+_FIRST: dict[str, tuple[Callable[..., Any], int]] = {
+    "native_layer_norm": (torch.layer_norm, 5), "_fused_rms_norm": (torch.rms_norm, 4),
+}  # fmt: skip
+
+
+def respell(graph: Graph, _record: Record) -> None:
+    """Rename the aten calls of ``graph`` and its checkpointed regions, in place."""
+    gm = graph.owning_module
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
+    for body in bodies(gm):
+        calls = [n for n in body.graph.nodes if _aten(n)]
+        for node in calls:
+            _respell(node)
+        if calls:
+            body.module.recompile()
+
+
+def spelled_in_aten(graph: Graph, _record: Record) -> bool:
+    """Is there anything to do?"""
+    gm = graph.owning_module
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
+    return any(_aten(node) for body in bodies(gm) for node in body.graph.nodes)
+
+
+def _aten(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+
+
+def _respell(node: Node) -> None:
+    said = schema(node.target)
+    if said is None or said.is_mutable:
+        return
+    name = node.target.overloadpacket.__name__
+    if name == "_assert_tensor_metadata":
+        if _holds(node):
+            node.graph.erase_node(node)
+        return
+    if name in _FIRST:
+        _first(node, *_FIRST[name])
+        return
+    call = _SPECIAL[name](node) if name in _SPECIAL else _same(node, name)
+    if call is None:
+        return
+    node.target, node.args, node.kwargs = call
+    node.op = "call_method" if isinstance(node.target, str) else "call_function"
+
+
+def _same(node: Node, name: str) -> Call | None:
+    """What torch calls ``name``, if it takes the same arguments."""
+    if name in _FUNCTIONS:
+        function, most = _FUNCTIONS[name]
+        return (function, node.args, node.kwargs) if len(node.args) <= most else None
+    if isinstance(builtin := getattr(torch, name, None), types.BuiltinFunctionType):
+        return builtin, node.args, node.kwargs
+    method = getattr(torch.Tensor, name, None)
+    known = isinstance(method, types.MethodDescriptorType)
+    return (name, node.args, node.kwargs) if known and node.args else None
+
+
+def _holds(node: Node) -> bool:
+    """``_assert_tensor_metadata(x, sizes, strides, dtype, device, layout)``: true while tracing,
+    and so at every call, for what is asserted are no sizes?"""
+    names = ("x", "size", "stride", "dtype", "device", "layout")
+    said = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    known = value(said.pop("x", None))
+    said = {key: want for key, want in said.items() if want is not None}
+    if not isinstance(known, torch.Tensor) or not set(said) <= {"dtype", "device", "layout"}:
+        return False
+    device = torch.device(said.pop("device", known.device))
+    same = device.type == known.device.type and device.index in (None, known.device.index)
+    return same and all(getattr(known, key) == want for key, want in said.items())
+
+
+def _first(node: Node, function: Callable[..., Any], most: int) -> None:
+    """``op(...)[0]`` alone is ``function(...)``."""
+    parts = list(node.users)
+    taken = all(n.target is operator.getitem and n.args[1] == 0 for n in parts)
+    if not parts or not taken or node.kwargs or len(node.args) != most or node.args[-1] is None:
+        return
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(function, node.args)
+    call.meta = dict(parts[0].meta)
+    for part in parts:
+        part.replace_all_uses_with(call)
+        node.graph.erase_node(part)
+    node.graph.erase_node(node)
+
+
+def _to(node: Node) -> Call | None:
+    """``to.dtype_layout(x, dtype=, layout=, device=)`` has no method; the others are ``x.to``."""
+    if "layout" not in node.kwargs:
+        return "to", node.args, node.kwargs
+    said = dict(node.kwargs)
+    if said.pop("layout") not in (None, getattr(value(node.args[0]), "layout", None)):
+        return None
+    if said.pop("pin_memory", None):
+        return None
+    said = {key: item for key, item in said.items() if item is not None}
+    return "to", node.args[:1], said
+
+
+def _to_copy(node: Node) -> Call | None:
+    """Where the dtype changes ``x.to`` copies as well."""
+    source, made = value(node.args[0]), value(node)
+    if (
+        source is None
+        or made is None
+        or source.dtype == made.dtype
+        or set(node.kwargs) != {"dtype"}
+    ):
+        return None
+    return "to", (node.args[0], node.kwargs["dtype"]), {}
+
+
+def _slice(node: Node) -> Call | None:
+    """``slice(x, dim, start, end, step)``."""
+    if node.kwargs:
+        return None
+    given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    x, dim, start, end, step = given
+    at = _place(x, dim)
+    end = None if isinstance(end, int) and end == 2**63 - 1 else end
+    start = None if isinstance(start, int) and start == 0 else start
+    item = slice(start, end, None if step == 1 else step)
+    return None if at is None else (operator.getitem, (x, (*at, item)), {})
+
+
+def _select(node: Node) -> Call | None:
+    """``select(x, dim, index)``."""
+    if node.kwargs or len(node.args) != 3:
+        return None
+    x, dim, index = node.args
+    at = _place(x, dim)
+    return None if at is None else (operator.getitem, (x, (*at, index)), {})
+
+
+def _place(x: Any, dim: Any) -> tuple[slice, ...] | None:
+    """Whole dimensions in front of ``dim``."""
+    known = value(x)
+    if not isinstance(known, torch.Tensor) or not isinstance(dim, int):
+        return None
+    return (slice(None),) * (dim % known.dim())
+
+
+def _index(node: Node) -> Call | None:
+    """``index(x, [None, i])``: None is a whole dimension here, and a new one in ``x[None, i]``. A
+    tensor without dimensions is a number in Python's spelling."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    x, items = node.args
+    if not all(i is None or getattr(value(i), "ndim", 0) for i in items):
+        return None
+    return operator.getitem, (x, tuple(slice(None) if i is None else i for i in items)), {}
+
+
+def _size(node: Node) -> Call | None:
+    return "size", node.args, node.kwargs
+
+
+def _cross_entropy(node: Node) -> Call | None:
+    """``cross_entropy_loss(x, target, weight, reduction, ignore_index, label_smoothing)``."""
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    said = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if "self" in said or not {"input", "target"} <= set(said):
+        return None
+    said["reduction"] = _REDUCTIONS[said.get("reduction", 1)]
+    args = (said.pop("input"), said.pop("target"))
+    return F.cross_entropy, args, {k: v for k, v in said.items() if v is not None}
+
+
+_SPECIAL: dict[str, Callable[[Node], Call | None]] = {
+    "to": _to, "_to_copy": _to_copy, "slice": _slice, "select": _select, "index": _index,
+    "sym_size": _size, "cross_entropy_loss": _cross_entropy,
+}  # fmt: skip

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same passes under ``backend="inductor"``, for programs that accept no other backend.
+
+:func:`enable` puts them into Inductor's own configuration: ``pre_grad_custom_pass`` gets Dynamo's
+graph and ``joint_custom_pre_pass`` the aten graph, behind whatever the user has there. In torch
+2.13 and newer that configuration belongs to the thread; both passes run in the thread that
+compiles, before a forward and a backward pass are split, so that it does not matter where the
+backward pass is compiled.
+
+What only the backend can do, for it is around Inductor and not inside:
+
+- logits that are returned beside a loss get a gradient of their own, zeros where none comes
+  (``dynamo/late_gradients.py`` wraps the compiled graph);
+- a graph that Inductor cannot compile is an error, and does not run op by op (``op_by_op.py``);
+- kernels are compiled while the joint graph is rewritten, and not beside Inductor's own work;
+- where torch's caches have the graph, that is not said;
+- a ``pre_grad_custom_pass`` or ``joint_custom_pre_pass`` in the ``options`` of torch.compile takes
+  the place of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from coda_inductor.compat import (
+    TracingContext,
+    inductor_config,
+    lacking,
+    recursive_pre_grad_passes,
+)
+from coda_inductor.errors import OptionError
+from coda_inductor.joint import Chained, begin
+from coda_inductor.log import warn_once
+from coda_inductor.matching import value
+from coda_inductor.options import Options, parse
+from coda_inductor.pipeline import check_names, on_aten
+from coda_inductor.record import Record
+
+DYNAMO, JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"
+
+
+class _Compiling(threading.local):
+    """The compilation that this thread was in last: its record, and torch's context of it."""
+
+    record: Record | None = None
+    context: weakref.ref[Any] | None = None
+
+    def begin(self, options: Options) -> Record:
+        """The record of a new one."""
+        context = TracingContext.try_get()
+        self.context = None if context is None else weakref.ref(context)
+        self.record = Record(options, wraps=False)
+        return self.record
+
+    def now(self, options: Options) -> Record | None:
+        """The record of the one that it is in, if that was begun with these options."""
+        known = None if self.context is None else self.context()
+        if self.record is None or TracingContext.try_get() is not known:
+            return None
+        return self.record if self.record.options == options else None
+
+
+_compiling = _Compiling()
+
+
+class _Enabled(Chained):
+    """One of the two passes. ``by_mode``: the mode of torch.compile says whether sites are
+    measured, for nobody else has."""
+
+    def __init__(self, options: Options, was: Any, by_mode: bool):
+        super().__init__(options, was)
+        self.chosen, self.by_mode = options, by_mode
+
+    @property
+    def options(self) -> Options:
+        """As they are now: ``mode="max-autotune"`` is in Inductor's configuration."""
+        if self.by_mode and inductor_config.max_autotune:
+            return dataclasses.replace(self.chosen, tune="always")
+        return self.chosen
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self.chosen = options
+
+
+class _DynamoPass(_Enabled):
+    """The passes of ``pipeline.ON_DYNAMO``, and the start of a compilation."""
+
+    def run(self, graph: Graph) -> None:
+        gm = graph.owning_module
+        if not isinstance(gm, GraphModule) or _nested():
+            return  # checkpointed regions are reached from the graph around them
+        record = _compiling.begin(self.options)
+        inputs = [value(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+        begin(gm, inputs, record)
+
+
+class _JointPass(_Enabled):
+    """The passes of ``pipeline.ON_ATEN``."""
+
+    def run(self, graph: Graph) -> None:
+        options = self.options  # without a record Inductor ran no pass on Dynamo's graph
+        on_aten(graph, _compiling.now(options) or _compiling.begin(options))
+
+    def uuid(self) -> Any:
+        """As every pass's; None while debugging, and where something could not be done that the
+        next process may be able to do. Inductor asks again before it keeps a result."""
+        record = _compiling.now(self.options)
+        failed = record is not None and record.failed
+        return None if failed or self.options.debug else super().uuid()
+
+
+def enable(**options: Any) -> None:
+    """Let ``torch.compile(model)``, that is ``backend="inductor"``, run our passes in this thread.
+
+    Call it in the thread that compiles. Enabling twice keeps the newer options.
+
+    Args:
+        options: our own of ``torch.compile(..., backend="coda", options={...})``, e.g.
+            ``gate="always"``; Inductor's are given to torch.compile.
+
+    Raises:
+        OptionError: an unknown option, a wrong value, or an option of Inductor's.
+        PatternError: a pattern path does not exist; with ``strict``, a file does not load.
+    """
+    for name, ours in _passes(options).items():
+        setattr(inductor_config, name, ours)
+
+
+def disable() -> None:
+    """Put back what :func:`enable` found. A pass that was set since stays."""
+    for name, theirs in beneath({}).items():
+        setattr(inductor_config, name, theirs)
+
+
+@contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """:func:`enable` for a while: afterwards both settings are what they were before, also after an
+    exception. What was compiled inside keeps its options, whatever is compiled of it later."""
+    with inductor_config.patch(_passes(options)):
+        yield
+
+
+def beneath(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's passes of both kinds, without ours: from ``options`` for torch.compile, else from
+    Inductor's configuration."""
+    names = [name for name in (DYNAMO, JOINT) if hasattr(inductor_config, name)]
+    return {name: _without(options.get(name, getattr(inductor_config, name))) for name in names}
+
+
+def _without(passes: Any) -> Any:
+    if isinstance(passes, _Enabled):
+        return passes.was
+    if isinstance(passes, (list, tuple)) and any(isinstance(p, _Enabled) for p in passes):
+        # Somebody has put ours into a list of their own.
+        flat: list[Any] = []
+        for each in passes:
+            flat += each.before if isinstance(each, _Enabled) else (each,)
+        return type(passes)(flat)
+    return passes
+
+
+def _passes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Both settings as they should be; nothing where this torch lacks what we need."""
+    settings = parse(None, options)
+    if settings.inductor:
+        raise OptionError(
+            f"option {next(iter(settings.inductor))!r} is Inductor's: give it to torch.compile, or "
+            "set it in torch._inductor.config"
+        )
+    check_names(Record(dataclasses.replace(settings, debug=False)))
+    theirs, by_mode = beneath({}), not ("tune" in options or os.environ.get("CODA_TUNE"))
+    missing = lacking() or [
+        f"torch._inductor.config.{n}" for n in (DYNAMO, JOINT) if n not in theirs
+    ]
+    if missing:
+        warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
+        return {}
+    return {
+        DYNAMO: _DynamoPass(settings, theirs[DYNAMO], by_mode),
+        JOINT: _JointPass(settings, theirs[JOINT], by_mode),
+    }
+
+
+def _nested() -> bool:
+    """Is the graph a part of another one, which Inductor will hand us next? It goes through both in
+    a function that calls itself, and says so nowhere else."""
+    code = getattr(recursive_pre_grad_passes, "__code__", None)
+    frame = inspect.currentframe()
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is code
+        frame = frame.f_back
+    return depth > 1

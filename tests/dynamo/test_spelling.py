@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported programs call aten ops: what fires in them is what fires in the model they came from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, check, check_gradients, differentiate, randn
+from harness import Harness
+from torch import nn
+from torch._dynamo.utils import counters
+
+from coda_inductor.dynamo.spelling import respell
+from coda_inductor.matching import value
+from coda_inductor.options import parse
+from coda_inductor.record import Record
+
+D, WIDE = 16, 24
+
+
+def plain(x, weight, eps=1e-6):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def widened(x, weight):
+    h = x.to(torch.float32)
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def squared(x, weight):
+    return x * torch.rsqrt(torch.mean(torch.square(x), dim=-1, keepdim=True) + 1e-5) * weight
+
+
+def by_root(x, weight):
+    return weight * (x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6))
+
+
+NORMS = {
+    "plain": plain,
+    "widened": widened,
+    "squared": squared,
+    "by_root": by_root,
+    "functional": lambda x, w: F.rms_norm(x, (D,), w, 1e-5),
+    "no_eps": lambda x, w: F.rms_norm(x, (D,), w),
+    "layer_norm": lambda x, w: F.layer_norm(x, (D,), w, None, 1e-5),
+}
+GATES = {
+    "silu": lambda g, u: F.silu(g) * u,
+    "other_way": lambda g, u: u * F.silu(g),
+    "sigmoid": lambda g, u: g * torch.sigmoid(g) * u,
+    "gelu": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "relu": lambda g, u: F.relu(g) * u,
+}
+
+
+class Layer(nn.Module):
+    """A residual, a norm and a gate, the latter two as somebody wrote them."""
+
+    def __init__(self, norm="plain", gate="silu"):
+        super().__init__()
+        self.o, self.weight = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)
+        self.gate, self.up = nn.Linear(D, WIDE, bias=False), nn.Linear(D, WIDE, bias=False)
+        self.down = nn.Linear(WIDE, D)
+        self.ways = NORMS[norm], GATES[gate]
+
+    def forward(self, x):
+        norm, gate = self.ways
+        x = x + self.o(x)
+        h = norm(x, self.weight)
+        return x + self.down(gate(self.gate(h), self.up(h)))
+
+
+def exported(model, *args, **how):
+    return torch.export.export(model, args, **how).module()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms(norm, strict):
+    dtype = torch.bfloat16 if norm in ("layer_norm", "widened") else torch.float64
+    model = nn.Sequential(Layer(norm), Layer(norm)).to(dtype)
+    x = randn(2, 3, D, dtype=dtype)
+    with torch.no_grad():
+        program = exported(model, x, strict=strict)
+    want, have = check(model, x, reference=True).counts, check(program, x, reference=True).counts
+    assert have == want
+    assert have["swiglu"] == 2
+    # The first LayerNorm has no mean at hand to be centered by.
+    assert (have["layer_norm"], have["rms_norm"]) == ((1, 0) if norm == "layer_norm" else (0, 2))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(gate):
+    model, x = Layer(gate=gate).double(), randn(5, D)
+    want = check(model, x)
+    have = check(exported(model, x), x)
+    assert have.counts == want.counts
+    assert len(have.fused) == len(want.fused)
+    assert {s.program.key for s in have.fused} == {s.program.key for s in want.fused}
+
+
+@pytest.mark.parametrize("norm", ["plain", "functional", "layer_norm"])
+def test_core_aten_spelling(norm):
+    """After ``run_decompositions`` there are fewer ops, and other ones."""
+    dtype = torch.bfloat16 if norm == "layer_norm" else torch.float64
+    model, x = Layer(norm).to(dtype), randn(5, D, dtype=dtype)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,)).run_decompositions().module()
+    want, have = check(model, x, reference=True).counts, check(program, x, reference=True).counts
+    assert have == want
+
+
+@pytest.mark.parametrize("norm", ["plain", "functional"])
+def test_training_of_an_exported_program(norm):
+    model, x = Layer(norm).double(), randn(5, D).requires_grad_()
+    want = check_gradients(model, x)
+    have = check_gradients(exported(model, x), x)
+    assert have.counts == want.counts
+    assert have.counts["rms_norm_backward"] == have.counts["swiglu_backward"] == 1
+
+
+def test_a_dynamic_batch_is_one_graph():
+    model = Layer().double()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = exported(model, randn(4, 3, D), dynamic_shapes=({0: batch},))
+    harness = Harness()
+    compiled = torch.compile(program, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for size in (4, 7, 20):
+            x = randn(size, 3, D)
+            assert_same(compiled(x), model(x))
+    assert harness.graphs == 1
+    assert counters["coda"]["rms_norm"] == counters["coda"]["swiglu"] >= 1
+
+
+def test_a_dynamic_batch_trains():
+    model = Layer().double()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = exported(model, randn(4, 3, D), dynamic_shapes=({0: batch},))
+    for size in (5, 9):
+        check_gradients(program, randn(size, 3, D).requires_grad_(), dynamic=True)
+
+
+def ops(function, *args, **how):
+    """Names in the graph that idioms are looked for in, of ``function`` written in aten."""
+    harness = check(function, *args, **how)
+    return [getattr(n.target, "__name__", n.target) for n in harness.raised.nodes if "call" in n.op]
+
+
+aten = torch.ops.aten
+#: A function in aten ops, and how it is spelled for patterns.
+SPELLINGS = [
+    (lambda x: aten.slice.Tensor(x, 1, 1, 9223372036854775807), ["getitem"]),
+    (lambda x: aten.slice.Tensor(x, -1, -2, 3, 2), ["getitem"]),
+    (aten.slice.Tensor, ["getitem"]),
+    (lambda x: aten.select.int(x, 1, -1), ["getitem"]),
+    (lambda x: aten.index.Tensor(x, [None, torch.tensor([1, 0, 1])]), ["tensor", "getitem"]),
+    (lambda x: aten.index.Tensor(x, [torch.tensor(1)]), ["tensor", "index.Tensor"]),
+    (lambda x: aten.to.dtype(x, torch.float32), ["to"]),
+    (lambda x: aten.to.dtype_layout(x, dtype=torch.float32, layout=torch.strided), ["to"]),
+    (lambda x: aten._to_copy.default(x, dtype=torch.float32), ["to"]),
+    (lambda x: aten._to_copy.default(x, dtype=x.dtype), ["_to_copy.default"]),
+    (lambda x: aten.native_layer_norm.default(x, [4], None, None, 1e-5)[0], ["layer_norm"]),
+    (lambda x: aten.view.default(x, [12]), ["view"]),
+    (lambda x: aten.expand.default(x[:, None], [3, 5, 4]), ["getitem", "expand"]),
+    (lambda x: aten.add.Tensor(x, x, alpha=2), ["add"]),
+    (lambda x: aten.div.Tensor_mode(x, 0.3, rounding_mode="floor"), ["div"]),
+    (lambda x: aten.__and__.Tensor(x > 0, x < 1), ["gt", "lt", "and_"]),
+    (lambda x: aten.elu.default(x, 2.0, 3.0), ["elu.default"]),
+    (lambda x: aten.gelu.default(x, approximate="tanh"), ["gelu"]),
+    (
+        lambda x: aten.cross_entropy_loss.default(x, torch.tensor([0, 1, 2]), None, 2, 1, 0.1),
+        ["tensor", "cross_entropy"],
+    ),
+    (lambda x: aten.addmm.default(x[0], x, x[:, :3].sum() * aten.eye.default(4).double()), None),
+]
+
+
+@pytest.mark.parametrize(("function", "want"), SPELLINGS)
+def test_each_spelling_is_the_same(function, want):
+    have = ops(function, randn(3, 4), disable=["idioms"])
+    assert want is None or have == want
+
+
+def test_what_several_results_are_read_of_stays():
+    def function(x):
+        out, mean, _ = aten.native_layer_norm.default(x, [4], None, None, 1e-5)
+        return out + mean
+
+    assert "native_layer_norm.default" in ops(function, randn(3, 4))
+
+
+def test_what_changes_its_argument_stays():
+    def function(x):
+        y = x.clone()
+        aten.mul_.Tensor(y, 2)
+        return y + aten.add.Tensor(y, 1)
+
+    assert ops(function, randn(3, 4)) == ["clone", "mul_.Tensor", "add", "add"]
+
+
+def test_what_holds_need_not_be_asserted_and_what_does_not_is():
+    def function(x):
+        aten._assert_tensor_metadata.default(x, dtype=torch.float64, device="cpu")
+        return x.sin()
+
+    assert ops(function, randn(3, 4)) == ["sin"]
+
+    def wrong(x):
+        aten._assert_tensor_metadata.default(x, dtype=torch.float16)
+        return x.sin()
+
+    with pytest.raises(Exception, match="mismatch"):
+        Harness().run(wrong, randn(3, 4))
+
+
+def test_asserted_sizes_stay():
+    """They may be symbolic. By hand: torch 2.13 cannot trace such a call."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.empty(3, 4, device="meta")
+    graph.call_function(aten._assert_tensor_metadata.default, (x, [3, 4]))
+    graph.output((x,))
+    respell(torch.fx.GraphModule({}, graph).graph, Record(parse(None, None)))
+    assert len(graph.nodes) == 3
+
+
+def test_recorded_values_stay():
+    harness = check(lambda x: aten.sin.default(aten.view.default(x, [12])), randn(3, 4))
+    assert all(value(n) is not None for n in harness.raised.nodes if n.op != "output")
+
+
+def test_returned_logits_of_an_exported_program(monkeypatch):
+    """They leave the graph detached, as those of the model."""
+    from coda_inductor.dynamo import late_gradients
+
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(D, 32, bias=False)
+
+        def forward(self, x, y):
+            logits = self.head(x)
+            return logits, F.cross_entropy(logits, y)
+
+    model, x, y = Head().double(), randn(6, D).requires_grad_(), torch.arange(6)
+    program = exported(model, x, y)
+    harness = Harness()
+    have = differentiate(harness.train(program, x, y), (program, (x,)))
+    found = [n for n in harness.raised.nodes if n.target == "detach"]
+    assert len(found) == 1
+    x.grad = None
+    assert_same(have, differentiate(model(x, y), (model, (x,))))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels under backend="inductor", in exported programs and in AOTInductor's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from layers import compiled, errors, make
+
+import coda_inductor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
+
+
+def inputs(rows: int = 1024, d: int = 256):
+    return tuple(torch.randn(1, rows, d, device="cuda").bfloat16() for _ in range(2))
+
+
+def kernels():
+    """(program, config) of each site of the last graph, and how it runs."""
+    sites = coda_inductor.reports()[-1].sites
+    return [(site.program and site.program.key, site.config, site.how) for site in sites]
+
+
+def as_good(mine, model, xs):
+    """No more error than 1.2 times that of eager, to float32."""
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(*[x.float() for x in xs])
+        eager = errors(model(*xs), exact)
+    for ours, theirs in zip(errors(mine, exact), eager, strict=True):
+        assert 0 < ours <= 1.2 * theirs
+
+
+def test_inference_has_the_backends_kernels():
+    model, xs = make(), inputs()
+    with torch.no_grad():
+        compiled(model, strict=True)(*xs)
+        want = kernels()
+        torch._dynamo.reset()
+        with coda_inductor.enabled(gate="always", strict=True):
+            mine = torch.compile(model)(*xs)
+    assert kernels() == want
+    assert {how for *_, how in want} == {"kernel"}
+    as_good(mine, model, xs)
+
+
+def gradients(call, model, xs):
+    model.zero_grad()
+    sum(out.float().square().sum() for out in call(*xs)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_training_has_the_backends_kernels():
+    """The backward pass is compiled in autograd's thread for the device."""
+    model, xs = make().train(), inputs()
+    want = gradients(compiled(model, strict=True), model, xs)
+    sites = kernels()
+    torch._dynamo.reset()
+    with coda_inductor.enabled(gate="always", strict=True):
+        ours = torch.compile(model)
+        mine = gradients(ours, model, xs)
+    assert kernels() == sites
+    assert sum(how == "kernel" for *_, how in sites) >= 8
+    assert max(errors(mine, want)) < 1e-3
+
+
+def test_an_exported_program_has_the_models_kernels():
+    model, xs = make(), inputs()
+    with torch.no_grad():
+        compiled(model, strict=True)(*xs)
+        want = kernels()
+        program = torch.export.export(model, xs).module()
+        mine = compiled(program, strict=True)(*xs)
+    assert kernels() == want
+    as_good(mine, model, xs)
+
+
+@pytest.mark.parametrize("aot", [False, True])
+def test_aot_inductor(aot, tmp_path):
+    model, xs = make(), inputs()
+    with torch.no_grad(), coda_inductor.enabled(gate="always", aot=aot):
+        program = torch.export.export(model, xs)
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2")
+        )
+        mine = torch._inductor.aoti_load_package(path)(*xs)
+    assert {how for *_, how in kernels()} == ({"kernel"} if aot else {"unfused"})
+    as_good(mine, model, xs)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/frameworks.md, word for word: each block runs with a Llama of two layers, and trains or
+computes as without us.
+
+Inductor's generated code is swapped for eager execution of the graphs: what is tested is that our
+passes are reached, and that frameworks take what they return.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from functorch.compile import make_boxed_func
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config
+
+import coda_inductor
+from coda_inductor import op_by_op, report
+from coda_inductor.backend import coda
+
+PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
+BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+LAYERS, ROWS, LENGTH, WORDS = 2, 8, 16, 64
+#: Forward and backward of the whole model; what fires in a graph of one block.
+NORMS, GATES = 2 * LAYERS, LAYERS
+
+
+def as_it_is(gm, inputs, **how):
+    return make_boxed_func(gm.forward)
+
+
+class Dataset(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = torch.randint(2, WORDS, (ROWS, LENGTH), generator=torch.Generator())
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """In a folder of its own, on the CPU, without code generation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
+    light = functools.partial(compile_fx.compile_fx, inner_compile=as_it_is)
+    monkeypatch.setattr(compile_fx, "compile_fx", light)
+    if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
+        from torch._dynamo.backends import registry
+
+        monkeypatch.setitem(registry._BACKENDS, "coda", None)
+        monkeypatch.setitem(registry._COMPILER_FNS, "coda", coda)
+    with config.patch(pre_grad_custom_pass=None, joint_custom_pre_pass=None):
+        yield
+
+
+def given():
+    """What blocks are given, the same each time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    dataset = Dataset()
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    config = transformers.LlamaConfig(**sizes, **heads, **special)
+    return {
+        "torch": torch, "model": transformers.LlamaForCausalLM(config),
+        "dataset": dataset, "loader": loader, "batch": next(iter(loader)),
+        "tokens": dataset.rows[:2, :5],
+    }  # fmt: skip
+
+
+def run(name, text=None, **more):
+    """The namespace after a block, and what has fired."""
+    torch._dynamo.reset()
+    counters.clear()
+    names = {**given(), **more}
+    torch.manual_seed(1)
+    exec(compile(BLOCKS[name] if text is None else text, name, "exec"), names)  # noqa: S102
+    return names, Counter(counters["coda"])
+
+
+def plain(name):
+    """The block as somebody would write it without us."""
+    lines = [
+        line
+        for line in BLOCKS[name].splitlines()
+        if not re.search(r"\.compile\(b|\.enable\(", line)
+    ]
+    return "\n".join(lines)
+
+
+def on_cpu(text):
+    """Where a framework does not read that from the environment."""
+    text = text.replace('accelerator="auto"', 'accelerator="cpu"')
+    return re.sub(r'SFTConfig\("out"', 'SFTConfig("out", use_cpu=True, bf16=False', text)
+
+
+def same(ours, eager, tolerance=1e-5):
+    torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+
+
+def weights(names):
+    return {name: p.detach() for name, p in names["model"].named_parameters()}
+
+
+def trained(fired, norms=NORMS, gates=GATES):
+    """Norms and gates fire, forward and backward; the loss where it is a part of the graph."""
+    assert fired["rms_norm"] == fired["rms_norm_backward"] == norms
+    assert fired["swiglu"] == fired["swiglu_backward"] == gates
+
+
+def test_every_block_is_run():
+    text = Path(__file__).read_text()
+    assert [name for name in BLOCKS if not re.search(rf"""run\(\s*"{name}[",]""", text)] == []
+    assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
+
+
+def losses(names):
+    return torch.tensor([h["loss"] for h in names["trainer"].state.log_history if "loss" in h])
+
+
+def test_trainer():
+    pytest.importorskip("accelerate")
+    ours, fired = run("trainer")
+    eager, _ = run("trainer", plain("trainer"))
+    trained(fired)
+    assert fired["cross_entropy"] == 1
+    assert ours["trainer"].state.global_step == 3
+    same(weights(ours), weights(eager), 1e-3)
+    saved = ours["trainer"].model.state_dict()
+    assert list(saved) == list(eager["model"].state_dict())
+
+
+def test_trainer_inductor():
+    pytest.importorskip("accelerate")
+    ours, fired = run("trainer_inductor")
+    coda_inductor.disable()
+    eager, _ = run("trainer", plain("trainer"))
+    trained(fired)
+    same(weights(ours), weights(eager), 1e-3)
+
+
+def test_what_the_page_says_of_accelerates_list():
+    accelerate = pytest.importorskip("accelerate")
+    said = "'CODA' is not a valid DynamoBackend"
+    with pytest.raises(ValueError, match=said):
+        accelerate.Accelerator(dynamo_backend="coda")
+    with pytest.raises(ValueError, match=said):
+        accelerate.utils.TorchDynamoPlugin(backend="coda")
+    arguments = {"torch_compile": True, "torch_compile_backend": "coda", "report_to": "none"}
+    model = given()["model"]
+    with pytest.raises(ValueError, match=said):
+        transformers.Trainer(model, transformers.TrainingArguments("out", **arguments))
+
+
+def test_what_the_page_says_of_copies_and_names():
+    model, batch = given()["model"], given()["batch"]
+    names = list(model.state_dict())
+    model.compile(backend="coda")
+    assert list(model.state_dict()) == names
+    copy.deepcopy(model)(**batch)
+    model.forward(**batch)
+    assert not counters["coda"]
+    model(**batch)
+    assert counters["coda"]["swiglu"] == GATES
+    wrapper = torch.compile(model, backend="coda")
+    assert all(name.startswith("_orig_mod.") for name in wrapper.state_dict())
+
+
+def generated(ours):
+    eager = given()
+    want = eager["model"].generate(eager["tokens"], max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours["output"], want)
+
+
+def test_generate():
+    ours, fired = run("generate")
+    generated(ours)
+    assert fired["rms_norm"] >= NORMS
+    assert fired["swiglu"] >= GATES
+
+
+def test_generate_with_a_static_cache(monkeypatch):
+    from transformers import CompileConfig
+
+    monkeypatch.setattr(CompileConfig, "_compile_all_devices", True)  # else on GPUs only
+    ours, fired = run("generate_static")
+    generated(ours)
+    assert fired["rms_norm"] >= LAYERS
+    assert fired["swiglu"] >= GATES
+
+
+def test_accelerate():
+    pytest.importorskip("accelerate")
+    ours, fired = run("accelerate")
+    eager, _ = run("accelerate", plain("accelerate"))
+    trained(fired)
+    same(weights(ours), weights(eager), 1e-3)
+
+
+def test_accelerate_regions():
+    pytest.importorskip("accelerate")
+    ours, fired = run("accelerate_regions")
+    want = given()
+    want = want["model"](**want["batch"]).loss
+    same(ours["loss"], want)
+    assert fired["rms_norm"] >= 1
+    assert fired["swiglu_backward"] >= 1
+
+
+def test_peft():
+    pytest.importorskip("peft")
+    ours, fired = run("peft")
+    eager, _ = run("peft", plain("peft"))
+    trained(fired)
+    same(ours["loss"], eager["loss"])
+    grads = [
+        {name: p.grad for name, p in names["model"].named_parameters() if p.grad is not None}
+        for names in (ours, eager)
+    ]
+    assert len(grads[0]) == 2 * 7 * LAYERS
+    same(*grads)
+    assert "base_model.model.model.layers.0" in coda_inductor.reports()[-1].sites[0].site
+
+
+class Frozen(torch.nn.Module):
+    """A linear layer whose weight is kept in 8 bits."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_frozen_weights_in_8_bits():
+    results = []
+    for backend in ("eager", "coda"):
+        model, batch = given()["model"], given()["batch"]
+        for layer in model.model.layers:
+            for part, name in (
+                (layer.self_attn, "o_proj"), (layer.mlp, "gate_proj"), (layer.mlp, "up_proj"),
+                (layer.mlp, "down_proj"),
+            ):  # fmt: skip
+                setattr(part, name, Frozen(getattr(part, name)))
+        model.compile(backend=backend)
+        loss = model(**batch).loss
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([loss.detach(), *grads])
+    same(*results)
+    trained(counters["coda"])
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = {"pad_token": "t0", "eos_token": "t1", "bos_token": "t2", "unk_token": "t3"}
+    numbers = {f"t{i}": i for i in range(WORDS)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token=names["unk_token"]))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
+
+
+def test_trl():
+    pytest.importorskip("trl")
+    from datasets import Dataset as Table
+
+    rows = [" ".join(f"t{word}" for word in row.tolist()) for row in Dataset().rows]
+    more = {"texts": Table.from_dict({"text": rows}), "tokenizer": word_tokenizer()}
+    ours, fired = run("trl", on_cpu(BLOCKS["trl"]), **more)
+    eager, _ = run("trl", on_cpu(plain("trl")), **more)
+    assert fired["swiglu_backward"] >= GATES
+    assert fired["rms_norm_backward"] >= GATES
+    same(*({n: p.detach() for n, p in names["trainer"].model.named_parameters()}
+           for names in (ours, eager)), 1e-3)  # fmt: skip
+
+
+def test_lightning():
+    pytest.importorskip("pytorch_lightning")
+    ours, fired = run("lightning", on_cpu(BLOCKS["lightning"]))
+    eager, _ = run("lightning", on_cpu(plain("lightning")))
+    trained(fired)
+    same(weights(ours), weights(eager), 1e-3)
+
+
+def test_blocks():
+    ours, fired = run("blocks")
+    eager, _ = run("blocks", BLOCKS["blocks"].replace('"coda"', '"eager"'))
+    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] >= 1
+    same(weights(ours), weights(eager), 1e-3)
+
+
+def test_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    ours, fired = run("torchao")
+    assert fired["rms_norm"] == NORMS
+    assert fired["swiglu"] == GATES
+    same(ours["logits"], run("torchao", plain("torchao"))[0]["logits"], 1e-3)
+    both = [
+        text.replace("Int8WeightOnly", "Int8DynamicActivationInt8Weight")
+        for text in (BLOCKS["torchao"], plain("torchao"))
+    ]
+    assert hasattr(quantization, "Int8DynamicActivationInt8WeightConfig")
+    report.forget()
+    ours, fired = run("torchao", both[0])
+    assert set(fired) <= {"constant_mask"}
+    assert sum("is not a GEMM" in told for told in report.reports()[0].near_misses) >= NORMS
+    same(ours["logits"], run("torchao", both[1])[0]["logits"], 1e-3)
+
+
+def test_export():
+    ours, fired = run("export")
+    with torch.no_grad():
+        same(ours["logits"], ours["model"](ours["tokens"]).logits)
+    assert fired["rms_norm"] >= NORMS
+    assert fired["swiglu"] >= GATES
+
+
+def test_inductor():
+    ours, fired = run("inductor")
+    trained(fired)
+    want = given()
+    loss = want["model"](**want["batch"]).loss
+    loss.backward()
+    same(ours["loss"], loss)
+    grads = [{n: p.grad for n, p in names["model"].named_parameters()} for names in (ours, want)]
+    same(*grads)
+
+
+def test_aot_inductor(monkeypatch, tmp_path):
+    """With Inductor's code: that is what it is about."""
+    program, _ = run("export")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    ours, fired = run("aot_inductor", program=program["program"])
+    same(ours["logits"], program["logits"], 1e-4)
+    assert fired == {
+        "constant_mask": LAYERS, "rms_norm": NORMS, "swiglu": GATES, "residual": 2 * LAYERS,
+    }  # fmt: skip

@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``coda_inductor.enable()``: the passes under backend="inductor".
+
+Inductor's own compile runs, with its hooks, decompositions and partitioner; its generated code is
+swapped for eager execution of the graphs, but in the tests of caches, where it is what is cached.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_same, replace_pass
+from functorch.compile import make_boxed_func
+from test_backend import Block, D, UsersPass, inner
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch.utils.checkpoint import checkpoint
+
+import coda_inductor
+from coda_inductor import FallbackError, OptionError, log, op_by_op, pass_mode, report
+from coda_inductor.backend import coda
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.runtime import linear_cross_entropy
+
+
+def as_it_is(gm, inputs, **how):
+    return make_boxed_func(gm.forward)
+
+
+#: backend="inductor" without code generation.
+inductor = functools.partial(compile_fx, inner_compile=as_it_is)
+
+
+@pytest.fixture(autouse=True)
+def nothing_enabled(monkeypatch):
+    monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
+    with config.patch({pass_mode.DYNAMO: None, pass_mode.JOINT: None}):
+        yield
+        assert hooks() == (None, None), "a test put back what it found"
+
+
+def hooks():
+    return config.pre_grad_custom_pass, config.joint_custom_pre_pass
+
+
+def step(model, *args, backend=inductor, **how):
+    """One training step: (counters, outputs and gradients)."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, args = copy.deepcopy((model, args))
+    out = torch.compile(model, backend=backend, **how)(*args)
+    out.square().sum().backward()
+    grads = [t.grad for t in (*model.parameters(), *args) if t.is_floating_point()]
+    return Counter(counters["coda"]), [out.detach(), *grads]
+
+
+def infer(model, *args, backend=inductor, **how):
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend, **how)(*args)
+    return Counter(counters["coda"]), [out]
+
+
+def input_of(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.out, self.last = Block(), nn.Linear(16, D), Block()
+
+    def forward(self, x):
+        x = self.out(checkpoint(self.first, x, use_reentrant=False))
+        return checkpoint(self.last, x, use_reentrant=False)
+
+
+class Regions(nn.Module):
+    """Blocks that are traced once."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(16, D)
+
+    def forward(self, x):
+        @torch.compiler.nested_compile_region
+        def region(block, x):
+            return block(x)
+
+        for block in self.blocks:
+            x = self.out(region(block, x))
+        return x
+
+
+class Masked(nn.Module):
+    """A mask and repeated heads, which are simplified on Dynamo's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.n1, self.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down = nn.Linear(D, 32), nn.Linear(32, D)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (
+            p.view(b, t, 2, D // 2).transpose(1, 2) for p in self.qkv(self.n1(x)).chunk(3, -1)
+        )
+        mask = torch.arange(t)[:, None] >= torch.arange(t)
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, D))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+MODELS = {"block": Block, "checkpointed": Checkpointed, "masked": Masked, "regions": Regions}
+
+
+@pytest.mark.parametrize("run", [step, infer])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fires_is_what_fires_with_the_backend(name, run):
+    model, x = MODELS[name]().double(), input_of(2, 5, D)
+    without, eager = run(model, x)
+    report.forget()
+    want, _ = run(model, x, backend=coda)
+    with coda_inductor.enabled():
+        have, values = run(model, x)
+    assert not without
+    assert have == want
+    assert have
+    assert_same(values, eager)
+    reports = [(r.summary, [str(why) for why in r.refusals]) for r in report.reports()]
+    assert reports[: len(reports) // 2] == reports[len(reports) // 2 :]
+    assert not any(why.failure for r in report.reports() for why in r.refusals)
+
+
+def test_with_flex_attention():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def soft_cap(score, b, h, q, k):
+        return 20 * torch.tanh(score / 20)
+
+    class Flex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.q, self.o = Block(), nn.Linear(D, 64), nn.Linear(64, D)
+            self.mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
+
+        def forward(self, x):
+            q = self.q(x).view(1, 128, 2, 32).transpose(1, 2)
+            y = flex_attention(q, q, q, soft_cap, self.mask)
+            return self.block(x + self.o(y.transpose(1, 2).reshape(1, 128, 64)))
+
+    model, x = Flex(), torch.randn(1, 128, D)
+    want, eager = infer(model, x, backend=coda)
+    with coda_inductor.enabled():
+        have, values = infer(model, x)
+    assert have == want
+    assert have["rms_norm"] == have["swiglu"] == 1
+    assert_same(values, eager)
+
+
+def test_graphs_that_are_compiled_one_by_one():
+    """As vLLM does it with the pieces of a model."""
+
+    def backend(gm, inputs):
+        return torch._inductor.standalone_compile(gm, inputs, dynamic_shapes="from_graph")
+
+    model, x = Block(), torch.randn(3, D)
+    want, eager = infer(model, x, backend=coda)
+    with coda_inductor.enabled():
+        have, values = infer(model, x, backend=backend)
+    assert have == want
+    assert_same(values, eager)
+
+
+def test_branches_of_a_condition_are_left_alone():
+    """They are handed to us like graphs of their own."""
+    norm, block = nn.RMSNorm(D), Block()
+
+    def function(x):
+        return torch.cond(
+            x.sum() > 0, lambda t: norm(t).sin(), lambda t: norm(t).cos(), (block(x)[:, :D],)
+        )
+
+    x = torch.randn(3, D)
+    want, _ = infer(function, x, backend=coda)
+    with coda_inductor.enabled():
+        have, values = infer(function, x)
+    assert have == want == {"rms_norm": 1, "swiglu": 1, "residual": 1}
+    assert_same(values, [function(x)])
+
+
+def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
+    model, x = Block().double(), input_of(4, D)
+    want, eager = step(model, x, backend=coda)
+    counters.clear()
+    with coda_inductor.enabled():
+        loss = torch.compile(model, backend=inductor)(x).square().sum()
+    coda_inductor.enable(gate="never", disable=["swiglu"])  # no concern of what was begun
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    coda_inductor.disable()
+    assert Counter(counters["coda"]) == want
+    assert_same([p.grad for p in (*model.parameters(), x)], eager[1:])
+
+
+def test_another_thread_may_have_other_options():
+    found = {}
+
+    def other():
+        coda_inductor.enable(disable=["rms_norm"])
+        found["other"], _ = infer(Block(), torch.randn(3, D))
+        coda_inductor.disable()
+
+    with coda_inductor.enabled():
+        before = hooks()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        if threading_has_its_own():
+            assert hooks() == before
+            found["this"], _ = infer(Block(), torch.randn(3, D))
+            assert found["this"]["rms_norm"] == 1
+    assert found["other"] == {"swiglu": 1, "residual": 1}
+
+
+def threading_has_its_own():
+    """Before torch 2.13 Inductor's configuration is the process's."""
+    seen = []
+    with config.patch(max_autotune=True):
+        thread = threading.Thread(target=lambda: seen.append(config.max_autotune))
+        thread.start()
+        thread.join()
+    return not seen[0]
+
+
+@pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
+def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
+    first, second = UsersPass("1"), UsersPass("2")
+    put = {"pass": lambda p: p, "function": lambda p: p.__call__, "list": lambda p: [p]}
+    theirs = [put.get(kind, lambda p: (p,))(each) for each in (first, second)]
+    names = (pass_mode.DYNAMO, pass_mode.JOINT)
+    with config.patch(dict(zip(names, theirs, strict=True))):
+        coda_inductor.enable()
+        counts, _ = infer(Block(), torch.randn(3, D))
+        coda_inductor.disable()
+        assert all(have is want for have, want in zip(hooks(), theirs, strict=True))
+    assert (first.calls, second.calls) == (1, 1)
+    assert counts["rms_norm"] == 1
+
+
+def test_enabling_twice_is_enabling_once_with_the_newer_options():
+    coda_inductor.enable()
+    coda_inductor.enable(disable="swiglu")
+    counts, _ = infer(Block(), torch.randn(3, D))
+    assert counts == {"rms_norm": 1, "residual": 1}
+    coda_inductor.disable()
+    assert not infer(Block(), torch.randn(3, D))[0]
+
+
+def test_disabling_what_is_not_enabled_does_nothing():
+    coda_inductor.disable()
+    with config.patch(joint_custom_pre_pass=UsersPass()):
+        before = hooks()
+        coda_inductor.disable()
+        assert hooks() == before
+
+
+def fail_after(model, x, want):
+    assert infer(model, x)[0] == want
+    raise ValueError("not ours")
+
+
+def test_contexts_nest_and_end_with_exceptions():
+    outer = [{"rms_norm": 1, "swiglu": 1, "residual": 1}, {"rms_norm": 1, "residual": 1}]
+    model, x = Block(), torch.randn(3, D)
+    with coda_inductor.enabled():
+        before = hooks()
+        with pytest.raises(ValueError, match="not ours"), coda_inductor.enabled(disable=["swiglu"]):
+            fail_after(model, x, outer[1])
+        assert hooks() == before
+        assert infer(model, x)[0] == outer[0]
+        with coda_inductor.enabled(gate="never"):
+            coda_inductor.disable()
+            assert not infer(model, x)[0]
+        assert hooks() == before
+
+
+def test_a_wrong_option_changes_nothing():
+    with coda_inductor.enabled():
+        before = hooks()
+        for options, said in (
+            ({"speed": 11}, "unknown option 'speed'"),
+            ({"disable": ["nothing"]}, "nothing is called 'nothing'"),
+            ({"gate": "open"}, "'gate' is one of"),
+            ({"max_autotune": True}, "'max_autotune' is Inductor's: give it to torch.compile"),
+        ):
+            with pytest.raises(OptionError, match=said):
+                coda_inductor.enable(**options)
+            with pytest.raises(OptionError, match=said), coda_inductor.enabled(**options):
+                pass
+        assert hooks() == before
+
+
+def test_what_was_set_since_stays():
+    mine = UsersPass()
+    coda_inductor.enable()
+    config.joint_custom_pre_pass = mine
+    coda_inductor.disable()
+    assert hooks() == (None, mine)
+    config.joint_custom_pre_pass = None
+
+
+def test_ours_in_a_list_of_somebodys_is_taken_out():
+    mine, since = UsersPass("1"), UsersPass("2")
+    config.joint_custom_pre_pass = mine
+    coda_inductor.enable()
+    config.joint_custom_pre_pass = [config.joint_custom_pre_pass, since]
+    coda_inductor.disable()
+    assert hooks() == (None, [mine, since])
+    config.joint_custom_pre_pass = None
+
+
+def test_the_backend_is_not_disturbed():
+    theirs = UsersPass(), UsersPass()
+    config.pre_grad_custom_pass, config.joint_custom_pre_pass = theirs
+    model, x = Block(), torch.randn(3, D, requires_grad=True)
+    want, _ = step(model, x, backend=coda)
+    reports = len(coda_inductor.reports())
+    with coda_inductor.enabled(disable=["swiglu"]):
+        have, _ = step(model, x, backend=coda)
+    assert have == want
+    assert len(coda_inductor.reports()) == reports + 1
+    assert [each.calls for each in theirs] == [2, 2]
+    config.pre_grad_custom_pass = config.joint_custom_pre_pass = None
+
+
+def test_returned_logits_keep_their_gradient(monkeypatch):
+    """There is nothing around the compiled graph that could add it later."""
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    head, x = nn.Linear(D, 64).double(), torch.randn(6, D).double()
+
+    def function(x, y):
+        logits = head(x)
+        return logits, F.cross_entropy(logits, y)
+
+    results = []
+    y = torch.arange(6)
+    with coda_inductor.enabled():
+        for call in (torch.compile(function, backend=inductor), function):
+            head.zero_grad()
+            logits, loss = call(x, y)
+            (loss + logits.square().sum()).backward()
+            results.append([logits.detach(), loss.detach(), head.weight.grad, head.bias.grad])
+    assert counters["coda"]["cross_entropy"] == 1
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("model", [Block, Checkpointed])
+def test_debug_folder(model, tmp_path):
+    with coda_inductor.enabled(debug=True, debug_dir=str(tmp_path)):
+        infer(model(), torch.randn(3, D))
+    (folder,) = tmp_path.iterdir()
+    assert "coda_inductor.rms_norm" in (folder / "1_raised.py").read_text()
+    assert "residual" in (folder / "gemms.txt").read_text()
+    assert coda_inductor.reports()[-1].folder == str(folder)
+
+
+def test_explain_is_not_disturbed():
+    model, x = Block(), torch.randn(3, D)
+    with torch.no_grad():
+        want = str(coda_inductor.explain(model, x))
+        with coda_inductor.enabled():
+            assert str(coda_inductor.explain(model, x)) == want
+    assert "3 of 3 GEMMs may absorb" in want
+
+
+def broken(*_):
+    raise OSError("No space left on device")
+
+
+def test_strict_raises(monkeypatch):
+    replace_pass(monkeypatch, "fuse", lambda _: broken)
+    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
+        infer(Block(), torch.randn(3, D))
+    assert isinstance(inner(caught), FallbackError)
+
+
+def test_a_failing_pass_costs_itself(monkeypatch):
+    for name in ("idioms", "fuse"):
+        with monkeypatch.context() as patch, coda_inductor.enabled():
+            replace_pass(patch, name, lambda _: broken)
+            model, x = Block().double(), input_of(3, D)
+            assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
+
+
+def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
+    monkeypatch.delenv("CODA_TUNE", raising=False)
+    with coda_inductor.enabled(tune="always"):
+        always = config.joint_custom_pre_pass.uuid()
+    with coda_inductor.enabled():
+        ours = config.joint_custom_pre_pass
+        assert ours.uuid() != always
+        with config.patch(max_autotune=True):
+            assert ours.uuid() == always
+    with coda_inductor.enabled(tune="never"), config.patch(max_autotune=True):
+        assert config.joint_custom_pre_pass.uuid() != always
+
+
+def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, caplog):
+    log.forget_warnings()
+    with monkeypatch.context() as patch:
+        patch.setattr(pass_mode, "lacking", lambda: ["torch.nothing"])
+        with coda_inductor.enabled():
+            assert hooks() == (None, None)
+    monkeypatch.setattr(pass_mode, "DYNAMO", "pre_grad_pass_of_tomorrow")
+    with coda_inductor.enabled():
+        assert hooks() == (None, None)
+    assert infer(Block(), torch.randn(3, D), backend=coda)[0]["rms_norm"] == 1
+    assert "has no torch.nothing" in caplog.text
+    assert "has no torch._inductor.config.pre_grad_pass_of_tomorrow" in caplog.text
+
+
+def test_torch_may_copy_its_configuration():
+    """As it does for ``torch.compile(..., options={...})``. Torch 2.11 pickles it for a key."""
+    with coda_inductor.enabled():
+        assert pickle.dumps(hooks()[0]) == pickle.dumps(copy.deepcopy(hooks()[0]))
+        assert config.get_config_copy()[pass_mode.JOINT].uuid() == hooks()[1].uuid()
+
+
+@pytest.fixture
+def caches():
+    """Torch's compile caches, empty."""
+    from torch._inductor.utils import fresh_cache
+
+    on = torch._functorch.config.patch(enable_autograd_cache=True)
+    with fresh_cache(), config.patch(fx_graph_cache=True), on:
+        yield
+
+
+def generated(run, model, x, **options):
+    """What ran with Inductor's own code: (hits in torch's cache, reports of ours, values)."""
+    before = len(report.reports())
+    with coda_inductor.enabled(**options):
+        _, values = run(model, x, backend="inductor")
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    return hits, len(report.reports()) - before, values
+
+
+@pytest.mark.usefixtures("caches")
+def test_torchs_caches_know_the_options():
+    model, x = Block(), torch.randn(4, D, requires_grad=True)
+    _, eager = step(model, x, backend="eager")
+    for options, hit in (({}, 0), ({}, 1), ({"disable": "swiglu"}, 0), ({"debug": False}, 1)):
+        hits, reports, values = generated(step, model, x, **options)
+        assert (hits, reports) == (hit, 1 - hit)
+        torch.testing.assert_close(values, eager)
+    _, values = step(model, x, backend="inductor")
+    assert not counters["aot_autograd"]["autograd_cache_hit"], "without us is another graph"
+
+
+@pytest.mark.usefixtures("caches")
+@pytest.mark.parametrize("run", [step, infer])
+def test_what_failed_once_is_not_kept_in_torchs_cache(run, monkeypatch):
+    model, x = Block(), torch.randn(4, D, requires_grad=True)
+    with monkeypatch.context() as patch:
+        replace_pass(patch, "fuse", lambda _: broken)
+        assert generated(run, model, x)[:2] == (0, 1)
+    assert [generated(run, model, x)[:2] for _ in range(2)] == [(0, 1), (1, 0)]
