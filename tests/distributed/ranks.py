@@ -43,7 +43,10 @@ class Group:
     """
 
     def __init__(self, module: str, world: int, seconds: float):
-        self._folder = Path(tempfile.mkdtemp())
+        with tempfile.TemporaryDirectory() as folder:
+            self._run(module, world, seconds, Path(folder))
+
+    def _run(self, module: str, world: int, seconds: float, folder: Path) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
@@ -54,10 +57,10 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        logs = [(self._folder / f"{rank}.txt").open("w+") for rank in range(world)]
+        logs = [(folder / f"{rank}.txt").open("w") for rank in range(world)]
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, module, str(self._folder), str(seconds)],
+                [sys.executable, __file__, module, str(folder), str(seconds)],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -65,11 +68,14 @@ class Group:
             for rank, log in enumerate(logs)
         ]
         self.codes = _codes(processes, seconds)
-        self.said = "\n".join((self._folder / f"{rank}.txt").read_text() for rank in range(world))
+        for log in logs:
+            log.close()
+        self.said = "\n".join((folder / f"{rank}.txt").read_text() for rank in range(world))
+        self._results = [_read(path) for path in folder.glob("*.json")]
 
     def errors(self, check: str) -> str:
         """What went wrong in ``check``, on any rank; empty where nothing did."""
-        found = [_read(path).get(check, NOT_RUN) for path in self._folder.glob("*.json")]
+        found = [results.get(check, NOT_RUN) for results in self._results]
         errors = [error for error in found if error] or ([] if found else ["no process got there"])
         if not errors or set(errors) == {NOT_RUN}:
             return "".join(errors[:1])
