@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run checks in several processes of one gloo group, each of which must end in time, by itself.
 
-``Group`` starts the processes. Each is this file as a script: it calls the functions of one module
-whose names begin with ``check_``, in order, and writes down how each went. A check that fails ends
-its process at once, for the others would wait for it; the parent ends those.
+``Group`` starts the processes. Each is this file as a script: it calls those functions of some
+modules whose names begin with ``check_``, in order, and writes down how each went. A check that
+fails ends its process at once, for the others would wait for it; the parent ends those.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ NOT_ENDED = "it did not end"
 
 
 @functools.cache
-def group(module: str, world: int, seconds: float) -> Group:
-    """The one group that has run the checks of ``module``."""
-    return Group(module, world, seconds)
+def group(modules: tuple[str, ...], world: int, seconds: float) -> Group:
+    """The one group that has run the checks of ``modules``."""
+    return Group(modules, world, seconds)
 
 
 class Group:
-    """``world`` processes that have run the checks of ``module``, and have ended.
+    """``world`` processes that have run the checks of ``modules``, and have ended.
 
     Attributes:
         codes: their exit codes; None where one had to be killed after ``seconds``.
         said: what they printed.
     """
 
-    def __init__(self, module: str, world: int, seconds: float):
+    def __init__(self, modules: tuple[str, ...], world: int, seconds: float):
         with tempfile.TemporaryDirectory() as folder:
-            self._run(module, world, seconds, Path(folder))
+            self._run(modules, world, seconds, Path(folder))
 
-    def _run(self, module: str, world: int, seconds: float, folder: Path) -> None:
+    def _run(self, modules: tuple[str, ...], world: int, seconds: float, folder: Path) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
@@ -60,7 +60,7 @@ class Group:
         logs = [(folder / f"{rank}.txt").open("w") for rank in range(world)]
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, module, str(folder), str(seconds)],
+                [sys.executable, __file__, str(folder), str(seconds), *modules],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -74,7 +74,7 @@ class Group:
         self._results = [_read(path) for path in folder.glob("*.json")]
 
     def errors(self, check: str) -> str:
-        """What went wrong in ``check``, on any rank; empty where nothing did."""
+        """What went wrong in ``check``, "module.name", on any rank; empty where nothing did."""
         found = [results.get(check, NOT_RUN) for results in self._results]
         errors = [error for error in found if error] or ([] if found else ["no process got there"])
         if not errors or set(errors) == {NOT_RUN}:
@@ -109,11 +109,27 @@ def _free_port() -> int:
 
 
 def checks(module: Any) -> list[str]:
-    """The names of the checks in ``module``, in order."""
-    return [name for name in vars(module) if name.startswith("check_")]
+    """The names of the checks in ``module``, in order, "module.name"."""
+    return [f"{module.__name__}.{name}" for name in vars(module) if name.startswith("check_")]
 
 
-def main(name: str, folder: str, seconds: str) -> None:
+def run(check: Any, name: str, file: Any) -> None:
+    """One check; writes into ``file`` how it went."""
+    import torch.distributed as dist
+
+    begun = time.monotonic()
+    file.write(json.dumps([name, NOT_ENDED]) + "\n")
+    try:
+        check()
+        dist.barrier()
+    except BaseException:  # noqa: BLE001 (whatever it is, the others must not wait)
+        file.write(json.dumps([name, traceback.format_exc()]) + "\n")
+        os._exit(1)
+    file.write(json.dumps([name, ""]) + "\n")
+    sys.stdout.write(f"{name}: {time.monotonic() - begun:.1f} s\n")
+
+
+def main(folder: str, seconds: str, *names: str) -> None:
     """One rank."""
     import torch.distributed as dist
     from torch._functorch.aot_autograd import make_boxed_func
@@ -121,22 +137,14 @@ def main(name: str, folder: str, seconds: str) -> None:
     from coda_inductor import op_by_op
 
     faulthandler.dump_traceback_later(float(seconds), exit=True)
-    module = importlib.import_module(name)
-    if getattr(module, "OP_BY_OP", True):  # Inductor's C++ would take minutes
+    modules = [importlib.import_module(name) for name in names]
+    if not any(getattr(module, "INDUCTOR", False) for module in modules):  # whose C++ takes minutes
         op_by_op.compile_fx_inner = lambda gm, inputs, **how: make_boxed_func(gm.forward)
     dist.init_process_group("gloo")
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
-        for check in checks(module):
-            begun = time.monotonic()
-            file.write(json.dumps([check, NOT_ENDED]) + "\n")
-            try:
-                getattr(module, check)()
-                dist.barrier()
-            except BaseException:  # noqa: BLE001 (whatever it is, the others must not wait)
-                file.write(json.dumps([check, traceback.format_exc()]) + "\n")
-                os._exit(1)
-            file.write(json.dumps([check, ""]) + "\n")
-            sys.stdout.write(f"{check}: {time.monotonic() - begun:.1f} s\n")
+        for module in modules:
+            for name in checks(module):
+                run(getattr(module, name.rpartition(".")[2]), name, file)
     dist.destroy_process_group()
 
 
