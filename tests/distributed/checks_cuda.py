@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import coda_inductor
 
 BACKEND = "cpu:gloo,cuda:nccl"
-OP_BY_OP = False
+INDUCTOR = True
 LAYERS, WIDTH, LENGTH = 2, 512, 512
 BACKENDS = {"eager": None, "compile": "inductor", "coda": "coda"}
 STEPS, CURVE = 3, 50

@@ -6,9 +6,9 @@ import signal
 
 import torch
 import torch.distributed as dist
-from checks_cuda import BACKEND, OP_BY_OP, losses, sharded
+from checks_cuda import BACKEND, INDUCTOR, losses, sharded
 
-__all__ = ["BACKEND", "OP_BY_OP", "PATIENCE", "check_that_a_rank_dies"]
+__all__ = ["BACKEND", "INDUCTOR", "PATIENCE", "check_that_a_rank_dies"]
 #: Seconds that NCCL waits for a rank.
 PATIENCE = 20
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run checks in several processes of one group, each of which must end in time, by itself.
 
-``Group`` starts the processes. Each is this file as a script: it calls the functions of one module
-whose names begin with ``check_``, in order, and writes down how each went. A check that fails ends
-its process at once, for the others would wait for it; the parent ends those.
+``Group`` starts the processes. Each is this file as a script: it calls those functions of some
+modules whose names begin with ``check_``, in order, and writes down how each went. A check that
+fails ends its process at once, for the others would wait for it; the parent ends those.
 """
 
 from __future__ import annotations
@@ -30,23 +30,36 @@ NOT_ENDED = "it did not end"
 
 
 @functools.cache
-def group(module: str, world: int, seconds: float) -> Group:
-    """The one group that has run the checks of ``module``."""
-    return Group(module, world, seconds)
+def group(modules: tuple[str, ...], world: int, seconds: float) -> Group:
+    """The one group that has run the checks of ``modules``."""
+    return Group(modules, world, seconds)
 
 
 class Group:
-    """``world`` processes that have run the checks of ``module``, and have ended. With ``patience``
-    one that fails does not end the others.
+    """``world`` processes that have run the checks of ``modules``, and have ended. One that fails
+    ends the others, but with ``patience``.
 
     Attributes:
         codes: their exit codes; None where one had to be killed after ``seconds``.
         said: what they printed.
     """
 
-    def __init__(self, module: str, world: int, seconds: float, *, patience: bool = False):
-        self._folder = Path(tempfile.mkdtemp())
+    def __init__(
+        self, modules: tuple[str, ...], world: int, seconds: float, *, patience: bool = False
+    ):
         self._port = str(_free_port())
+        with tempfile.TemporaryDirectory() as folder:
+            self._run(modules, world, seconds, Path(folder), patience=patience)
+
+    def _run(
+        self,
+        modules: tuple[str, ...],
+        world: int,
+        seconds: float,
+        folder: Path,
+        *,
+        patience: bool,
+    ) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
@@ -57,10 +70,10 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        logs = [(self._folder / f"{rank}.txt").open("w+") for rank in range(world)]
+        logs = [(folder / f"{rank}.txt").open("w") for rank in range(world)]
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, module, str(self._folder), str(seconds)],
+                [sys.executable, __file__, str(folder), str(seconds), *modules],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -68,7 +81,10 @@ class Group:
             for rank, log in enumerate(logs)
         ]
         self.codes = _codes(processes, seconds, patience=patience)
-        self.said = "\n".join((self._folder / f"{rank}.txt").read_text() for rank in range(world))
+        for log in logs:
+            log.close()
+        self.said = "\n".join((folder / f"{rank}.txt").read_text() for rank in range(world))
+        self._results = [_read(path) for path in folder.glob("*.json")]
 
     def alive(self) -> list[str]:
         """The command lines of processes that it, or what it started, has left behind."""
@@ -82,8 +98,8 @@ class Group:
             return ""
 
     def errors(self, check: str) -> str:
-        """What went wrong in ``check``, on any rank; empty where nothing did."""
-        found = [_read(path).get(check, NOT_RUN) for path in self._folder.glob("*.json")]
+        """What went wrong in ``check``, "module.name", on any rank; empty where nothing did."""
+        found = [results.get(check, NOT_RUN) for results in self._results]
         errors = [error for error in found if error] or ([] if found else ["no process got there"])
         if not errors or set(errors) == {NOT_RUN}:
             return "".join(errors[:1])
@@ -119,11 +135,27 @@ def _free_port() -> int:
 
 
 def checks(module: Any) -> list[str]:
-    """The names of the checks in ``module``, in order."""
-    return [name for name in vars(module) if name.startswith("check_")]
+    """The names of the checks in ``module``, in order, "module.name"."""
+    return [f"{module.__name__}.{name}" for name in vars(module) if name.startswith("check_")]
 
 
-def main(name: str, folder: str, seconds: str) -> None:
+def run(check: Any, name: str, file: Any) -> None:
+    """One check; writes into ``file`` how it went."""
+    import torch.distributed as dist
+
+    begun = time.monotonic()
+    file.write(json.dumps([name, NOT_ENDED]) + "\n")
+    try:
+        check()
+        dist.barrier()
+    except BaseException:  # noqa: BLE001 (whatever it is, the others must not wait)
+        file.write(json.dumps([name, traceback.format_exc()]) + "\n")
+        os._exit(1)
+    file.write(json.dumps([name, ""]) + "\n")
+    sys.stdout.write(f"{name}: {time.monotonic() - begun:.1f} s\n")
+
+
+def main(folder: str, seconds: str, *names: str) -> None:
     """One rank."""
     import torch.distributed as dist
     from torch._functorch.aot_autograd import make_boxed_func
@@ -131,23 +163,15 @@ def main(name: str, folder: str, seconds: str) -> None:
     from coda_inductor import op_by_op
 
     faulthandler.dump_traceback_later(float(seconds), exit=True)
-    module = importlib.import_module(name)
-    if getattr(module, "OP_BY_OP", True):  # Inductor's C++ would take minutes
+    modules = [importlib.import_module(name) for name in names]
+    if not any(getattr(module, "INDUCTOR", False) for module in modules):  # whose C++ takes minutes
         op_by_op.compile_fx_inner = lambda gm, inputs, **how: make_boxed_func(gm.forward)
-    patience = dt.timedelta(seconds=getattr(module, "PATIENCE", float(seconds)))
-    dist.init_process_group(getattr(module, "BACKEND", "gloo"), timeout=patience)
+    patience = dt.timedelta(seconds=getattr(modules[0], "PATIENCE", float(seconds)))
+    dist.init_process_group(getattr(modules[0], "BACKEND", "gloo"), timeout=patience)
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
-        for check in checks(module):
-            begun = time.monotonic()
-            file.write(json.dumps([check, NOT_ENDED]) + "\n")
-            try:
-                getattr(module, check)()
-                dist.barrier()
-            except BaseException:  # noqa: BLE001 (whatever it is, the others must not wait)
-                file.write(json.dumps([check, traceback.format_exc()]) + "\n")
-                os._exit(1)
-            file.write(json.dumps([check, ""]) + "\n")
-            sys.stdout.write(f"{check}: {time.monotonic() - begun:.1f} s\n")
+        for module in modules:
+            for name in checks(module):
+                run(getattr(module, name.rpartition(".")[2]), name, file)
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks over gloo: steps of training equal eager's on one rank, what fuses, a clean end.
 
-The checks are in the modules ``checks_...``; processes of one group run all of a module's. Graphs
-run op by op behind our passes but in ``checks_inductor``.
+The checks are in the modules ``checks_...``. Graphs run op by op behind our passes but in
+``checks_inductor``.
 """
 
 from __future__ import annotations
@@ -18,50 +18,49 @@ import checks_tensor
 import pytest
 import ranks
 
-#: Module, processes, seconds: several times what a machine that has nothing else to do takes.
+#: Modules whose checks run in the same processes, how many, and seconds: several times what a
+#: machine takes that has nothing else to do.
 GROUPS = (
-    (checks_ddp, 2, 150),
-    (checks_fsdp, 2, 150),
-    (checks_tensor, 2, 150),
-    (checks_four, 4, 150),
-    (checks_inductor, 2, 240),
+    ((checks_ddp, checks_fsdp, checks_tensor), 2, 300),
+    ((checks_four,), 4, 150),
+    ((checks_inductor,), 2, 240),
 )
+NAMED = [(tuple(m.__name__ for m in modules), *how) for modules, *how in GROUPS]
 CHECKS = [
-    pytest.param(module.__name__, world, seconds, check, id=f"{module.__name__[7:]}-{check[6:]}")
-    for module, world, seconds in GROUPS
+    pytest.param(*named, check, id=check)
+    for named, (modules, *_) in zip(NAMED, GROUPS, strict=True)
+    for module in modules
     for check in ranks.checks(module)
 ]
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize(("module", "world", "seconds", "check"), CHECKS)
-def test_ranks(module, world, seconds, check):
-    if errors := ranks.group(module, world, seconds).errors(check):
+@pytest.mark.parametrize(("modules", "world", "seconds", "check"), CHECKS)
+def test_ranks(modules, world, seconds, check):
+    if errors := ranks.group(modules, world, seconds).errors(check):
         pytest.fail(errors, pytrace=False)
 
 
 def test_a_hang_is_a_failure_in_time():
     begun = time.monotonic()
-    hung = ranks.Group("hanging", 1, 10)
+    hung = ranks.Group(("hanging",), 1, 10)
     assert time.monotonic() - begun < 60
     assert hung.codes != [0]
-    assert hung.errors("check_that_hangs").startswith(ranks.NOT_ENDED)
-    assert hung.errors("check_behind_it") == ranks.NOT_RUN
+    assert hung.errors("hanging.check_that_hangs").startswith(ranks.NOT_ENDED)
+    assert hung.errors("hanging.check_behind_it") == ranks.NOT_RUN
 
 
-@pytest.mark.parametrize(
-    ("module", "world", "seconds"), [(m.__name__, *how) for m, *how in GROUPS], ids=str
-)
-def test_every_rank_ends_by_itself(module, world, seconds):
-    done = ranks.group(module, world, seconds)
+@pytest.mark.parametrize(("modules", "world", "seconds"), NAMED, ids=str)
+def test_every_rank_ends_by_itself(modules, world, seconds):
+    done = ranks.group(modules, world, seconds)
     assert done.codes == [0] * world, done.said[-4000:]
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_torchs_error():
     """And nobody leaves processes behind: compile workers end with those who asked."""
-    died = ranks.Group("dying", 2, 60, patience=True)
+    died = ranks.Group(("dying",), 2, 60, patience=True)
     assert died.codes == [1, -signal.SIGKILL]
-    error = died.errors("check_that_a_rank_dies")
+    error = died.errors("dying.check_that_a_rank_dies")
     assert "RuntimeError" in error
     assert "peer" in error
     assert "cannot go on" not in error

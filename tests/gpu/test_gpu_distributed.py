@@ -23,22 +23,22 @@ SECONDS = 300
 
 @pytest.mark.parametrize("check", ranks.checks(checks_cuda))
 def test_ranks(check):
-    if errors := ranks.group("checks_cuda", 2, SECONDS).errors(check):
+    if errors := ranks.group(("checks_cuda",), 2, SECONDS).errors(check):
         pytest.fail(errors, pytrace=False)
 
 
 def test_every_rank_ends_by_itself():
-    done = ranks.group("checks_cuda", 2, SECONDS)
+    done = ranks.group(("checks_cuda",), 2, SECONDS)
     assert done.codes == [0, 0], done.said[-4000:]
     assert not done.alive()
 
 
 def test_a_rank_that_is_killed_ends_the_others():
     """With an error of torch's, within NCCL's patience, and no compile worker is left behind."""
-    died = ranks.Group("dying_cuda", 2, 120, patience=True)
+    died = ranks.Group(("dying_cuda",), 2, 120, patience=True)
     assert died.codes[1] == -9
     assert died.codes[0] not in (0, None)
-    assert "cannot go on" not in died.errors("check_that_a_rank_dies")
+    assert "cannot go on" not in died.errors("dying_cuda.check_that_a_rank_dies")
     deadline = time.monotonic() + 15
     while (left := died.alive()) and time.monotonic() < deadline:
         time.sleep(0.1)
