@@ -48,6 +48,11 @@ class Chained(CustomGraphPass):
             theirs(graph)
         self.run(graph)
 
+    def __deepcopy__(self, _memo: Any) -> Chained:
+        """Itself: ``torch.compile`` copies Inductor's configuration deeply, also where QuACK, which
+        is imported in the middle of a pass, decorates a function with it."""
+        return self
+
     def run(self, graph: Graph) -> None:
         """Our own part."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ seconds a compile; the tests of test_inductor.py go through Inductor itself.
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 import logging
 import os
@@ -24,6 +25,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import coda_inductor
 from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, pipeline, report
@@ -402,3 +404,10 @@ def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass():
     assert uuid(lambda graph: None) is None
     assert uuid([UsersPass("1"), lambda graph: None]) is None
     assert uuid([UsersPass("1"), UsersPass("2")]) != uuid([UsersPass("2"), UsersPass("1")])
+
+
+def test_a_copy_of_inductors_configuration_holds_our_pass_itself():
+    """``torch.compile`` copies it; what our pass knows of a graph cannot be copied."""
+    ours = JointPass(Record(parse(None, {}), "test"))
+    ours.record.fake = FakeTensorMode().from_tensor(torch.ones(1))
+    assert copy.deepcopy({"joint_custom_pre_pass": ours}) == {"joint_custom_pre_pass": ours}

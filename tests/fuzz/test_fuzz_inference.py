@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 230
+PROGRAMS = 130
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
     "rms_norm": 50, "layer_norm": 25, "swiglu": 25, "residual": 110, "epilogue": 75, "pair": 33,
@@ -26,7 +26,10 @@ def test_most_programs_say_something():
 
 
 def test_programs_reach_what_is_rewritten():
-    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    """Outcomes are kept in this process, so that this costs nothing where all were run. FIRES is
+    what 230 programs reach at least."""
     fired = totals("inference", range(PROGRAMS))
-    short = {name: fired[name] for name, least in FIRES.items() if fired[name] < least}
+    short = {
+        name: fired[name] for name, least in FIRES.items() if fired[name] < least * PROGRAMS // 230
+    }
     assert not short, fired

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 50
+PROGRAMS = 30
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
     "rms_norm": 7, "rms_norm_backward": 7, "layer_norm": 6, "layer_norm_backward": 6, "swiglu": 7,
@@ -27,7 +27,10 @@ def test_most_programs_say_something():
 
 
 def test_programs_reach_what_is_rewritten():
-    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    """Outcomes are kept in this process, so that this costs nothing where all were run. FIRES is
+    what 50 programs reach at least."""
     fired = totals("training", range(PROGRAMS))
-    short = {name: fired[name] for name, least in FIRES.items() if fired[name] < least}
+    short = {
+        name: fired[name] for name, least in FIRES.items() if fired[name] < least * PROGRAMS // 50
+    }
     assert not short, fired

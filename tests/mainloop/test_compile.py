@@ -27,6 +27,8 @@ KERNELS = (
     "rms_partial,layer_partial,swiglu,paired_rows,beside,chain,row_statistics,"
     "norm_bwd/straight,norm_bwd/crossed"
 )
+#: Fewer on Blackwell: each takes three seconds, and every machine of CI waits for them.
+BLACKWELL = "rms_partial,swiglu,paired_rows,chain,row_statistics,norm_bwd/straight"
 #: Hopper alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
     f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean,norm_bwd//256x144:2x1:co,"
@@ -105,8 +107,8 @@ def test_representative_kernels_compile(arch, tmp_path, request):
     if arch == "90":
         cache, found = request.getfixturevalue("hopper")
     else:
-        cache, found = tmp_path, compile_in_process(arch, KERNELS, tmp_path)
-    assert [*found] == (HOPPER if arch == "90" else KERNELS).split(",")
+        cache, found = tmp_path, compile_in_process(arch, BLACKWELL, tmp_path)
+    assert [*found] == (HOPPER if arch == "90" else BLACKWELL).split(",")
     sources = [p.read_text() for p in (cache / "epilogues").glob("*.py")]
     assert len(sources) == len({tuple((kernel + "/").split("/")[:2]) for kernel in found})
     assert all("def epilogue(acc" in source for source in sources)
