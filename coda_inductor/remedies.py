@@ -97,6 +97,10 @@ _DO = {
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
+    "fp8-cast": "Quantize with torchao's dynamic scaling (convert_to_float8_training), without "
+    "reduce_amax: other casts to FP8 stay with Inductor.",
+    "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
+    "and add a bias after it.",
     # the loss
     "logits-read": "Something between the loss and the LM head (a penalty on them, say) reads the "
     "gradient of all logits: it is then made in one piece.",

@@ -11,8 +11,10 @@ from torch.fx import Node
 from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
+from coda_inductor.semantic.fp8 import scaled_mm
 
-GEMMS = (aten.mm.default, aten.addmm.default)
+#: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
+GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
 
 #: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
@@ -26,8 +28,14 @@ _FAR = 256
 
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
-    """(A, B) of an ``mm`` or ``addmm`` node."""
-    return (gemm.args[0], gemm.args[1]) if gemm.target is aten.mm.default else gemm.args[1:3]
+    """(A, B) of a GEMM's node."""
+    first = 1 if gemm.target is aten.addmm.default else 0
+    return gemm.args[first], gemm.args[first + 1]
+
+
+def scales_of(gemm: Node) -> tuple[Node, ...]:
+    """What multiplies the rows and the columns of a scaled product; nothing for another GEMM."""
+    return gemm.args[2:4] if gemm.target is scaled_mm else ()
 
 
 def bias_of(gemm: Node) -> Node | None:

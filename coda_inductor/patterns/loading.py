@@ -32,6 +32,8 @@ OTHER_NAMES = (
     "cross_entropy",
     "embedding",
     "epilogue",
+    "fp8_quantize",
+    "fp8_product",
     "grouped_heads",
     "residual",
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algebra on semantic ops in the aten graph, one file a rule family.
 
+fp8        torchao's FP8 training graphs: equal quantizations are one, products have scales
 norm       norms move past the GEMMs around them, forward and backward (R1 to R5)
 loss       the gradient of the logits is made a slice at a time (R7)
 packed     a projection whose halves meet becomes two (R6)

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.graph.edit import splice
+from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import DEFINITIONS
 
@@ -29,8 +30,8 @@ def decompose(graph: Graph, _record: Record) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, but for reductions that an epilogue may take."""
-    _decompose(graph, REDUCTIONS)
+    """The same, but for reductions that an epilogue may take, and for GEMMs."""
+    _decompose(graph, {*REDUCTIONS, *GEMMS})
 
 
 def _decompose(graph: Graph, keep: Collection[object]) -> None:

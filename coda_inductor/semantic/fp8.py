@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 training in the semantic vocabulary, as torchao 0.18 defines it: one quantization, and one
+product of two quantized tensors. Neither differentiates: AOTAutograd has run before they appear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coda_inductor.compat import scaled_mm as multiply
+from coda_inductor.semantic.define import define
+
+#: The dtypes that Hopper's tensor cores multiply.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: Below it an amax counts as this: a row of zeros has a scale (``torchao.float8.float8_utils.EPS``).
+EPS = 1e-12
+
+
+def quantize_definition(
+    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """``q = cast(x * scale)`` in FP8 ``dtype``, shaped and laid out like x, and the scale, float32.
+
+    ``scale = max / amax(|x|)`` over ``dims``, which stay with size 1; over everything, with a
+    0-dim scale, where there are none. ``power_of_two``: rounded down to one. Op for op what torchao
+    does (``tensor_to_scale``, ``_ToFloat8ConstrFunc``, ``to_fp8_saturated``): rows of zeros, NaN
+    and inf come out the same.
+    """
+    magnitude = torch.abs(x)
+    amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
+    limit = torch.finfo(dtype).max
+    scale = (limit / torch.clamp(amax.to(torch.float64), min=EPS)).to(torch.float32)
+    if power_of_two:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    q = (x.to(torch.float32) * scale).clamp(min=-limit, max=limit).to(dtype)
+    return q, scale
+
+
+def scaled_mm_definition(
+    a: Tensor,
+    b: Tensor,
+    inv_a: Tensor,
+    inv_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    after: bool,
+) -> Tensor:
+    """``(a @ b) * inv_a * inv_b`` in ``out_dtype``; a (M, K) and b (K, N) FP8 in any layout, inv_a
+    float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: the reciprocals of quantization scales.
+
+    ``fast``: the tensor cores' own accumulation all along K. ``after``: scales of one are given to
+    ``torch._scaled_mm``, which rounds, and the true ones multiply its result. Op for op what
+    torchao does (``preprocess_addmm``, ``addmm_float8_unwrapped``).
+    """
+    a = a if _row_major(a) else a.contiguous()
+    b = b.t().contiguous().t() if _row_major(b) else b
+    first, second = inv_a, inv_b
+    if after:
+        first, second = inv_a.new_ones(()), inv_b.new_ones(())
+    elif inv_a.dim() and not inv_b.dim():
+        second = inv_b.repeat(b.shape[1]).reshape(1, -1)
+    elif inv_b.dim() and not inv_a.dim():
+        first = inv_a.repeat(a.shape[0]).reshape(-1, 1)
+    product = multiply(a, b, first, second, None, None, out_dtype, fast)
+    return (product * (inv_a * inv_b)).to(out_dtype) if after else product
+
+
+def _row_major(matrix: Tensor) -> bool:
+    return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
+
+
+def _scaled_mm_fake(
+    a: Tensor,
+    b: Tensor,
+    inv_a: Tensor,
+    inv_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    after: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+quantize = define(
+    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) "
+    "-> (Tensor q, Tensor scale)",
+    quantize_definition,
+    counted_by_rewrite=True,
+)
+scaled_mm = define(
+    "scaled_mm(Tensor a, Tensor b, Tensor inv_a, Tensor inv_b, ScalarType out_dtype, bool fast, "
+    "bool after) -> Tensor",
+    scaled_mm_definition,
+    fake=_scaled_mm_fake,
+    counted_by_rewrite=True,
+)

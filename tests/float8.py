@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models in torchao's FP8, and their graphs in float64 with nothing rounded.
+
+Where this torch's CPU kernel of ``_scaled_mm`` takes no scales of rows, a stand-in runs: the
+float32 product of the widened factors, times the scales, rounded once. That is its definition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Harness
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.semantic.fp8 import scaled_mm
+
+aten = torch.ops.aten
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+D, HIDDEN = 64, 128
+
+_library: list[torch.library.Library] = []
+
+
+def _stand_in(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, fast=False):  # noqa: ARG001, PLR0913
+    product = a.float() @ b.float() * scale_a * scale_b
+    return product.to(out_dtype or a.dtype)
+
+
+def needs_scaled_mm() -> None:
+    """Put the stand-in where this torch has no kernel for the CPU, once a process."""
+    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(16, 1)
+    try:
+        aten._scaled_mm(a, a.t(), one, one.t(), None, None, torch.bfloat16)
+    except (RuntimeError, NotImplementedError, ValueError):
+        _library.append(torch.library.Library("aten", "IMPL"))
+        _library[0].impl("_scaled_mm", _stand_in, "CPU", allow_override=True)
+
+
+def convert(model: nn.Module, recipe: str) -> nn.Module:
+    """``model`` after torchao's ``convert_to_float8_training``; the test is skipped without it."""
+    float8 = pytest.importorskip("torchao.float8")
+    needs_scaled_mm()
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return float8.convert_to_float8_training(model, config=config)
+
+
+class Layer(nn.Module):
+    """Norm, SwiGLU, residual: three linear layers of two inputs."""
+
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=bias) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, D, bias=bias)
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Stack(nn.Module):
+    """Layers, each in a checkpoint if wanted."""
+
+    def __init__(self, layers: int = 1, bias: bool = False, checkpointed: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(bias) for _ in range(layers))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn.Module:
+    """Layers in FP8; the same weights each time."""
+    torch.manual_seed(0)
+    return convert(Stack(**kwargs).to(dtype), recipe)
+
+
+def quantizations(recipe: str, linears: int, inputs: int) -> int:
+    """How many a training graph has when equal ones of one pass are one: of ``linears`` layers that
+    read ``inputs`` different tensors.
+
+    Forward: every input and every weight. Backward: every weight again, the layers' gradients, and
+    where the weights' gradients are FP8 every input again. Rowwise, a gradient is scaled by rows for
+    one product and by columns for the other.
+    """
+    return {
+        "tensorwise": 2 * inputs + 3 * linears,
+        "rowwise": 2 * inputs + 4 * linears,
+        "rowwise_with_gw_hp": inputs + 3 * linears,
+    }[recipe]
+
+
+def products(recipe: str, linears: int) -> int:
+    """How many scaled products a training graph has."""
+    return (2 if recipe == "rowwise_with_gw_hp" else 3) * linears
+
+
+class _Exact(torch.fx.Interpreter):
+    """Runs a graph in float64 with nothing rounded: a cast between floating dtypes is none."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target in (torch.ops.prims.convert_element_type.default, aten._to_copy.default):
+            dtype = args[1] if len(args) > 1 else kwargs["dtype"]
+            if dtype.is_floating_point and args[0].is_floating_point():
+                return args[0].double().clone()
+        if target in (aten._scaled_mm.default, scaled_mm):
+            return args[0] @ args[1] * args[2] * args[3]
+        return tree_map(_widened, super().call_function(target, args, kwargs))
+
+
+def _widened(x: Any) -> Any:
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def exact(graph: torch.fx.Graph) -> list[Any]:
+    """What ``graph`` computes from fixed random numbers without any rounding."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = []
+    for node in graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        inputs.append(torch.randn(like.shape, generator=generator, dtype=torch.float64))
+    with torch.no_grad():
+        return _Exact(torch.fx.GraphModule({}, graph)).run(*inputs)
+
+
+def trained(harness: Harness, model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[Any]:
+    """The output of ``model`` and all gradients, through ``harness``."""
+    x = x.detach().clone().requires_grad_()
+    y = harness.train(model, x, **kwargs)
+    generator = torch.Generator().manual_seed(5)
+    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's FP8 graphs become semantic ops, equal quantizations one; decomposed, nothing changed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from float8 import D, RECIPES, exact, needs_scaled_mm, products, quantizations, stack, trained
+from harness import Harness, Stock
+from passes import aten_graph, codes, run_pass
+
+from coda_inductor.graph.nodes import place
+from coda_inductor.pipeline import ON_ATEN
+from coda_inductor.rewrite.fp8.raising import multiplies_fp8, raise_fp8
+from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
+
+aten = torch.ops.aten
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+#: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
+PLAIN = {"disable": ["idioms", "fuse"]}
+
+
+class Raised(Harness):
+    """Stops after the pass: the graph is that of semantic ops."""
+
+    def _rewrite(self, graph):
+        for each in ON_ATEN:
+            if each.name in ("policy", "noops", "fp8"):
+                each.run(graph, self.record)
+        graph.lint()
+
+
+def batch(dtype=torch.bfloat16, rows=(2, 16)):
+    return torch.randn(*rows, D, dtype=dtype)
+
+
+def assert_raised(harness, recipe, linears, inputs):
+    ops = harness.ops()
+    assert ops["coda_inductor.quantize.default"] == quantizations(recipe, linears, inputs)
+    assert ops["coda_inductor.scaled_mm.default"] == products(recipe, linears)
+    for left in ("_scaled_mm", "abs", "amax", "max", "exp2", "clone", "repeat"):
+        assert ops[f"aten.{left}.default"] == 0
+    # One reciprocal a quantization, and RMSNorm's backward has none.
+    assert ops["aten.reciprocal.default"] == quantizations(recipe, linears, inputs)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_chain_is_raised_and_equal_ones_are_one(recipe, layers):
+    harness = Raised()
+    harness.train(stack(recipe, layers=layers), batch().requires_grad_())
+    assert_raised(harness, recipe, 3 * layers, 2 * layers)
+    record = harness.record
+    assert record.fired["fp8_quantize"] == quantizations(recipe, 3 * layers, 2 * layers)
+    assert record.fired["fp8_product"] == products(recipe, 3 * layers)
+    assert not record.report.refusals
+
+
+@pytest.mark.parametrize("how", ["float32", "autocast", "checkpoint", "dynamic", "bias"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_every_context(recipe, how):
+    dtype = torch.float32 if how in ("float32", "autocast") else torch.bfloat16
+    model = stack(recipe, dtype, layers=2, bias=how == "bias", checkpointed=how == "checkpoint")
+    context = torch.autocast("cpu", torch.bfloat16) if how == "autocast" else None
+    harness = Raised()
+    with context or contextlib.nullcontext():
+        harness.train(model, batch(dtype).requires_grad_(), dynamic=how == "dynamic")
+    assert_raised(harness, recipe, 6, 4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference(recipe):
+    harness = Raised()
+    harness.run(stack(recipe), batch())
+    ops = harness.ops()
+    assert ops["coda_inductor.quantize.default"] == 2 + 3
+    assert ops["coda_inductor.scaled_mm.default"] == 3
+    assert ops["aten._scaled_mm.default"] == 0
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float32", "checkpoint", "dynamic"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_decomposed_it_is_what_it_was_bit_for_bit(recipe, how):
+    dtype = torch.float32 if how == "float32" else torch.bfloat16
+    kwargs = {"layers": 1 + (how != "dynamic"), "checkpointed": how == "checkpoint"}
+    x = batch(dtype)
+    x[0, 0], x[0, 1, 3], x[1, 2] = 0, 1000, x[1, 2] * 1e-20
+    ours = trained(Harness(**PLAIN), stack(recipe, dtype, **kwargs), x, dynamic=how == "dynamic")
+    theirs = trained(Stock(), stack(recipe, dtype, **kwargs), x, dynamic=how == "dynamic")
+    for have, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_float64_without_rounding_it_is_the_same_function(recipe):
+    harness, stock = Harness(**PLAIN), Stock()
+    for each in (harness, stock):
+        each.train(stack(recipe), batch().requires_grad_())
+    ours, theirs = exact(harness.graph), exact(stock.graph)
+    for have, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_checkpoint_keeps_its_marks():
+    """What a checkpoint recomputes is marked so; the weight that the backward pass quantizes lies
+    outside of it and is not merged with it."""
+    harness = Raised()
+    harness.train(stack("tensorwise", checkpointed=True), batch().requires_grad_())
+    marked = [n for n in harness.graph.nodes if n.target is quantize and n.meta.get("recompute")]
+    assert len(marked) == 2 + 3
+    assert all(n.meta.get("recompute") for node in marked for n in node.users)
+
+
+def test_nodes_say_which_module_they_come_from():
+    harness = Raised()
+    harness.train(stack("rowwise"), batch().requires_grad_())
+    places = [place(n) for n in harness.graph.nodes if n.target is scaled_mm]
+    assert places[:3] == ["layers.0.gate", "layers.0.up", "layers.0.down"]
+
+
+def scaled(a, b, bias=None, power_of_two=True):
+    q, s = quantize_definition(a, [1], E4M3, power_of_two)
+    r, t = quantize_definition(b.t(), [0], E5M2, power_of_two)
+    inverse = s.reciprocal(), t.reciprocal()
+    return aten._scaled_mm(q, r, *inverse, bias, None, torch.bfloat16, True)
+
+
+def matrices():
+    return torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(48, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_it_fires_on_a_single_product_and_not_twice(power_of_two):
+    graph = aten_graph(lambda a, b: scaled(a, b, power_of_two=power_of_two), *matrices())
+    record = run_pass(raise_fp8, graph)
+    assert record.fired == {"fp8_quantize": 2, "fp8_product": 1}
+    (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    assert product.args[-3:] == (torch.bfloat16, True, False)
+    before = str(graph)
+    assert not run_pass(raise_fp8, graph).fired
+    assert str(graph) == before
+
+
+def test_a_product_with_its_own_bias_stays():
+    needs_scaled_mm()
+    bias = torch.zeros(48, dtype=torch.bfloat16)
+    graph = aten_graph(lambda a, b, c: scaled(a, b, c), *matrices(), bias)
+    record = run_pass(raise_fp8, graph)
+    assert record.fired == {"fp8_quantize": 2}
+    assert codes(record) == {"fp8-form"}
+
+
+@pytest.mark.parametrize("change", ["eps", "limit", "no clamp", "another amax"])
+def test_another_chain_is_another_function(change):
+    """The product is raised all the same: it needs no more than its scales."""
+
+    def function(a, b):
+        amax = (b if change == "another amax" else a).abs().amax(1, keepdim=True)[: a.shape[0]]
+        limit = 440.0 if change == "limit" else 448.0
+        eps = 1e-10 if change == "eps" else 1e-12
+        scale = (limit / amax.double().clamp(min=eps)).float()
+        wide = a.float() * scale
+        q = (wide if change == "no clamp" else wide.clamp(-448.0, 448.0)).to(E4M3)
+        r, t = quantize_definition(b.t(), [0], E4M3, False)
+        inverse = scale.reciprocal(), t.reciprocal()
+        return aten._scaled_mm(q, r, *inverse, None, None, torch.bfloat16)
+
+    graph = aten_graph(function, *matrices())
+    record = run_pass(raise_fp8, graph)
+    assert record.fired == {"fp8_quantize": 1, "fp8_product": 1}
+    assert codes(record) == {"fp8-cast"}
+
+
+@pytest.mark.parametrize("name", ["fp8_quantize", "fp8_product"])
+def test_each_half_can_be_disabled(name):
+    graph = aten_graph(lambda a, b: scaled(a, b), *matrices())
+    record = run_pass(raise_fp8, graph, disable=[name])
+    assert set(record.fired) == {"fp8_quantize", "fp8_product"} - {name}
+
+
+def test_a_graph_without_scaled_products_is_left_alone():
+    graph = aten_graph(lambda a, b: a @ b.t(), *matrices())
+    assert not multiplies_fp8(graph, None)
+
+
+@pytest.mark.parametrize("dims", [[], [0], [1]])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_the_op_is_torchaos_function(dtype, dims):
+    """NaN, inf and rows of zeros included."""
+    utils = pytest.importorskip("torchao.float8.float8_utils")
+    config = pytest.importorskip("torchao.float8.config")
+    x, _ = matrices()
+    x[0], x[1, 2], x[2, 3], x[3] = 0, torch.nan, torch.inf, 1e-30
+    kind = config.ScalingGranularity.AXISWISE if dims else config.ScalingGranularity.TENSORWISE
+    axis = dims[0] if dims else None
+    for power_of_two in (False, True):
+        scale = utils.tensor_to_scale(
+            x, dtype, scaling_granularity=kind, axiswise_dim=axis,
+            round_scales_to_power_of_2=power_of_two,
+        )  # fmt: skip
+        want = utils.to_fp8_saturated(x.float() * scale, dtype)
+        have, have_scale = quantize(x, dims, dtype, power_of_two)
+        torch.testing.assert_close(have_scale, scale, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(have.view(torch.uint8), want.view(torch.uint8))
