@@ -90,17 +90,17 @@ def fp8_amax(x: Tensor, factor: Tensor | None, row: bool, col: bool) -> tuple[Te
         row's. cols (ceil(M / TILE), K): of each column's; ``cols.amax(0)`` is the column's. The
         amax of either is the tensor's. One that is not wanted has the shape (0,).
     """
+    rows, cols = _partials(x, row, col)
+    if not x.numel():
+        return rows, cols
     wide = x.to(torch.float32).abs()
     if factor is not None:
         wide = wide * factor.abs()
     m, k = wide.shape
-    rows, cols = _partials(x, row, col)
     if row:
-        padded = F.pad(wide, (0, -k % TILE))
-        torch.amax(padded.view(m, -1, TILE) if m and k else padded[..., None], 2, out=rows)
+        torch.amax(F.pad(wide, (0, -k % TILE)).view(m, -1, TILE), 2, out=rows)
     if col:
-        padded = F.pad(wide, (0, 0, 0, -m % TILE))
-        torch.amax(padded.view(-1, TILE, k) if m and k else padded[:, None], 1, out=cols)
+        torch.amax(F.pad(wide, (0, 0, 0, -m % TILE)).view(-1, TILE, k), 1, out=cols)
     return rows, cols
 
 
