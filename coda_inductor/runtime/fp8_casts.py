@@ -11,9 +11,13 @@ what torchao's own chains of ops do, to the bit; only the sign of a NaN may diff
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from coda_inductor.log import warn_once
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -143,5 +147,41 @@ def _fake_amax(x, factor, row, col):  # noqa: ARG001 (the op's signature)
     return _partials(x, row, col)
 
 
+def _cast_cuda(x, factor, scale, dtype, scale_t, dtype_t):
+    q, qt = _outputs(x, scale, dtype, scale_t, dtype_t)
+    if x.numel() and not _launched("cast", x, factor, scale, scale_t, q, qt):
+        return fp8_cast(x, factor, scale, dtype, scale_t, dtype_t)
+    return q, qt
+
+
+def _amax_cuda(x, factor, row, col):
+    rows, cols = _partials(x, row, col)
+    if x.numel() and not _launched("amax", x, factor, rows, cols, TILE):
+        return fp8_amax(x, factor, row, col)
+    return rows, cols
+
+
+def _launched(kernel: str, x: Tensor, *others: object) -> bool:
+    try:
+        if _has_fp8(x.device):
+            from coda_inductor.mainloop import fp8_casts
+
+            getattr(fp8_casts, kernel)(x, *others)
+            return True
+        cause = "its GPU has no instructions for FP8"
+    except Exception as error:
+        cause = repr(error)
+    warn_once(f"fp8_{kernel}", cause, to="torch's ops")
+    return False
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    """Whether casts to FP8 are instructions, which the kernels rely on to saturate."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 _LIBRARY.impl("fp8_cast", fp8_cast, "CompositeExplicitAutograd")
 _LIBRARY.impl("fp8_amax", fp8_amax, "CompositeExplicitAutograd")
+_LIBRARY.impl("fp8_cast", _cast_cuda, "CUDA")
+_LIBRARY.impl("fp8_amax", _amax_cuda, "CUDA")
