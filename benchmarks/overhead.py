@@ -47,7 +47,7 @@ def tensors(kind: str, m: int = SIZE, n: int = SIZE, k: int = SIZE):
     """(as_, WEIGHTS times bs, operands) of a call; K is that of each term."""
     program = kinds()[kind]
 
-    def randn(*shape: int, dtype: str = program.in_dtype) -> torch.Tensor:
+    def randn(*shape: int, dtype: str = program.a_dtype) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(getattr(torch, dtype))
 
     def weight() -> torch.Tensor:

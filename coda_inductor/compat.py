@@ -281,6 +281,7 @@ KERNELS: tuple[Private, ...] = tuple(
     Private(path, purpose, "there are no kernels")
     for path, purpose in {
         "cutlass._mlir.dialects.arith": "arithmetic that cute.math lacks",
+        "cutlass._mlir.dialects.llvm": "instructions that cute.math lacks",
         "quack.activation": "gates' fast approximations",
         "quack.cache.CACHE_DIR": "where compiled kernels are kept",
         "quack.cache.FileLock": "the lock of one of them",
@@ -306,6 +307,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.epilogue.ops._mask_oob": "what lies beyond the matrix",
         "quack.epilogue.ops._mask_oob_active": "the same",
         "quack.epilogue.ops._reduce_dim": "which axis a sum is over",
+        "quack.epilogue.ops._vec_reduce_combine": "maxima that keep NaN",
         "quack.gemm_runtime.host.GemmEpiPlan": "a kernel that is ready to be launched",
         "quack.gemm_runtime.host._compile_gemm_epi": "kernels in memory, forgotten in workers",
         "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",

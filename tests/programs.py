@@ -41,7 +41,7 @@ def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:
     ]
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("bias", "row", dtype),),
         steps=tuple(x3),
         stores=(Store("out0", "y", dtype),),
@@ -53,7 +53,7 @@ def select(dtype: str = "bfloat16") -> EpilogueProgram:
     """Leaky select on a comparison of two tiles (one float32), with max reductions both ways."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("other", "tile", dtype),
             Operand("wide", "tile", "float32"),
@@ -78,7 +78,7 @@ def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
     base = kinds(dtype)["swiglu"]
     return EpilogueProgram(
         accs=base.accs,
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=base.operands,
         steps=base.steps,
         stores=(*base.stores, Store("out1", "g", dtype), Store("out2", "u", dtype)),
@@ -105,7 +105,7 @@ def beside(dtype: str = "bfloat16") -> EpilogueProgram:
     """Keys and values, with biases: two products that never meet."""
     return EpilogueProgram(
         accs=("acc0", "acc1"),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("rstd", "col", "float32"),
             Operand("bk", "row", dtype),
@@ -127,7 +127,7 @@ def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
     row = functools.partial(Operand, kind="row")
     return EpilogueProgram(
         accs=("acc0", "acc1"),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("m", "col", "float32"),
             Operand("rstd", "col", "float32"),
@@ -156,7 +156,7 @@ def layer_partial(dtype: str = "bfloat16") -> EpilogueProgram:
     """In front of a LayerNorm: residual in, residual and centered operand out, both row sums."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("residual", "tile", dtype),
             Operand("pivot", "col", "float32"),
@@ -205,7 +205,7 @@ def one_op(op: str, dtype: str = "bfloat16") -> EpilogueProgram:
         value = "number"
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("other", "tile", dtype),),
         steps=tuple(steps),
         stores=(Store("out0", value, dtype),),
@@ -250,10 +250,10 @@ def inputs(
             getattr(torch, dtype)
         )
 
-    as_ = [randn(m, k, dtype=program.in_dtype) for _ in range(terms)]
+    as_ = [randn(m, k, dtype=program.a_dtype) for _ in range(terms)]
     bs = []
     for _ in range(terms * len(program.accs)):
-        b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.in_dtype)
+        b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.a_dtype)
         b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}

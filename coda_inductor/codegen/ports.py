@@ -13,11 +13,12 @@ import functools
 from dataclasses import dataclass
 
 from coda_inductor.program import EpilogueProgram, Store
+from coda_inductor.program.statistics import ROUNDING
 
 _HALF = ("bfloat16", "float16")
 #: Ops that map zeros to zero, whatever their literal arguments are.
 _ZERO_ALL = frozenset({"add", "sub", "maximum", "minimum"})
-_ROUNDING = frozenset({"round_bfloat16", "round_float16"})
+_ROUNDING = frozenset(ROUNDING.values())
 _ZERO_UNARY = _ROUNDING | {"neg", "abs", "sqrt", "tanh", "erf", "sin", "relu", "log1p", "expm1"}
 #: Ops that cannot make an infinity or NaN out of zeros and values of ordinary size.
 _BOUNDED = _ZERO_ALL | _ZERO_UNARY - {"sqrt", "log1p", "expm1"} | {"mul", "sigmoid", "cos"}

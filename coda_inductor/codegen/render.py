@@ -48,6 +48,8 @@ TEMPLATES: dict[str, str] = {
     "minimum": "coda_math.minimum({0}, {1})",
     "round_bfloat16": "coda_math.round_bfloat16({0})",
     "round_float16": "coda_math.round_float16({0})",
+    "round_float8_e4m3fn": "coda_math.round_float8_e4m3fn({0})",
+    "round_float8_e5m2": "coda_math.round_float8_e5m2({0})",
     "sqrt": "coda_math.sqrt({0})",
     "rsqrt": "coda_math.rsqrt({0})",
     "exp": "coda_math.exp({0})",

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
-from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import base, fake, renames, renames_or_casts
 from coda_inductor.program import (
     OPS,
@@ -99,13 +99,16 @@ class Region:
             Store(f"out{i}", str(value), dtype_name(_common_dtype(nodes)))
             for i, (value, nodes) in enumerate(self.stored().items())
         )
+        a, b = gemm_inputs(self.anchors[0])
         program = EpilogueProgram(
             self.accs,
-            dtype_name(fake(gemm_inputs(self.anchors[0])[0]).dtype),
+            dtype_name(fake(a).dtype),
             tuple(self.operands.values()),
             tuple(self.steps),
             stores,
             tuple(dict.fromkeys(self.reduces.values())),  # one may have several readers
+            dtype_name(fake(b).dtype),
+            fast_accumulation(self.anchors[0]),
         )
         return verify(simplify(consistent(simplify(program), self._apart())))
 

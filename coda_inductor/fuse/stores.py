@@ -8,7 +8,8 @@ from torch.fx import Node
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.nodes import base, elementwise, fake, renames, row_major
-from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.program.dtypes import dtype_name
+from coda_inductor.program.ops import STORE_DTYPES
 from coda_inductor.refusal import Refusal, refuse
 
 MAX_STORES = 3
@@ -19,7 +20,7 @@ def unstorable(region: Region) -> tuple[Node, Refusal] | None:
     stored = region.stored()
     order = list(region.values)
     for value, node in ((value, node) for value, nodes in stored.items() for node in nodes):
-        if not isinstance(value, str) or fake(node).dtype not in FLOATS:
+        if not isinstance(value, str) or dtype_name(fake(node).dtype) not in STORE_DTYPES:
             text = "its result is read outside and is not a floating tile"
             return _owner(node, region), refuse("store-dtype", text)
         if not row_major(fake(node)):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import schema
 from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
@@ -36,6 +37,17 @@ def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
 def scales_of(gemm: Node) -> tuple[Node, ...]:
     """What multiplies the rows and the columns of a scaled product; nothing for another GEMM."""
     return gemm.args[2:4] if gemm.target is scaled_mm else ()
+
+
+def fast_accumulation(gemm: Node) -> bool:
+    """Does ``gemm`` say that it may sum over K in fewer bits than float32? Only scaled ones of FP8
+    have an argument for it."""
+    said = schema(gemm.target)
+    names = [] if said is None else [argument.name for argument in said.arguments]
+    if "fast" not in names:
+        return False
+    place = names.index("fast")
+    return bool(gemm.args[place] if place < len(gemm.args) else gemm.kwargs.get("fast"))
 
 
 def bias_of(gemm: Node) -> Node | None:

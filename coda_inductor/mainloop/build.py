@@ -83,8 +83,8 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
 
     def matrix(rows, columns, row_major):
         if row_major:
-            return empty(rows, columns, dtype=program.in_dtype)
-        return empty(columns, rows, dtype=program.in_dtype).t()
+            return empty(rows, columns, dtype=program.a_dtype)
+        return empty(columns, rows, dtype=program.a_dtype).t()
 
     lanes = 2 if program.paired else 1
     shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}

@@ -16,7 +16,7 @@ import sys
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, select_
-from cutlass._mlir.dialects import arith
+from cutlass._mlir.dialects import arith, llvm
 from quack import activation
 from quack.epilogue.math import F2
 
@@ -85,6 +85,28 @@ def round_bfloat16(x):
 @_lanewise
 def round_float16(x):
     return Float32(Float32(x).to(Float16))
+
+
+def _round_float8(kind: str):
+    """To the nearest number of 8 bits and back, as a store does: beyond the largest number is the
+    largest number, NaN stays NaN (PTX: satfinite)."""
+    text = (
+        "{.reg .b16 h, l; .reg .b32 p; .reg .f32 z; mov.f32 z, 0f00000000;"
+        f" cvt.rn.satfinite.{kind}x2.f32 h, z, $1; cvt.rn.f16x2.{kind}x2 p, h;"
+        " mov.b32 {l, h}, p; cvt.f32.f16 $0, l;}"
+    )
+
+    @_lanewise
+    def rounded(x):
+        value = Float32(x).ir_value()
+        # It has no effects: equal ones may be merged, unused ones dropped.
+        return Float32(llvm.inline_asm(value.type, [value], text, "=f,f", has_side_effects=False))
+
+    return rounded
+
+
+round_float8_e4m3fn = _round_float8("e4m3")
+round_float8_e5m2 = _round_float8("e5m2")
 
 
 @_lanewise

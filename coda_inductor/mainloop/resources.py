@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuACK epilogue resources of our own: masked reductions, scalars that live on the device, and the
-distance between two allocations.
+distance between two allocations; a maximum that keeps NaN.
 
 QuACK's sums rely on the lanes beyond the matrix being zero. That holds for the accumulator and for
 tile operands, but not for every value computed from them (``exp(x)``, ``x + bias``), see
@@ -13,12 +13,14 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
+import quack.epilogue.ops
 from cutlass import Int64, const_expr
 from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, VecReduce
 
 from coda_inductor.codegen.ports import Sink
 
-#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
+#: What every distance is a multiple of, in elements, as TMA wants: 16 bytes of a 16-bit type. One
+#: of FP8 is a multiple of 16, and the compiler needs to know no more than this.
 DELTA_DIVISOR = 8
 
 
@@ -50,7 +52,25 @@ def reduction(sink: Sink) -> EpiOp:
     if sink.combine == "logsumexp":
         return OnlineLSEReduce(sink.name)  # masks the lanes beyond N itself
     kind = ColVecReduce if sink.axis == "row" else RowVecReduce
-    return kind(sink.name, combine=sink.combine, scaled=sink.factors is not None)
+    combine = _NaNMax("max") if sink.combine == "max" else sink.combine
+    return kind(sink.name, combine=combine, scaled=sink.factors is not None)
+
+
+class _NaNMax(str):
+    """The name of a maximum that is NaN where a value is, like torch's. QuACK's own drops NaN."""
+
+
+_quacks_combine = quack.epilogue.ops._vec_reduce_combine
+
+
+def _combine(a, b, combine):
+    """QuACK's combination of two partial results, and ours."""
+    if isinstance(combine, _NaNMax):
+        return cute.arch.fmax(a, b, nan=True)
+    return _quacks_combine(a, b, combine)
+
+
+quack.epilogue.ops._vec_reduce_combine = _combine
 
 
 class DeviceScalar(Scalar):

@@ -5,6 +5,7 @@ ir      the frozen dataclasses, their JSON form and identity
 ops     the elementwise vocabulary
 simplify  shorter programs that mean the same
 statistics  reductions read what is stored
+scales  what an unfused FP8 GEMM multiplies with itself
 verify  is a program legal?
 """
 

@@ -6,11 +6,15 @@ from __future__ import annotations
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-
+#: Of 8 bits, as text: operands and results of scaled GEMMs. Values are never computed in them.
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+#: What a GEMM of FP8 operands rounds its product to where it is not fused: they have no results of
+#: their own kind, and torchao asks for this one.
+FP8_PRODUCT = "bfloat16"
 
 FLOATS = (torch.float64, torch.float32, *HALF)
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(FP8, 1)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

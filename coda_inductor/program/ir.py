@@ -9,6 +9,9 @@ reductions. It never mentions the mainloop, the tile size or the graph it came f
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
 one shape: gate and up projections that meet in one tile (rule R6 of the design).
 
+A and B have dtypes of their own where both are FP8 (``a_dtype``, ``b_dtype``); values on the tile
+are float32 all the same, and a store in FP8 saturates: it clamps, NaN stays NaN.
+
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 
     program(acc: bfloat16 x bfloat16)
@@ -30,6 +33,8 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass
+
+from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
 #: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
@@ -85,11 +90,29 @@ class EpilogueProgram:
     """See the module docstring. Use :func:`coda_inductor.program.verify` before running one."""
 
     accs: tuple[str, ...]
-    in_dtype: str
+    a_dtype: str
     operands: tuple[Operand, ...] = ()
     steps: tuple[Step, ...] = ()
     stores: tuple[Store, ...] = ()
     reduces: tuple[Reduce, ...] = ()
+    #: "" stands for ``a_dtype``.
+    b_dtype: str = ""
+    #: Of FP8: may the multiplier's own accumulator, of fewer bits than float32, sum over all of K?
+    fast: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.b_dtype:
+            object.__setattr__(self, "b_dtype", self.a_dtype)
+
+    @property
+    def fp8(self) -> bool:
+        """Are A and B of 8 bits?"""
+        return self.a_dtype in FP8
+
+    @property
+    def product_dtype(self) -> str:
+        """What an unfused GEMM rounds its product to."""
+        return FP8_PRODUCT if self.fp8 else self.a_dtype
 
     @property
     def paired(self) -> bool:
@@ -115,8 +138,8 @@ class EpilogueProgram:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        factors = " | ".join(f"{acc}: {self.in_dtype} x {self.in_dtype}" for acc in self.accs)
-        lines = [f"program({factors})"]
+        factors = " | ".join(f"{acc}: {self.a_dtype} x {self.b_dtype}" for acc in self.accs)
+        lines = [f"program({factors})" + ", fast accumulation" * self.fast]
         lines += [f"  load   {o.name:<8}: {o.kind} {o.dtype}" for o in self.operands]
         for s in self.steps:
             args = " ".join(a if isinstance(a, str) else repr(a) for a in s.args)
@@ -131,11 +154,12 @@ class EpilogueProgram:
         return "\n".join(lines)
 
 
-_FORMAT = 1  # bump when the meaning of the serialized form changes
+_FORMAT = 2  # bump when the meaning of the serialized form changes
 
 
 def _to_json(program: EpilogueProgram) -> str:
-    body = {"format": _FORMAT, "accs": program.accs, "in_dtype": program.in_dtype}
+    body = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
+    body |= {"b_dtype": program.b_dtype, "fast": program.fast}
     for field in ("operands", "steps", "stores", "reduces"):
         body[field] = [dataclasses.astuple(item) for item in getattr(program, field)]
     return json.dumps(body, separators=(",", ":"))
@@ -153,9 +177,11 @@ def _from_json(text: str) -> EpilogueProgram:
         )
     return EpilogueProgram(
         accs=tuple(body["accs"]),
-        in_dtype=body["in_dtype"],
+        a_dtype=body["a_dtype"],
         operands=tuple(Operand(*o) for o in body["operands"]),
         steps=tuple(Step(n, op, tuple(args), origin) for n, op, args, origin in body["steps"]),
         stores=tuple(Store(*s) for s in body["stores"]),
         reduces=tuple(Reduce(*r) for r in body["reduces"]),
+        b_dtype=body["b_dtype"],
+        fast=body["fast"],
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from coda_inductor.program.dtypes import FP8
+
 
 @dataclass(frozen=True)
 class OpSpec:
@@ -21,6 +23,17 @@ class OpSpec:
     arity: int
     torch: Callable[..., Any]
     boolean: bool = False
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in FP8, as torchao casts and as a store does: beyond the largest number is the largest
+    number, and NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def _rounding(dtype: torch.dtype) -> OpSpec:
+    return OpSpec(1, lambda x: saturated(x, dtype).to(x.dtype))
 
 
 OPS: dict[str, OpSpec] = {
@@ -37,6 +50,7 @@ OPS: dict[str, OpSpec] = {
     # to the precision of a store, and back
     "round_bfloat16": OpSpec(1, lambda x: x.to(torch.bfloat16).to(x.dtype)),
     "round_float16": OpSpec(1, lambda x: x.to(torch.float16).to(x.dtype)),
+    **{f"round_{name}": _rounding(getattr(torch, name)) for name in FP8},
     # powers and roots
     "sqrt": OpSpec(1, torch.sqrt),
     "rsqrt": OpSpec(1, torch.rsqrt),
@@ -66,7 +80,10 @@ OPS: dict[str, OpSpec] = {
     "logical_not": OpSpec(1, torch.logical_not, boolean=True),
 }
 
-#: dtypes an operand may have. Values are always computed in float32 (float64 for float64 GEMMs).
+#: dtypes that an epilogue's operand may have. Values are always computed in float32 (float64 for
+#: float64 GEMMs).
 OPERAND_DTYPES = ("float64", "float32", "bfloat16", "float16")
+#: dtypes that A and B may have: one of the above for both, or FP8, in which they may differ.
+GEMM_DTYPES = (*OPERAND_DTYPES, *FP8)
 #: dtypes a store may have.
-STORE_DTYPES = OPERAND_DTYPES
+STORE_DTYPES = GEMM_DTYPES

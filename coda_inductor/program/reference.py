@@ -3,6 +3,10 @@
 
 It is the oracle of the tests, the fake implementation's shape rule, what runs when no kernel can
 (traced into the graph, so that Inductor compiles it), and the definition of what programs mean.
+
+Products of FP8 operands are those of the numbers they hold, summed in float32. Operands that the
+caller has widened to float64 are computed with in float64, whatever the program says: that tells
+the rounding of the operands from everything else.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from coda_inductor.program import OPS, EpilogueProgram
+from coda_inductor.program import OPS, EpilogueProgram, Store
+from coda_inductor.program.dtypes import FP8, dtype_name
+from coda_inductor.program.ops import saturated
+from coda_inductor.program.scales import scaled
 
 #: How the values of a tile, and then the partials of all tiles, are combined.
 COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -25,7 +32,7 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 def compute_dtype(program: EpilogueProgram) -> torch.dtype:
     """Values live in float32 on the tile; in float64 when the GEMM is float64."""
-    return torch.float64 if program.in_dtype == "float64" else torch.float32
+    return torch.float64 if program.a_dtype == "float64" else torch.float32
 
 
 def run(
@@ -44,40 +51,54 @@ def run(
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
     every value twice, col (M,), scalar ().
     With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
-    product is rounded to the inputs' dtype first, which is what an unfused graph does.
+    product is rounded first, which is what an unfused graph does: to the inputs' dtype, or of FP8,
+    behind its scales (``program.scales``), to bfloat16, which FP8 GEMMs are asked for.
 
     Returns the stores, each (M, N), then the partials of the reductions over one tile that covers
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
     """
-    wide = compute_dtype(program)
+    wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
     env: dict[str, Tensor] = {}
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return accumulated(a, b, wide) if exact else (a @ b).to(wide)
-
-    if program.paired:
-        env.update({name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)})
-    else:
-        products = [product(a, b) for a, b in zip(as_, bs, strict=True)]
-        env[program.accs[0]] = functools.reduce(torch.add, products)
     for operand, tensor in zip(program.operands, operands, strict=True):
         value = tensor.to(wide)
         if operand.kind == "row" and program.paired:
             value = value[::2]
         env[operand.name] = value[:, None] if operand.kind == "col" else value
-    shape = env[program.accs[0]].shape
+    done: set[str] = set()
+    if program.fp8:
+        for acc, found in scaled(program).items():
+            b = bs[program.accs.index(acc)]
+            if exact:
+                env[acc] = fp8_product(as_[0], b, program.fast).to(wide)
+            else:
+                env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
+                done.update(found.steps)
+    else:
+        env.update(_products(program, as_, bs, wide, exact=exact))
+    shape = as_[0].shape[0], bs[0].shape[1]
     for step in program.steps:
+        if step.name in done:
+            continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)
-    outputs = [
-        env[store.value].to(getattr(torch, store.dtype)).expand(shape).contiguous()
-        for store in program.stores
-    ]
+    outputs = [_stored(env[s.value], s).expand(shape).contiguous() for s in program.stores]
     for reduce in program.reduces:
         dim = 1 if reduce.axis == "row" else 0
         value = env[reduce.value].expand(shape)
         outputs.append(COMBINE[reduce.combine](value, dim, keepdim=True))
     return outputs
+
+
+def _products(program, as_, bs, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
+    """The accumulators, of operands of 16 bits and more."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return accumulated(a, b, wide) if exact else (a @ b).to(wide)
+
+    if program.paired:
+        return {name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)}
+    products = [product(a, b) for a, b in zip(as_, bs, strict=True)]
+    return {program.accs[0]: functools.reduce(torch.add, products)}
 
 
 def accumulated(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -87,6 +108,48 @@ def accumulated(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
+
+
+def fp8_product(
+    a: Tensor,
+    b: Tensor,
+    fast: bool,
+    scales: tuple[Tensor, Tensor] | None = None,
+    rounded: str = "float32",
+) -> Tensor:
+    """``a @ b`` of FP8 operands, (M, K) times (K, N), times ``scales``, (M, 1) and (1, N) or both
+    0-dim, in float32 or rounded; in float64 if ``a`` is. On a GPU by cuBLAS, if it can read them.
+    """
+    out = getattr(torch, rounded)
+    aligned = a.stride(1) == 1 and b.stride(0) == 1 and not (b.shape[0] % 16 or b.shape[1] % 16)
+    readable = {dtype_name(a.dtype), dtype_name(b.dtype)} in ({FP8[0]}, {*FP8})
+    if a.is_cuda and aligned and readable:
+        one = torch.ones((), device=a.device)
+        return torch._scaled_mm(a, b, *(scales or (one, one)), out_dtype=out, use_fast_accum=fast)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    product = a.to(wide) @ b.to(wide)
+    if scales is not None:
+        product = product * scales[0] * scales[1]
+    return product.to(out) if rounded != "float32" else product
+
+
+def _rounded_fp8(program, found, a: Tensor, b: Tensor, env: dict[str, Tensor]) -> Tensor:
+    """A product as unfused graphs have it: with its scales, then rounded. cuBLAS takes one number
+    for each operand, or one for each row and each column."""
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    numbers = [env[name] for name in found.scalars] + [one, one]
+    scales = numbers[0], numbers[1]
+    if found.col is not None or found.row is not None:
+        col = env[found.col] if found.col is not None else numbers.pop(0)
+        row = env[found.row] if found.row is not None else numbers.pop(0)
+        m, n = a.shape[0], b.shape[1]
+        scales = col.expand(m, 1).contiguous(), row.expand(1, n).contiguous()
+    return fp8_product(a, b, program.fast, scales, program.product_dtype)
+
+
+def _stored(value: Tensor, store: Store) -> Tensor:
+    dtype = getattr(torch, store.dtype)
+    return saturated(value, dtype) if store.dtype in FP8 else value.to(dtype)
 
 
 def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: torch.device):

@@ -7,8 +7,9 @@ import keyword
 import math
 
 from coda_inductor.errors import ProgramError
+from coda_inductor.program.dtypes import FP8
 from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
-from coda_inductor.program.ops import OPERAND_DTYPES, OPS, STORE_DTYPES
+from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
 
 #: Names a generated kernel uses for itself.
@@ -23,8 +24,7 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     """
     if program.accs not in (("acc",), ("acc0", "acc1")):
         raise ProgramError(f"accumulators must be ('acc',) or ('acc0', 'acc1'), got {program.accs}")
-    if program.in_dtype not in OPERAND_DTYPES:
-        raise ProgramError(f"GEMM dtype {program.in_dtype!r} is not one of {OPERAND_DTYPES}")
+    _factors(program)
     if not program.outputs:
         raise ProgramError("a program needs at least one store or reduction")
     defined = set(program.accs)
@@ -39,6 +39,17 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
             "program.consistent() makes it read what is stored"
         )
     return program
+
+
+def _factors(program: EpilogueProgram) -> None:
+    a, b = program.a_dtype, program.b_dtype
+    for dtype in (a, b):
+        if dtype not in GEMM_DTYPES:
+            raise ProgramError(f"GEMM dtype {dtype!r} is not one of {GEMM_DTYPES}")
+    if a != b and not (a in FP8 and b in FP8):
+        raise ProgramError(f"GEMM dtypes {a!r} and {b!r} differ: only those of FP8 may")
+    if program.fast and not program.fp8:
+        raise ProgramError(f"fast accumulation is for FP8 operands, these are {a}")
 
 
 def _fresh(name: str, what: str, taken: set[str]) -> None:

@@ -124,8 +124,8 @@ def _unsupported(
     program: str, n: int, k: int, dtype: torch.dtype, n_major: bool, device: torch.device | None
 ) -> Refusal | None:
     parsed = EpilogueProgram.from_json(program)
-    if getattr(torch, parsed.in_dtype) != dtype:
-        text = f"the program is for {parsed.in_dtype} inputs, they are {dtype}"
+    if getattr(torch, parsed.a_dtype) != dtype:
+        text = f"the program is for {parsed.a_dtype} inputs, they are {dtype}"
         return refuse("kernel-dtype", text, failure=True)
     return availability.kernel_stack(device) or legality.unsupported(
         parsed, n, k, b_major="n" if n_major else "k", device=device

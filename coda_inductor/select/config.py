@@ -222,7 +222,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
-    step_bytes = (config.tile_m + config.tile_n) // pair * _TILE_K * WIDTHS[program.in_dtype]
+    step_bytes = (config.tile_m + config.tile_n) // pair * _TILE_K * WIDTHS[program.a_dtype]
     smem_bytes = _SMEM_BYTES.get(arch, H100.smem_bytes)
     return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 

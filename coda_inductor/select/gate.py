@@ -66,7 +66,7 @@ def expected(site: Site, config: Config, gpu: Gpu = H100) -> tuple[float, float]
     program, m, n, k = site.program, site.m, site.n, site.k
     fused = kernel_us(program, config, m, n, k, site.terms, gpu)
     if site.copied:
-        copied = n * sum(site.copied) * WIDTHS[program.in_dtype]
+        copied = n * sum(site.copied) * WIDTHS[program.a_dtype]
         fused += 2 * copied / gpu.bytes_per_us + gpu.launch_us
     plain = len(program.accs) * sum(cublas_us(m, n, each, gpu) for each in site.ks)
     return fused, plain + around_us(site, gpu)
@@ -146,7 +146,7 @@ def _only_statistics(program: EpilogueProgram) -> bool:
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
     """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
     the tile operands among ``names``."""
-    products = terms * len(names & set(program.accs)) * WIDTHS[program.in_dtype]
+    products = terms * len(names & set(program.accs)) * WIDTHS[program.a_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
     return products + sum(WIDTHS[o.dtype] for o in tiles)
 

@@ -60,7 +60,7 @@ def _scale(dtype: str) -> EpilogueProgram:
     """A projection after a norm: the row scale that was deferred."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("rstd", "col", "float32"),),
         steps=(Step("x", "mul", ("acc", "rstd")),),
         stores=(Store("out0", "x", dtype),),
@@ -72,7 +72,7 @@ def _rms_partial(dtype: str) -> EpilogueProgram:
     statistics."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("residual", "tile", dtype), Operand("weight", "row", dtype)),
         steps=(
             Step("x", "add", ("acc", "residual")),
@@ -88,7 +88,7 @@ def _swiglu(dtype: str, stores: tuple[str, ...] = ("y",)) -> EpilogueProgram:
     """Gate and up; training keeps both projections as well."""
     return EpilogueProgram(
         accs=("acc0", "acc1"),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("rstd", "col", "float32"),),
         steps=(
             Step("g", "mul", ("acc0", "rstd")),
@@ -106,7 +106,7 @@ def _dswiglu(dtype: str) -> EpilogueProgram:
     scaled by the norm's rstd, the gated activation once more, and the norm's row sums."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("g", "tile", dtype),
             Operand("u", "tile", dtype),
@@ -141,7 +141,7 @@ def _act_bwd(dtype: str) -> EpilogueProgram:
     """The gradient through gelu (tanh) of z, and the activation once more."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("z", "tile", dtype),),
         steps=(
             Step("zz", "mul", ("z", "z")),
@@ -171,7 +171,7 @@ def _norm_bwd(dtype: str) -> EpilogueProgram:
     sums over M for the weight's gradient. ``coef`` comes from the row sums of the GEMM before."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(
             Operand("residual", "tile", dtype),
             Operand("x", "tile", dtype),
@@ -194,7 +194,7 @@ def _logsumexp(dtype: str) -> EpilogueProgram:
     """The LM head: the logits, and their log-sum-exp over each tile's columns."""
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         stores=(Store("out0", "acc", dtype),),
         reduces=(Reduce("part0", "acc", "row", "logsumexp"),),
     )

@@ -42,8 +42,8 @@ def _unsupported(
     program: EpilogueProgram, n: int, k: int, b_major: str, arch: int
 ) -> tuple[str, str] | None:
     """A reason's code and text."""
-    if program.in_dtype not in _HALF:
-        dtype = program.in_dtype
+    if program.a_dtype not in _HALF:
+        dtype = program.a_dtype
         return "kernel-dtype", f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have"
     if n % 8 or k % 8 or not k or not n:
         text = f"N={n} and K={k} must be positive multiples of 8 (16-byte rows)"

@@ -89,7 +89,7 @@ def same_kind(program: EpilogueProgram, terms: int = 1) -> str:
     """The measured kind that moves as many bytes as ``program`` and reduces alike, or ""."""
     kind = kind_of(program, terms)
     alike = _traits(program) == _traits(kinds()[kind]) and (TERMS[kind] > 1) == (terms > 1)
-    return kind if alike and program.in_dtype == kinds()[kind].in_dtype else ""
+    return kind if alike and program.a_dtype == kinds()[kind].a_dtype else ""
 
 
 def _traits(program: EpilogueProgram) -> tuple[int, ...]:

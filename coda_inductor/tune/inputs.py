@@ -17,7 +17,7 @@ def tensors(
     enough to ask for kernels, nothing."""
     normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
-    dtype = getattr(torch, program.in_dtype)
+    dtype = getattr(torch, program.a_dtype)
 
     def matrix(rows: int, columns: int, row_major: bool, scale: float = 1.0) -> Tensor:
         shape = (rows, columns) if row_major else (columns, rows)

@@ -61,7 +61,7 @@ def test_rendering_imports_no_kernel_library():
 def test_origin_cannot_break_out_of_its_comment():
     program = EpilogueProgram(
         accs=("acc",),
-        in_dtype="bfloat16",
+        a_dtype="bfloat16",
         steps=(Step("x", "neg", ("acc",), 'a\nimport os  """ \\ caf\u00e9'),),
         stores=(Store("out0", "x", "bfloat16"),),
     )
@@ -76,7 +76,7 @@ def test_literals_survive():
         return render(
             EpilogueProgram(
                 accs=("acc",),
-                in_dtype="bfloat16",
+                a_dtype="bfloat16",
                 steps=(Step("x", "minimum", ("acc", value)),),
                 stores=(Store("out0", "x", "bfloat16"),),
             )
@@ -90,7 +90,7 @@ def test_literals_survive():
 def test_reserved_name_is_refused():
     program = EpilogueProgram(
         accs=("acc",),
-        in_dtype="bfloat16",
+        a_dtype="bfloat16",
         steps=(Step("coda_math", "neg", ("acc",)),),
         stores=(Store("out0", "coda_math", "bfloat16"),),
     )
@@ -101,7 +101,7 @@ def test_reserved_name_is_refused():
 def one_sum(steps, operands=(), axis="row", stores=None):
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype="bfloat16",
+        a_dtype="bfloat16",
         operands=operands,
         steps=steps,
         stores=stores or (Store("out0", "acc", "bfloat16"),),

@@ -81,7 +81,7 @@ def test_bfloat16_and_autocast_fuse_alike():
     assert half.counts - auto.counts == {"embedding_backward": 1}
     assert fired(auto) == counts(LAYERS)
     programs = [site.program for site in auto.fused]
-    assert {program.in_dtype for program in programs} == {"bfloat16"}
+    assert {program.a_dtype for program in programs} == {"bfloat16"}
     for name, exact in eager.items():
         assert ours[name].dtype == torch.float32
         bound = 1.5 * (rounded[name] - exact).norm() + 1e-3 * exact.norm()

@@ -19,7 +19,7 @@ M, N, K = 5, 6, 7
 
 RESIDUAL_NORM = EpilogueProgram(
     accs=("acc",),
-    in_dtype="bfloat16",
+    a_dtype="bfloat16",
     operands=(Operand("c0", "tile", "bfloat16"), Operand("w0", "row", "float32")),
     steps=(
         Step("x", "add", ("acc", "c0"), "aten.add.Tensor"),
@@ -37,7 +37,7 @@ def single(*steps: Step, **fields) -> EpilogueProgram:
     """A program that stores its last step."""
     last = steps[-1].name if steps else "acc"
     fields = {"stores": (Store("out0", last, "float64"),), **fields}
-    return EpilogueProgram(("acc",), fields.pop("in_dtype", "float64"), steps=steps, **fields)
+    return EpilogueProgram(("acc",), fields.pop("a_dtype", "float64"), steps=steps, **fields)
 
 
 def test_legal_program_passes():
@@ -46,7 +46,17 @@ def test_legal_program_passes():
 
 ILLEGAL = {
     "three accumulators": (replace(single(), accs=("a", "b", "c")), "accumulators must be"),
-    "integer GEMM": (single(in_dtype="int32"), "'int32'"),
+    "integer GEMM": (single(a_dtype="int32"), "'int32'"),
+    "FP8 times 16 bits": (
+        single(a_dtype="float8_e4m3fn", b_dtype="bfloat16"),
+        "GEMM dtypes 'float8_e4m3fn' and 'bfloat16' differ: only those of FP8 may",
+    ),
+    "16 bits of two kinds": (single(a_dtype="bfloat16", b_dtype="float16"), "differ"),
+    "fast sums of 16 bits": (single(fast=True), "fast accumulation is for FP8 operands"),
+    "an operand of FP8": (
+        single(operands=(Operand("t", "tile", "float8_e4m3fn"),)),
+        "'t': dtype 'float8_e4m3fn'",
+    ),
     "nothing returned": (single(stores=()), "at least one store or reduction"),
     "operand kind": (single(operands=(Operand("t", "matrix", "float64"),)), "'t': kind 'matrix'"),
     "operand dtype": (single(operands=(Operand("t", "row", "int64"),)), "'t': dtype 'int64'"),
@@ -138,7 +148,9 @@ NARROW = (RESIDUAL_NORM.operands[0], Operand("w0", "row", "float16"))
 CHANGES = {
     "literal": lambda p: replace(p, steps=(*p.steps[:3], Step("half", "mul", ("h", 0.25)))),
     "op": lambda p: replace(p, steps=(Step("x", "sub", ("acc", "c0")), *p.steps[1:])),
-    "GEMM dtype": lambda p: replace(p, in_dtype="float16"),
+    "GEMM dtype": lambda p: replace(p, a_dtype="float16", b_dtype="float16"),
+    "dtype of B": lambda p: replace(p, b_dtype="float16"),
+    "accumulation": lambda p: replace(p, fast=True),
     "operand dtype": lambda p: replace(p, operands=NARROW),
     "operand kind": lambda p: replace(p, operands=COLUMN),
     "store dtype": lambda p: replace(p, stores=(Store("out0", "x", "float32"), p.stores[1])),
@@ -204,13 +216,16 @@ MEANING = {
     "logical_not": lambda x, t: 1.0 * (x <= 0),
     "round_bfloat16": lambda x, t: nearest(x, 8),
     "round_float16": lambda x, t: nearest(x, 11),
+    "round_float8_e4m3fn": lambda x, t: nearest(x, 4, 2.0**-9).clamp(-448, 448),
+    "round_float8_e5m2": lambda x, t: nearest(x, 3, 2.0**-16).clamp(-57344, 57344),
 }
 
 
-def nearest(x: torch.Tensor, digits: int) -> torch.Tensor:
-    """``x`` with so many binary digits, ties to even."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent)
+def nearest(x: torch.Tensor, digits: int, least: float = 0.0) -> torch.Tensor:
+    """``x`` with so many binary digits, ties to even; ``least``: the smallest number above 0."""
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent - digits).clamp_min(least)
+    return (x / step).round() * step
 
 
 POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p"}
@@ -305,7 +320,7 @@ def test_bfloat16_program_computes_in_float32_and_rounds_once():
 
 
 def test_accumulators_are_not_rounded_unless_asked_for():
-    program = single(in_dtype="bfloat16", stores=(Store("out0", "acc", "float32"),))
+    program = single(a_dtype="bfloat16", stores=(Store("out0", "acc", "float32"),))
     a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
     (rounded,) = reference.run(program, [a], [b], [], exact=False)
     (exact,) = reference.run(program, [a], [b], [])

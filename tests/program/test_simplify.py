@@ -24,7 +24,7 @@ def program(*steps: Step, values: tuple[str, ...], reduces: tuple[Reduce, ...] =
     return verify(
         EpilogueProgram(
             accs=("acc",),
-            in_dtype="float64",
+            a_dtype="float64",
             operands=(Operand("t", "tile", "float64"), Operand("u", "tile", "float64")),
             steps=steps,
             stores=tuple(Store(f"out{i}", value, "float64") for i, value in enumerate(values)),

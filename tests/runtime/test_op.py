@@ -32,7 +32,7 @@ M, N, K = 300, 264, 64
 def both_reductions(dtype: str) -> EpilogueProgram:
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype=dtype,
+        a_dtype=dtype,
         operands=(Operand("bias", "row", dtype),),
         steps=(Step("x", "add", ("acc", "bias")),),
         stores=(Store("out0", "x", dtype),),

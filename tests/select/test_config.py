@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def sum_of_tiles(count: int, dtype: str = "float32") -> EpilogueProgram:
         last = steps[-1].name
     return EpilogueProgram(
         accs=("acc",),
-        in_dtype="bfloat16",
+        a_dtype="bfloat16",
         operands=tuple(Operand(name, "tile", dtype) for name in names),
         steps=tuple(steps),
         stores=(Store("out0", last, "bfloat16"),),
@@ -194,7 +194,7 @@ def test_lean_configs_are_for_16_bit_tiles():
 def test_lean_epilogues_leave_more_to_the_main_loop():
     for name in ("dswiglu", "norm_bwd"):
         config = Config(128, 192, 2, 1, True)
-        lean = dataclasses.replace(config, lean=True)
+        lean = replace(config, lean=True)
         assert mainloop_stages(kinds()[name], lean) == mainloop_stages(kinds()[name], config) + 1
 
 
@@ -231,9 +231,9 @@ def test_every_kind_is_its_own_nearest():
 
 def test_other_programs_are_costed_by_the_nearest_kind():
     norm = kinds()["norm_bwd"]
-    no_sums = dataclasses.replace(norm, reduces=())
+    no_sums = replace(norm, reduces=())
     assert kind_of(no_sums) == "norm_bwd"
-    assert kind_of(dataclasses.replace(norm, operands=(), steps=(), reduces=())) == "scale"
+    assert kind_of(replace(norm, operands=(), steps=(), reduces=())) == "scale"
     assert kind_of(sum_of_tiles(1, "bfloat16"), terms=2) == "norm_bwd_joined"
     assert kind_of(kinds()["swiglu"]) == "swiglu"
 
@@ -257,8 +257,7 @@ def test_the_gate_counts_a_second_kernel_for_sums_over_m(monkeypatch):
     both = kinds()["norm_bwd"]
     m, n = 8192, 4096
     texts = [
-        lost(Site(dataclasses.replace(both, reduces=reduces), m, n, 4096))
-        for reduces in ((), both.reduces)
+        lost(Site(replace(both, reduces=reduces), m, n, 4096)) for reduces in ((), both.reduces)
     ]
     plain, summed = (int(re.search(r"(\d+) us unfused", text)[1]) for text in texts)
     # It reads the product and x once more: 4 bytes an element, at 2.7 TB/s.
@@ -320,16 +319,16 @@ def test_every_representative_program_is_supported():
 @pytest.mark.parametrize(
     ("program", "n", "k", "major", "why"),
     [
-        (dataclasses.replace(SCALE, in_dtype="float32"), 64, 64, "k", "float32 GEMM"),
+        (replace(SCALE, a_dtype="float32", b_dtype="float32"), 64, 64, "k", "float32 GEMM"),
         (SCALE, 60, 64, "k", "N=60"),
         (SCALE, 64, 63, "k", "K=63"),
         (SCALE, 64, 0, "k", "K=0"),
-        (dataclasses.replace(SCALE, stores=()), 64, 64, "k", "without a tile store"),
-        (dataclasses.replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, "k", "float64"),
-        (dataclasses.replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, "k", "16-bit"),
+        (replace(SCALE, stores=()), 64, 64, "k", "without a tile store"),
+        (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, "k", "float64"),
+        (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, "k", "16-bit"),
         (PAIR, 64, 64, "n", "K-major"),
         (
-            dataclasses.replace(
+            replace(
                 SCALE,
                 operands=(Operand("s", "scalar", "float32"),),
                 steps=(Step("x", "neg", ("s",)),),

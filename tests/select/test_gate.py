@@ -207,7 +207,7 @@ def test_statistics_alone_of_a_norm_that_stays_behind_save_nothing():
     """Its kernel reads the product that was stored, statistics or not (Gemma 2's sandwich)."""
     program = EpilogueProgram(
         accs=("acc",),
-        in_dtype="bfloat16",
+        a_dtype="bfloat16",
         steps=(Step("sq", "mul", ("acc", "acc")),),
         stores=(Store("out0", "acc", "bfloat16"),),
         reduces=(Reduce("part0", "sq"),),

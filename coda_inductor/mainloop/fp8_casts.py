@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``runtime.fp8_casts`` in Triton: each element is read once, in tiles.
+
+Both kernels do nothing but move memory, so a tile is as large as leaves four or more blocks on a
+multiprocessor (16 KB of 16 bits each: enough reads under way to cover their latency), and 128 long
+in the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
+There is nothing to tune, and so nothing to measure at run time.
+
+No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
+where there is hardware for it (compute capability 8.9), saturates infinite values too and keeps
+NaN, and clamps would take as long as the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Elements of a tile that casts: 64 for each thread.
+_TILE = 8192
+#: How a vector lies beside a matrix, in the kernels; the last: as in the first result.
+_NONE, _ONE, _ROWS, _COLUMNS, _SAME = range(5)
+
+
+@triton.jit
+def _vector(pointer, HOW: tl.constexpr, rows, columns, inside_rows, inside_columns):
+    """A scale, or a factor, of which each element meets its own row or column."""
+    if HOW == 2:
+        return tl.load(pointer + rows, inside_rows, 0.0)[:, None]
+    elif HOW == 3:
+        return tl.load(pointer + columns, inside_columns, 0.0)[None, :]
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _cast_kernel(
+    x, factor, scale, scale_t, q, qt, m, k, stride,
+    FACTOR: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(k, TILE_K)
+    rows = (tl.program_id(0) // across) * TILE_M + tl.arange(0, TILE_M)
+    columns = (tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)
+    inside_rows, inside_columns = rows < m, columns < k
+    inside = inside_rows[:, None] & inside_columns[None, :]
+    wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
+    value = tl.load(x + wide_rows[:, None] * stride + columns[None, :], inside, 0.0).to(tl.float32)
+    if FACTOR != 0:
+        value *= _vector(factor, FACTOR, rows, columns, inside_rows, inside_columns)
+    if SCALE != 0:
+        by = _vector(scale, SCALE, rows, columns, inside_rows, inside_columns)
+        straight = (value * by).to(q.dtype.element_ty)
+        tl.store(q + wide_rows[:, None] * k + columns[None, :], straight, inside)
+    if SCALE_T != 0:
+        if SCALE_T == 4:
+            turned = tl.trans(straight)
+        else:
+            by = _vector(scale_t, SCALE_T, rows, columns, inside_rows, inside_columns)
+            turned = tl.trans((value * by).to(qt.dtype.element_ty))
+        inside_t = inside_columns[:, None] & inside_rows[None, :]
+        tl.store(qt + wide_columns[:, None] * m + rows[None, :], turned, inside_t)
+
+
+@triton.jit
+def _amax_kernel(
+    x, factor, over_rows, over_columns, m, k, stride,
+    FACTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(k, TILE)
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
+    rows, columns = down * TILE + tl.arange(0, TILE), right * TILE + tl.arange(0, TILE)
+    inside_rows, inside_columns = rows < m, columns < k
+    inside = inside_rows[:, None] & inside_columns[None, :]
+    wide_rows = rows.to(tl.int64)
+    value = tl.load(x + wide_rows[:, None] * stride + columns[None, :], inside, 0.0).to(tl.float32)
+    if FACTOR != 0:
+        value *= _vector(factor, FACTOR, rows, columns, inside_rows, inside_columns)
+    # Without their sign, floats are ordered like their bits, and a NaN is above infinity.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if ROWS:
+        most = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        tl.store(over_rows + wide_rows * across + right, most, inside_rows)
+    if COLUMNS:
+        most = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        tl.store(over_columns + down.to(tl.int64) * k + columns, most, inside_columns)
+
+
+def cast(
+    x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
+    q: Tensor, qt: Tensor,
+) -> None:  # fmt: skip
+    """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
+
+    Without its scale, a result is left alone.
+
+    Raises:
+        ValueError: the shape of a scale, or of the factor, is none of those allowed.
+    """
+    if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
+        x, q, qt = x.t(), qt, q
+        scale, scale_t, factor = (v if v is None else v.t() for v in (scale_t, scale, factor))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    m, k = x.shape
+    vectors = [v if v is None else v.contiguous() for v in (factor, scale, scale_t)]
+    hows = [_how(v, m, k) for v in vectors]
+    if _same(vectors[1], vectors[2]) and q.dtype == qt.dtype:
+        hows[2] = _SAME
+    tile_k = 64 if scale_t is not None else min(1024, triton.next_power_of_2(k))
+    tile_m = _TILE // tile_k
+    grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
+    with _device(x):
+        _cast_kernel[grid](
+            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows,
+            tile_m, tile_k,
+        )  # fmt: skip
+
+
+def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
+    """Write what is wanted (is not empty) of ``rows`` (M, tiles) and ``cols`` (tiles, K), both
+    contiguous; see ``runtime.fp8_casts.fp8_amax``.
+
+    Raises:
+        ValueError: as for :func:`cast`.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    m, k = x.shape
+    grid = (triton.cdiv(m, tile) * triton.cdiv(k, tile),)
+    with _device(x):
+        _amax_kernel[grid](
+            x, x if factor is None else factor.contiguous(), rows, cols, m, k, x.stride(0),
+            _how(factor, m, k), rows.numel() > 0, cols.numel() > 0, tile, num_warps=8,
+        )  # fmt: skip
+
+
+def _how(vector: Tensor | None, m: int, k: int) -> int:
+    if vector is None:
+        return _NONE
+    known = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
+    shape = tuple(vector.shape)
+    if vector.dtype != torch.float32 or shape not in known:
+        raise ValueError(
+            f"scales of ({m}, {k}) are float32, one a row or column, not {vector.dtype} {shape}"
+        )
+    return known[shape]
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def _device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scales of a product's operands: what an unfused GEMM of FP8 multiplies with itself.
+
+``acc * inv_a * inv_b`` with one value a row, a column or for all is what ``aten._scaled_mm``
+computes before it rounds. So it is no work that a kernel of ours saves, and the unfused way of a
+program rounds after it::
+
+    x = mul acc r           r: col         scaled(program)["acc"].value == "y"
+    y = mul x w             w: row         .col == "r", .row == "w"
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from coda_inductor.program.ir import EpilogueProgram
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A product with its scales: the value that has them all, the steps that multiply with them,
+    and the operands that they are, at most two: of kind col, row and scalar."""
+
+    value: str
+    steps: tuple[str, ...] = ()
+    col: str | None = None
+    row: str | None = None
+    scalars: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=4096)
+def scaled(program: EpilogueProgram) -> dict[str, Scaled]:
+    """For each accumulator of ``program`` what an unfused GEMM makes: of 16 bits and more the
+    product alone."""
+    return {acc: _scaled(program, acc) for acc in program.accs}
+
+
+def _scaled(program: EpilogueProgram, acc: str) -> Scaled:
+    kinds = {o.name: o.kind for o in program.operands if o.dtype == "float32"}
+    found: dict[str, list[str]] = {"col": [], "row": [], "scalar": []}
+    value, steps = acc, []
+    while program.fp8 and not any(output.value == value for output in program.outputs):
+        readers = [step for step in program.steps if value in step.args]
+        if len(readers) != 1 or readers[0].op != "mul":
+            break
+        (scale,) = [a for a in readers[0].args if a != value] or (value,)
+        kind = kinds.get(str(scale))
+        # One scale an operand: what else a row or column is multiplied with is no scale.
+        if kind is None or (kind != "scalar" and found[kind]) or sum(map(len, found.values())) > 1:
+            break
+        found[kind].append(str(scale))
+        value = readers[0].name
+        steps.append(value)
+    col, row = (next(iter(found[kind]), None) for kind in ("col", "row"))
+    return Scaled(value, tuple(steps), col, row, tuple(found["scalar"]))

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of ``mainloop/fp8_casts.py`` in Triton's interpreter, against plain torch.
+
+A script: ``TRITON_INTERPRET`` counts when a kernel is defined. The interpreter rounds wrongly to
+FP8 (a carry into the exponent doubles it), so the kernels write float32 here, and torch casts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
+
+from coda_inductor.mainloop import fp8_casts
+from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
+
+
+def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
+    m, k = x.shape
+    rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E5M2)
+    one = scale_of(x, [], E4M3)
+    for scale, scale_t in ((rows, cols), (one, one), (one, None), (None, rows), (cols, one)):
+        q, qt = torch.full((m, k), 7.0), torch.full((k, m), 7.0)
+        fp8_casts.cast(x, factor, scale, scale_t, q, qt)
+        unit = torch.ones(())
+        for got, by, target, turn in ((q, scale, E4M3, False), (qt, scale_t, E5M2, True)):
+            if by is None:
+                assert (got == 7.0).all()
+                continue
+            one_of_two = (None, None, by, target) if turn else (by, target, None, None)
+            want = CAST(x, factor, *one_of_two)[turn]
+            assert same(cast_of(got, unit, target), want), (x.shape, x.dtype, by.shape, turn)
+
+
+def check_maxima(x: torch.Tensor, factor: torch.Tensor | None) -> None:
+    for row, col in ((True, True), (True, False), (False, True)):
+        want = AMAX(x, factor, row, col)
+        got = [torch.full_like(w, 7.0) for w in want]
+        fp8_casts.amax(x, factor, *got, TILE)
+        assert all(same(g, w) for g, w in zip(got, want, strict=True)), (x.shape, x.dtype)
+
+
+def main() -> None:
+    count = 0
+    for shape, dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float16, torch.float32)):
+        x = subject(*shape, dtype)
+        wide = torch.cat([x, x], 1)
+        hows = (x, x.t(), wide[:, : shape[1]], wide[:, ::2], x[:1].expand(shape))
+        for how in hows if dtype == torch.bfloat16 else hows[:1]:
+            for factor in (None, torch.rand(how.shape[0], 1) + 0.5):
+                check_casts(how, factor)
+                check_maxima(how, factor)
+                count += 1
+    print(f"{count} tensors agree")  # noqa: T201 (what the test reads)
+
+
+if __name__ == "__main__":
+    main()

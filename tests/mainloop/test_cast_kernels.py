@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of FP8 casts without a GPU: interpreted, and compiled for Hopper."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = Path(__file__).with_name("interpreted_casts.py")
+FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.e5m2x2.f32"}
+
+
+def test_kernels_compute_what_plain_torch_does():
+    paths = [str(TESTS.parent), str(TESTS), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "98 tensors agree\n"
+
+
+def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], **options: int):
+    """PTX of a kernel for sm_90 whose pointers and sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.asm["cubin"]
+    return made.asm["ptx"]
+
+
+def moved(ptx: str) -> set[str]:
+    """Whether tensors are read (ld) and written (st) in 16 bytes a thread."""
+    found = re.findall(r"\b((?:ld|st)\.global[.\w:]*\.v4\.b32)\b", ptx)
+    return {name[:2] for name in found}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("hows", "formats", "conversions"),
+    [
+        ((0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
+        ((2, 1, 4), ("fp8e4nv", "fp8e4nv"), (32, 0)),  # a norm's factor; one cast, two layouts
+        ((0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
+        ((0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
+    ],
+)
+def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path, monkeypatch):
+    from coda_inductor.mainloop.fp8_casts import _TILE, _cast_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    vectors = dict.fromkeys(("factor", "scale", "scale_t"), "*fp32")
+    q, qt = (f"*{name}" for name in formats)
+    sizes = dict.fromkeys(("m", "k", "stride"), "i32")
+    types = {"x": f"*{dtype}", **vectors, "q": q, "qt": qt, **sizes}
+    tile_k = 64 if hows[2] else 1024
+    constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
+    constants |= {"TILE_M": _TILE // tile_k, "TILE_K": tile_k}
+    ptx = compiled(_cast_kernel, types, constants)
+    assert moved(ptx) == {"ld", "st"}
+    for name, instruction in FORMATS.items():  # 64 values a thread, two an instruction
+        want = sum(n for f, n in zip(formats, conversions, strict=True) if f == name)
+        assert ptx.count(instruction) == want
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_maxima_compile(wanted, tmp_path, monkeypatch):
+    from coda_inductor.mainloop.fp8_casts import _amax_kernel
+    from coda_inductor.runtime.fp8_casts import TILE
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"x": "*bf16", **dict.fromkeys(("factor", "over_rows", "over_columns"), "*fp32")}
+    types |= dict.fromkeys(("m", "k", "stride"), "i32")
+    constants = {"FACTOR": 2, "ROWS": wanted[0], "COLUMNS": wanted[1], "TILE": TILE}
+    assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=8))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fp8_cast`` and ``fp8_amax`` on a CPU: torchao's own numbers, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
+
+from coda_inductor.log import forget_warnings
+from coda_inductor.runtime import fp8_casts
+from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("power", [False, True])
+def test_casts_are_torchaos(dtype, shape, power):
+    x = subject(*shape, dtype)
+    rows, cols = scale_of(x, [1], E4M3, power=power), scale_of(x, [0], E5M2, power=power)
+    q, qt = CAST(x, None, rows, E4M3, cols, E5M2)
+    assert same(q, cast_of(x, rows, E4M3))
+    assert same(qt, cast_of(x, cols, E5M2).t())
+    assert q.is_contiguous()
+    assert qt.is_contiguous()
+    whole = scale_of(x, [], E5M2, power=power)
+    q, qt = CAST(x, None, whole, E5M2, whole, E5M2)
+    assert same(q, cast_of(x, whole, E5M2))
+    assert same(qt, q.t())
+
+
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("target", [E4M3, E5M2])
+def test_the_chain_of_these_tests_is_torchaos(power, target):
+    utils = pytest.importorskip("torchao.float8.float8_utils")
+    by = utils.ScalingGranularity
+    x = subject(24, 40, torch.bfloat16)
+    for dims, how in (
+        ([1], (by.AXISWISE, 1)),
+        ([0], (by.AXISWISE, 0)),
+        ([], (by.TENSORWISE, None)),
+    ):
+        theirs = utils.tensor_to_scale(x, target, False, None, *how, power)
+        assert same(theirs, scale_of(x, dims, target, power=power))
+        q = utils.to_fp8_saturated(x.to(torch.float32) * theirs, target)
+        assert same(q, cast_of(x, theirs, target))
+
+
+def test_special_values():
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 449.0, -1e30, 2.0**-9, 2.0**-10]])
+    one = torch.ones(())
+    q, _ = CAST(x, None, one, E4M3, None, None)
+    want = [448.0, -448.0, 0.0, 448.0, -448.0, 2.0**-9, 0.0]
+    assert q[0, 0].float().isnan()
+    assert q[0, 1:].float().tolist() == want
+    _, qt = CAST(x, None, None, None, one, E5M2)
+    assert qt[0].float().isnan()
+    assert qt[1:6, 0].float().tolist() == [57344.0, -57344.0, 0.0, 448.0, -57344.0]
+
+
+def test_a_factor_comes_first_and_in_float32():
+    x = subject(30, 20, torch.bfloat16)
+    factor = torch.rand(30, 1) + 0.1
+    scale = torch.full((), 3.0)
+    q, qt = CAST(x, factor, scale, E4M3, scale, E4M3)
+    assert same(q, cast_of(x.float() * factor, scale, E4M3))
+    assert same(qt, q.t())
+    rows, cols = AMAX(x, factor, True, True)
+    y = (x.float() * factor).abs()
+    assert same(rows.amax(1), y.amax(1))
+    assert same(cols.amax(0), y.amax(0))
+    # The product's maximum is the maximum's product: both round once, in the same direction.
+    assert same(AMAX(x, None, True, False)[0].amax(1, keepdim=True) * factor, y.amax(1, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (TILE, TILE), (2 * TILE + 1, TILE - 1)], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_maxima_are_torchs(dtype, shape, turned):
+    x = subject(*shape, dtype)
+    x = x.t() if turned else x
+    m, k = x.shape
+    rows, cols = AMAX(x, None, True, True)
+    assert rows.shape == (m, -(-k // TILE))
+    assert cols.shape == (-(-m // TILE), k)
+    want = x.abs()
+    assert same(rows.amax(1).to(dtype), want.amax(1))
+    assert same(cols.amax(0).to(dtype), want.amax(0))
+    assert same(rows.amax().to(dtype), want.max())
+    tile = want.float()[:TILE, :TILE]  # partials are of tiles, each of its own
+    assert same(rows[:TILE, 0], tile.amax(1))
+    assert same(cols[0, :TILE], tile.amax(0))
+
+
+def test_what_is_not_wanted_is_empty():
+    x = subject(30, 20, torch.bfloat16)
+    one = torch.ones(())
+    assert [tuple(r.shape) for r in CAST(x, None, one, E4M3, None, None)] == [(30, 20), (0,)]
+    assert [tuple(r.shape) for r in CAST(x, None, None, None, one, E4M3)] == [(0,), (20, 30)]
+    assert [tuple(r.shape) for r in AMAX(x, None, True, False)] == [(30, 1), (0,)]
+    assert [tuple(r.shape) for r in AMAX(x, None, False, True)] == [(0,), (1, 20)]
+    for half in ((one, None, None, None), (None, None, None, E4M3)):
+        with pytest.raises(ValueError, match="a scale and a dtype"):
+            CAST(x, None, *half)
+
+
+@pytest.mark.parametrize("capable", [False, True])
+def test_without_a_kernel_torchs_ops_run_and_one_warning_says_so(capable, monkeypatch, caplog):
+    """On a GPU without FP8, and where a kernel does not compile or launch."""
+    pytest.importorskip("triton")
+    from coda_inductor.mainloop import fp8_casts as kernels
+
+    def fails(*_):
+        raise RuntimeError("PTXAS failed")
+
+    monkeypatch.setattr(fp8_casts, "_has_fp8", lambda device: capable)
+    monkeypatch.setattr(kernels, "cast", fails)
+    monkeypatch.setattr(kernels, "amax", fails)
+    forget_warnings()
+    x, one = subject(30, 20, torch.bfloat16), torch.ones(())
+    for _ in range(2):
+        ours = fp8_casts._cast_cuda(x, None, one, E4M3, one, E5M2)
+        ours += fp8_casts._amax_cuda(x, None, True, True)
+    plain = CAST(x, None, one, E4M3, one, E5M2) + AMAX(x, None, True, True)
+    assert all(same(a, b) for a, b in zip(ours, plain, strict=True))
+    assert len(caplog.messages) == 2
+    cause = "PTXAS failed" if capable else "no instructions for FP8"
+    assert all("falls back to torch's ops" in m and cause in m for m in caplog.messages)
+
+
+def calls():
+    """Arguments of each op: all that are wanted or not, ragged, turned, empty, symbolic sizes."""
+    for m, k in ((30, 20), (0, 20), (30, 0), (129, 257)):
+        x, factor = torch.randn(m, k).to(torch.bfloat16), torch.rand(m, 1)
+        rows, cols, one = torch.rand(m, 1), torch.rand(1, k), torch.rand(())
+        yield CAST, (x, None, rows, E4M3, cols, E5M2)
+        yield CAST, (x, factor, one, E4M3, one, E4M3)
+        yield CAST, (x, factor, None, None, cols, E5M2)
+        yield CAST, (x.float().t(), None, cols.t(), E4M3, None, None)
+        yield AMAX, (x, factor, True, True)
+        yield AMAX, (x.t(), None, False, True)
+        yield AMAX, (x, None, True, False)
+
+
+@pytest.mark.parametrize(
+    "call", list(calls()), ids=lambda c: f"{c[0].name()}{tuple(c[1][0].shape)}"
+)
+def test_opcheck(call):
+    torch.library.opcheck(*call)
+
+
+def test_in_a_compiled_graph_of_any_size():
+    def both(x, scale):
+        return *AMAX(x, None, True, True), *CAST(x, None, scale, E4M3, scale, E5M2)
+
+    compiled = torch.compile(both, dynamic=True, fullgraph=True)
+    for m, k in ((33, 48), (150, 260)):
+        x, scale = torch.randn(m, k), torch.rand(())
+        for ours, eager in zip(compiled(x, scale), both(x, scale), strict=True):
+            assert same(ours, eager)
