@@ -27,7 +27,7 @@ D, HIDDEN = 64, 128
 _library: list[torch.library.Library] = []
 
 
-def _stand_in(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, fast=False):  # noqa: ARG001, PLR0913
+def _stand_in(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, fast=False):
     product = a.float() @ b.float() * scale_a * scale_b
     return product.to(out_dtype or a.dtype)
 
@@ -90,8 +90,8 @@ def quantizations(recipe: str, linears: int, inputs: int) -> int:
     read ``inputs`` different tensors.
 
     Forward: every input and every weight. Backward: every weight again, the layers' gradients, and
-    where the weights' gradients are FP8 every input again. Rowwise, a gradient is scaled by rows for
-    one product and by columns for the other.
+    where the weights' gradients are FP8 every input again. Rowwise, a gradient is scaled by rows
+    for one product and by columns for the other.
     """
     return {
         "tensorwise": 2 * inputs + 3 * linears,

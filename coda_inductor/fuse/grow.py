@@ -31,7 +31,7 @@ from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
-from coda_inductor.graph.gemms import GEMMS, producer
+from coda_inductor.graph.gemms import GEMMS, producer, scales_of
 from coda_inductor.graph.nodes import (
     aten,
     constant,
@@ -102,6 +102,10 @@ class _Grower:
         else:
             for anchor, acc in zip(region.anchors, region.accs, strict=True):
                 region.values[anchor] = acc
+                if not self._scales(anchor, acc):
+                    text = "its scales are not of rows and columns"
+                    region.refusals[anchor] = refuse("fp8-form", text)
+                    return region
                 if anchor.target is aten.addmm.default and not self._bias(anchor, acc):
                     text = "its bias or alpha/beta is not supported"
                     region.refusals[anchor] = refuse("bias-form", text)
@@ -131,6 +135,17 @@ class _Grower:
             if node not in self.region.anchors:  # views also have sizes among their inputs
                 todo += [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
         self.region.values[total] = "acc"
+
+    def _scales(self, node: Node, acc: str) -> bool:
+        """Begin with the scales of a product of FP8 operands, which is ``acc`` times both."""
+        shape, value = fake(node).shape, acc
+        for scale in scales_of(node):
+            if self._check(scale, shape) is not None:
+                return False
+            self.origin = str(node.target)
+            value = self._emit("mul", value, self._operand(scale, shape))
+        self.region.values[node] = value
+        return True
 
     def _bias(self, node: Node, acc: str) -> bool:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:

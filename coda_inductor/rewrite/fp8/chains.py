@@ -85,9 +85,9 @@ def chain_of(q: Node) -> Chain | None:
             continue
         magnitude, dims, power_of_two = found
         x = magnitude.args[0]
-        if base(wide) is base(x) or (converts(wide) and base(wide.args[0]) is base(x)):
-            if same(fake(x).shape, fake(wide).shape):
-                return Chain(x, dims, dtype, power_of_two, magnitude, scale, q)
+        source = base(wide.args[0]) if converts(wide) and base(wide) is not base(x) else base(wide)
+        if source is base(x) and same(fake(x).shape, fake(wide).shape):
+            return Chain(x, dims, dtype, power_of_two, magnitude, scale, q)
     return None
 
 

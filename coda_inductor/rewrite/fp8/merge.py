@@ -81,9 +81,9 @@ def form_of(chain: Chain) -> Form:
     if tensor.dim() == 2 and is_transpose(x) and row_major(fake(x.args[0])):
         return Form(x.args[0], True, False, tuple(sorted(1 - d for d in dims)))
     last = tensor.dim() - 1
-    if tensor.dim() > 2 and row_major(tensor) and dims in ((), (last,)):
-        if isinstance(tensor.shape[-1], int):
-            return Form(x, False, True, (1,) if dims else ())
+    static = isinstance(tensor.shape[-1], int)
+    if tensor.dim() > 2 and static and row_major(tensor) and dims in ((), (last,)):
+        return Form(x, False, True, (1,) if dims else ())
     return Form(x, False, False, dims)
 
 

@@ -11,8 +11,8 @@ After::
     p = scaled_mm(q.t(), r, 1 / s, 1 / t, bfloat16, fast, after)
 
 Why it is valid: the op's definition makes the copies again where ``_scaled_mm`` wants them, and
-multiplies after the product where ``after`` says so. A tensor's scale that torchao repeats for every
-column stays one number: the definition repeats it where the other one is a vector.
+multiplies after the product where ``after`` says so. A tensor's scale that torchao repeats for
+every column stays one number: the definition repeats it where the other one is a vector.
 """
 
 from __future__ import annotations
