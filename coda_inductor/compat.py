@@ -120,7 +120,6 @@ TORCH: dict[str, Private] = {
         "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does", _DISPATCHED,
         lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
     ),
-    # calling kernels
     "fallback_handler": Private(
         "torch._inductor.lowering.fallback_handler", "says how Inductor calls ops", _DISPATCHED,
         _nothing,
@@ -133,7 +132,6 @@ TORCH: dict[str, Private] = {
         "torch._inductor.virtualized.V", "has the graph that it compiles", _DISPATCHED,
         types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True)),
     ),
-    # compiling
     "lookup_backend": Private(
         "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
         "where coda cannot work, graphs run as they are, uncompiled",
@@ -315,6 +313,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
         "quack.gemm_tvm_ffi_utils.launch_gemm": "does so, given all arguments",
         "quack.gemm_tvm_ffi_utils.plan_scheduler_args": "the scheduler's, but for its counter",
+        "quack.gemm_sm90.fp8_fast_accum": "sums of FP8 products in the multiplier",
         "quack.gemm_sm90._compute_stages": "how many steps are in flight",
         "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
     }.items()
@@ -386,11 +385,10 @@ def _find(path: str) -> Any:
 
 
 def _exists(path: str) -> bool:
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         _find(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _unusable(private: Private) -> type:

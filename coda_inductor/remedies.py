@@ -45,6 +45,10 @@ _DO = {
     "gemm-dtypes": f"{_BFLOAT16}. Both factors of a product need one floating dtype.",
     "not-multiple-of-8": "Pad the layer's features (a vocabulary, most often) to a multiple of 8, "
     "e.g. model.resize_token_embeddings(pad_to_multiple_of=8).",
+    "not-multiple-of-16": "FP8 needs multiples of 16: pad the layer's features, and the rows of "
+    "a step (batch x sequence) where weights' gradients are in FP8.",
+    "fp8-layout": "Quantize the operand in the layout in which it is multiplied (contiguous along "
+    "the dimension that is summed over): x.t().contiguous() before the cast.",
     "unaligned": "Let each weight start at a multiple of 16 bytes of its buffer.",
     "symbolic-shape": "Compile with dynamic=False, or mark only one dimension as dynamic.",
     "symbolic-features": "Keep weights static: mark only batch and sequence as dynamic "
@@ -137,6 +141,7 @@ _NOTHING = {
     "statistics-only": "the norm stands before a residual, whose kernel reads the product",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
     "and in training sums its gradients (options={'gate': 'always'} does it)",
+    "fp8-terms": "FP8 products have scales of their own, so that their sum is no longer product",
     "no-store": "nothing of the tile would be written",
     "constant-tile": "the result is a constant",
     "shared-memory": "the epilogue loads and stores too much for one tile",

@@ -21,6 +21,7 @@ GROUNDS = {
     "shipped": "measured",
     "measured": "measured (its kind)",
     "modelled": "modelled",
+    "halved": "about: by GEMMs in bfloat16, none in FP8 was measured",
     "larger": "about: larger than anything measured",
     "smaller": "a guess: smaller than anything measured",
     "borrowed": "about: by another GPU of its generation",

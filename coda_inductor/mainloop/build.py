@@ -43,6 +43,8 @@ def build(
         raise ValueError(f"{config} has no kernel: {why}")
     if joined and config.split_k > 1:
         raise ValueError(f"{config} splits K, and half of a part would be taken for half of K")
+    if program.fp8 and (joined or (a_major, b_major) != ("k", "k")):
+        raise ValueError("FP8 operands are read along K, and one product at a time")
     mod = load(program, swap_lanes, joined)
     m, n, k = 2 * config.tile_m, 2 * config.tile_n, 128
     a, b, d, c, values = dummy_arguments(program, config, m, n, k, a_major, b_major, device)
@@ -81,10 +83,10 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
     def empty(*shape, dtype):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
-    def matrix(rows, columns, row_major):
+    def matrix(rows, columns, row_major, dtype):
         if row_major:
-            return empty(rows, columns, dtype=program.a_dtype)
-        return empty(columns, rows, dtype=program.a_dtype).t()
+            return empty(rows, columns, dtype=dtype)
+        return empty(columns, rows, dtype=dtype).t()
 
     lanes = 2 if program.paired else 1
     shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
@@ -98,8 +100,8 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
     partials = {"row": (m, -(-lanes * n // config.tile_n)), "col": (m // tile_rows, lanes * n)}
     values.update({s.name: empty(*partials[s.axis], dtype="float32") for s in mapping.sinks})
     d = empty(m, n, dtype=mapping.d.dtype) if mapping.d is not None else None
-    a = matrix(m, k, a_major == "k")
-    b = matrix(k, lanes * n, b_major == "n")
+    a = matrix(m, k, a_major == "k", program.a_dtype)
+    b = matrix(k, lanes * n, b_major == "n", program.b_dtype)
     return a, b, d, c, values
 
 

@@ -26,6 +26,7 @@ from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import RENDERER_VERSION, render
 from coda_inductor.mainloop import join, pair, store
 from coda_inductor.mainloop.environment import environment
+from coda_inductor.mainloop.fast import FastAccumulation
 from coda_inductor.mainloop.lean import LeanEpilogue
 from coda_inductor.mainloop.resources import DeviceScalar, reduction
 from coda_inductor.program import EpilogueProgram
@@ -52,6 +53,8 @@ class CodaEpiMod(EpiMod):
     def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
         mapping = ports(program)
         self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
+        if program.fast:
+            self._mixins = (FastAccumulation, *self._mixins)
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
-from coda_inductor.mainloop.resources import DELTA_DIVISOR, Distance
+from coda_inductor.mainloop.resources import Distance
 
 DISTANCE = Distance("pair_delta")
 
@@ -39,7 +39,8 @@ class PairedWeights:  # a mixin for QuACK kernel classes
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
             mA, mB, mD, mC, epilogue_args, append_batch_if_2d=append_batch_if_2d
         )
-        delta = cute.assume(epilogue_args.pair_delta, divby=DELTA_DIVISOR)
+        # 16 bytes, as TMA wants.
+        delta = cute.assume(epilogue_args.pair_delta, divby=128 // mB.element_type.width)
         columns = cute.size(mB, mode=[0]) // 2
         layout = cute.make_layout(
             ((2, columns), *mB.shape[1:]), stride=((delta, mB.stride[0]), *mB.stride[1:])

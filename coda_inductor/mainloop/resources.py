@@ -19,8 +19,7 @@ from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduc
 
 from coda_inductor.codegen.ports import Sink
 
-#: What every distance is a multiple of, in elements, as TMA wants: 16 bytes of a 16-bit type. One
-#: of FP8 is a multiple of 16, and the compiler needs to know no more than this.
+#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
 DELTA_DIVISOR = 8
 
 

@@ -134,7 +134,11 @@ class EpilogueProgram:
     def key(self) -> str:
         """Identity: equal for programs that compute the same, whatever graph they came from."""
         steps = tuple(dataclasses.replace(step, origin="") for step in self.steps)
-        text = _to_json(dataclasses.replace(self, steps=steps))
+        # Shipped measurements are found by it: what was a program before FP8 keeps its key.
+        head: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}
+        if self.fp8 or self.b_dtype != self.a_dtype:
+            head |= {"b_dtype": self.b_dtype, "fast": self.fast}
+        text = _as_text(head, dataclasses.replace(self, steps=steps))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -158,8 +162,12 @@ _FORMAT = 2  # bump when the meaning of the serialized form changes
 
 
 def _to_json(program: EpilogueProgram) -> str:
-    body = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
-    body |= {"b_dtype": program.b_dtype, "fast": program.fast}
+    head = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
+    return _as_text(head | {"b_dtype": program.b_dtype, "fast": program.fast}, program)
+
+
+def _as_text(body: dict[str, object], program: EpilogueProgram) -> str:
+    body = dict(body)
     for field in ("operands", "steps", "stores", "reduces"):
         body[field] = [dataclasses.astuple(item) for item in getattr(program, field)]
     return json.dumps(body, separators=(",", ":"))

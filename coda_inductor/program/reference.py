@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram, Store
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.ops import saturated
@@ -125,7 +126,7 @@ def fp8_product(
     readable = {dtype_name(a.dtype), dtype_name(b.dtype)} in ({FP8[0]}, {*FP8})
     if a.is_cuda and aligned and readable:
         one = torch.ones((), device=a.device)
-        return torch._scaled_mm(a, b, *(scales or (one, one)), out_dtype=out, use_fast_accum=fast)
+        return scaled_mm(a, b, *(scales or (one, one)), out_dtype=out, use_fast_accum=fast)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     product = a.to(wide) @ b.to(wide)
     if scales is not None:

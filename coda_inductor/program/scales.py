@@ -28,6 +28,11 @@ class Scaled:
     row: str | None = None
     scalars: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All operands that are scales."""
+        return tuple(name for name in (self.col, self.row, *self.scalars) if name is not None)
+
 
 @functools.lru_cache(maxsize=4096)
 def scaled(program: EpilogueProgram) -> dict[str, Scaled]:

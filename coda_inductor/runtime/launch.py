@@ -145,9 +145,12 @@ class Kernel:
         that reads them so. Terms that cannot be read in place are copied into one operand; so are
         all under ``torch.use_deterministic_algorithms``, for in place the sum starts with the term
         at the lower address, which is the allocator's choice."""
+        fp8 = self.program.fp8  # read along K, and nothing else
         if self.program.paired:
             b, values["pair_delta"], swapped = pair_view(*bs)
-            return tma_matrix(as_[0], either_major=True), b, swapped, ""
+            return tma_matrix(as_[0], either_major=not fp8), b, swapped, ""
+        if fp8:
+            return tma_matrix(as_[0]), tma_matrix(bs[0].t()).t(), False, ""
         if len(as_) > 1:
             found = None
             if not torch.are_deterministic_algorithms_enabled():
@@ -233,6 +236,8 @@ def requests(
     ask = functools.partial(KernelRequest, program, config)
     if len(bs) > len(as_):
         return [ask(swap_lanes=swap) for swap in (False, True)]
+    if EpilogueProgram.from_json(program).fp8:  # read along K: whatever lies otherwise is copied
+        return [ask()]
     b_major = "n" if bs[0].stride(1) == 1 else "k"
     if len(as_) > 1:
         copied = unjoinable(as_, bs) is not None or torch.are_deterministic_algorithms_enabled()

@@ -27,6 +27,7 @@ from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
 from coda_inductor.program import EpilogueProgram, Store, reference
+from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
 from coda_inductor.runtime.tensors import UnpairableError
@@ -103,7 +104,9 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         return prepared
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
-    why = _unsupported(program, bs[0].shape[1], k, a.dtype, bs[0].stride(1) == 1, a.device)
+    b, terms = bs[0], len(as_)
+    dtypes = a.dtype, b.dtype
+    why = _unsupported(program, b.shape[1], k, dtypes, b.stride(1) == 1, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
     outputs = _allocate(entry.program, entry.config, a, bs)
@@ -121,14 +124,24 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
 
 @functools.lru_cache(maxsize=4096)
 def _unsupported(
-    program: str, n: int, k: int, dtype: torch.dtype, n_major: bool, device: torch.device | None
+    program: str,
+    n: int,
+    k: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    n_major: bool,
+    terms: int,
+    device: torch.device | None,
 ) -> Refusal | None:
     parsed = EpilogueProgram.from_json(program)
-    if getattr(torch, parsed.a_dtype) != dtype:
-        text = f"the program is for {parsed.a_dtype} inputs, they are {dtype}"
+    wanted = parsed.a_dtype, parsed.b_dtype
+    if wanted != tuple(map(dtype_name, dtypes)):
+        these, those = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (wanted, dtypes))
+        text = f"the program is for {these} inputs, they are {those}"
         return refuse("kernel-dtype", text, failure=True)
+    copied = parsed.fp8 and not parsed.paired  # at the launch, where it is not K-major
+    b_major = "n" if n_major and not copied else "k"
     return availability.kernel_stack(device) or legality.unsupported(
-        parsed, n, k, b_major="n" if n_major else "k", device=device
+        parsed, n, k, b_major=b_major, device=device, terms=terms
     )
 
 

@@ -68,6 +68,8 @@ def prepare(
         return None
     if not readable(a, either_major=True) or not readable(b, either_major=True):
         return None
+    if program.fp8 and (a.stride(1) != 1 or b.stride(0) != 1):
+        return None
     majors = "k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k"
     ways: tuple[tuple[bool, str], ...] = ((False, ""),)
     distances: tuple[str, ...] = ()

@@ -57,7 +57,8 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     """
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
-    if b0.stride(0) != 1 or b0.stride(1) % 8 or b0.stride(1) < b0.shape[0]:
+    step = _ALIGN // b0.element_size()
+    if b0.stride(0) != 1 or b0.stride(1) % step or b0.stride(1) < b0.shape[0]:
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
     return distance(b0, b1, "paired weights")
 
@@ -78,11 +79,12 @@ def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
 @functools.lru_cache(maxsize=1024)
 def foreign_view(pointer: int, rows: int, columns: int, stride: int, dtype, device) -> Tensor:
     """A non-owning (rows, columns) view of device memory; what lies between is never touched."""
+    size = dtype.itemsize
     memory = types.SimpleNamespace(
         __cuda_array_interface__={
             "shape": (rows, columns),
-            "strides": (stride * 2, 2),
-            "typestr": "<u2",
+            "strides": (stride * size, size),
+            "typestr": "<u2" if size == 2 else "|u1",
             "data": (pointer, False),
             "version": 3,
         }
@@ -91,7 +93,7 @@ def foreign_view(pointer: int, rows: int, columns: int, stride: int, dtype, devi
 
 
 def pair_view(b0: Tensor, b1: Tensor) -> tuple[Tensor, int, bool]:
-    """(operand, delta, swapped) for two 16-bit weights, each (K, N) and K-major.
+    """(operand, delta, swapped) for two weights of 16 or 8 bits, each (K, N) and K-major.
 
     The operand is (K, 2N), starts at the lower weight and must only ever be read through the
     ((2, N), K) layout of ``coda_inductor.mainloop.pair``. Non-owning: the caller keeps b0 and b1.

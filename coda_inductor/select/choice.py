@@ -20,7 +20,7 @@ from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import H100, Gpu, arch_of
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.model import cublas_us, ground, kernel_us
+from coda_inductor.select.model import ground, kernel_us, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store
 
@@ -73,8 +73,9 @@ def _selected(
     site: Site, gpu: Gpu, store: Store | None, *, gated: bool, optimistic: bool
 ) -> Choice:
     program, m, n, k = site.program, site.m, site.n, site.k
-    plain = len(program.accs) * sum(cublas_us(m, n, each, gpu) for each in site.ks)
-    why = unsupported(program, n, k, b_major=site.b_major, device=site.device)
+    plain = len(program.accs) * sum(product_us(program, m, n, each, gpu) for each in site.ks)
+    majors = site.a_major, site.b_major
+    why = unsupported(program, n, k, *majors, device=site.device, terms=len(site.ks))
     if why is not None:
         plain_ground = ground(None, None, m, n, site.ks[0], gpu=gpu)
         return Choice("unfused", refusal=why, unfused_us=plain, ground=plain_ground)

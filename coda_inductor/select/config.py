@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from coda_inductor.codegen.ports import ports
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
@@ -164,6 +165,22 @@ HOPPER_MORE = tuple(
         *("128x256:2x1:co:dyn", "256x128:2x1:co:dyn"),
     )
 )
+#: In FP8. An accumulator that is added up in float32 at each step of K has twice the registers:
+#: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
+HOPPER_FP8 = tuple(
+    Config.parse(f"{text}{more}")
+    for more in ("", ":lean", ":dyn", ":lean:dyn")
+    for text in ("128x128:2x1:co", "128x128:1x2:co", "128x128:1x1:co")
+)
+#: In FP8 with fast accumulation, which needs no more registers than 16 bits do.
+HOPPER_FP8_FAST = tuple(
+    Config.parse(f"{text}{more}")
+    for more in ("", ":lean", ":dyn", ":lean:dyn")
+    for text in (
+        *("128x256:2x1:co", "128x128:2x1:co", "256x128:2x1:co", "128x256:1x2:co"),
+        *("128x128:2x1:pp", "128x192:2x1:pp", "128x128:1x2:co"),
+    )
+)
 #: On data-centre Blackwell, the first until someone measures.
 BLACKWELL = tuple(
     Config.parse(text)
@@ -187,7 +204,8 @@ _CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
 #: Shared memory of a CTA, where it is not an H100's.
 _SMEM_BYTES = {12: 99 * 1024}
 
-_TILE_K = 64
+#: Of a row or column of A and B in one step of the main loop.
+_STEP_BYTES = 128
 
 
 def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:
@@ -195,7 +213,9 @@ def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tu
     if arch in (10, 11):
         loads = any(o.kind == "tile" for o in program.operands)
         return config.cta_tile_m(arch), math.gcd(64 if loads else 32, config.tile_n)
-    columns = 16 if config.lean else math.gcd(32, config.tile_n)
+    d = ports(program).d
+    wide = 64 if d is not None and WIDTHS[d.dtype] == 1 and config.pingpong else 32
+    columns = 16 if config.lean else math.gcd(wide, config.tile_n)
     if config.pingpong or arch == 12:
         return 64, columns  # one warpgroup's rows
     return min(config.tile_m, 128), columns
@@ -222,7 +242,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
-    step_bytes = (config.tile_m + config.tile_n) // pair * _TILE_K * WIDTHS[program.a_dtype]
+    step_bytes = (config.tile_m + config.tile_n) // pair * _STEP_BYTES
     smem_bytes = _SMEM_BYTES.get(arch, H100.smem_bytes)
     return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
@@ -239,6 +259,11 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
     narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     lean = bool(loaded) and narrow
+    if program.fp8:
+        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
+        fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
+        configs = [c for c in fits if mainloop_stages(program, c) >= 2]
+        return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
     candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
     suiting = [c for c in candidates if _suits(program, c, terms)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.program.scales import scaled
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu
-from coda_inductor.select.model import UNSURE, cublas_us, kernel_us
+from coda_inductor.select.model import UNSURE, cublas_us, kernel_us, product_us
 from coda_inductor.select.site import Site
 
 #: How much slower than expected a kernel may turn out and still win, by what is known of it.
 MARGINS = {"here": 1.0, "shipped": 1.0, "measured": 1.0, "modelled": 1.01, "larger": 1.03,
-           "borrowed": 1.05, "smaller": 1.1, "unknown": float("inf")}  # fmt: skip
+           "halved": 1.03, "borrowed": 1.05, "smaller": 1.1, "unknown": float("inf")}  # fmt: skip
 
 
 #: How much longer than expected launching may take and still not be the limit: processors differ,
@@ -66,9 +67,9 @@ def expected(site: Site, config: Config, gpu: Gpu = H100) -> tuple[float, float]
     program, m, n, k = site.program, site.m, site.n, site.k
     fused = kernel_us(program, config, m, n, k, site.terms, gpu)
     if site.copied:
-        copied = n * sum(site.copied) * WIDTHS[program.a_dtype]
+        copied = n * sum(site.copied) * WIDTHS[program.b_dtype]
         fused += 2 * copied / gpu.bytes_per_us + gpu.launch_us
-    plain = len(program.accs) * sum(cublas_us(m, n, each, gpu) for each in site.ks)
+    plain = len(program.accs) * sum(product_us(program, m, n, each, gpu) for each in site.ks)
     return fused, plain + around_us(site, gpu)
 
 
@@ -76,7 +77,10 @@ def around_us(site: Site, gpu: Gpu = H100) -> float:
     """Expected microseconds of what surrounds the products of ``site`` where it is not fused."""
     program, terms = site.program, len(site.ks)
     everything = {*program.accs, *(o.name for o in program.operands)}
-    written = [s for s in program.stores if s.value not in program.accs]  # cuBLAS writes those
+    made = {found.value for found in scaled(program).values()}
+    written = [s for s in program.stores if s.value not in made]  # cuBLAS writes those
+    if program.fp8 and not (written or program.reduces):
+        return 0.0  # its scales too
     moved = sum(WIDTHS[s.dtype] for s in written if s.name not in site.after)
     if site.after:
         moved += _read(program, set(program.accs), terms)
@@ -146,7 +150,7 @@ def _only_statistics(program: EpilogueProgram) -> bool:
 def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
     """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
     the tile operands among ``names``."""
-    products = terms * len(names & set(program.accs)) * WIDTHS[program.a_dtype]
+    products = terms * len(names & set(program.accs)) * WIDTHS[program.product_dtype]
     tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
     return products + sum(WIDTHS[o.dtype] for o in tiles)
 

@@ -22,6 +22,7 @@ _OPS = {
     **dict.fromkeys(("tanh", "sigmoid"), (15.0, 7)),
     **dict.fromkeys(("log1p", "expm1"), (22.0, 12)),
     "erf": (25.0, 25),
+    **dict.fromkeys(("round_float8_e4m3fn", "round_float8_e5m2"), (4.0, 4)),
     **dict.fromkeys(("sin", "cos"), (250.0, 100)),  # full range reduction
 }
 _ONE = (1.0, 1)

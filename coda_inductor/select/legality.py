@@ -8,6 +8,7 @@ import torch
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import FP8
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import arch_of
@@ -28,26 +29,49 @@ def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
 
 
 def unsupported(
-    program: EpilogueProgram, n: int, k: int, *, b_major: str = "k", device=None
+    program: EpilogueProgram,
+    n: int,
+    k: int,
+    a_major: str = "k",
+    b_major: str = "k",
+    *,
+    device=None,
+    terms: int = 1,
 ) -> Refusal | None:
     """Why ``program`` on (M, ``k``) x (``k``, ``n``) cannot be a kernel, or None.
 
-    ``b_major`` is the dimension of B with stride 1: "k" (a linear layer's weight) or "n".
+    ``a_major`` and ``b_major`` are the dimensions of A and B with stride 1: "k" or "m", "k" (a
+    linear layer's weight) or "n". ``terms``: how many products the accumulator is the sum of.
     """
-    why = _unsupported(program, n, k, b_major, arch_of(device))
+    why = _fp8(a_major, b_major, terms) if program.fp8 else None
+    why = why or _unsupported(program, n, k, b_major, arch_of(device))
     return None if why is None else refuse(*why, failure=True)
+
+
+def _fp8(a_major: str, b_major: str, terms: int) -> tuple[str, str] | None:
+    """A reason's code and text, of what FP8 alone cannot do."""
+    for name, major, other in (("left", a_major, "M"), ("right", b_major, "N")):
+        if major != "k":
+            text = f"its {name} operand is contiguous along {other}: FP8 is read along K alone"
+            return "fp8-layout", text
+    if terms > 1:
+        return "fp8-terms", f"a sum of {terms} FP8 products, each with scales of its own"
+    return None
 
 
 def _unsupported(
     program: EpilogueProgram, n: int, k: int, b_major: str, arch: int
 ) -> tuple[str, str] | None:
     """A reason's code and text."""
-    if program.a_dtype not in _HALF:
+    if program.a_dtype not in _HALF and not program.fp8:
         dtype = program.a_dtype
-        return "kernel-dtype", f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have"
-    if n % 8 or k % 8 or not k or not n:
-        text = f"N={n} and K={k} must be positive multiples of 8 (16-byte rows)"
-        return "not-multiple-of-8", text
+        text = f"a {dtype} GEMM has no kernel: only bfloat16, float16 and FP8 have"
+        return "kernel-dtype", text
+    narrow = program.fp8 or any(s.dtype in FP8 for s in program.stores)
+    step = 16 if narrow else 8
+    if n % step or k % step or not k or not n:
+        text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
+        return ("not-multiple-of-16" if narrow else "not-multiple-of-8"), text
     if not program.stores:
         return "no-store", "a program without a tile store has no kernel"
     dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]

@@ -15,6 +15,9 @@ the number of multiplications; large ones run at lower clocks than it says).
 
 A GEMM that is the sum of several products (``terms``) has the sum of their K's as its K, in every
 signature here and in the table.
+
+No table has GEMMs of FP8. What they take is known as a part of what the same one takes in
+bfloat16 (``FP8_CUBLAS``, ``FP8_KERNEL``); everything around it takes as long as in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.report import GROUNDS
-from coda_inductor.select.config import Config
+from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import H100, Gpu
 from coda_inductor.select.instructions import extra_us
 from coda_inductor.select.kinds import TERMS, family, kinds
@@ -41,8 +45,14 @@ SMALL_GMACS = 40.0
 #: What a processor of a generation that nobody has measured does in a microsecond, about: it says
 #: whether the host is the limit, and nothing else.
 _FLOPS_PER_US = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
+#: Is accumulation fast? -> the part of cuBLAS's time in bfloat16 that its FP8 GEMM takes, scales
+#: included, and ours with its best config. One H200, M=8192, four (N, K) of Llamas, 2026-11:
+#: with row scales 0.58 to 0.61 slow and 0.51 to 0.54 fast, with one 0.56 to 0.57 and 0.52 to 0.56;
+#: ours 0.56 to 0.58 slow (128x128 cooperative), 0.56 to 0.62 fast.
+FP8_CUBLAS = {False: 0.58, True: 0.53}
+FP8_KERNEL = {False: 0.57, True: 0.59}
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
-UNSURE = {name: GROUNDS[name] for name in ("smaller", "larger", "borrowed", "unknown")}
+UNSURE = {name: GROUNDS[name] for name in ("halved", "smaller", "larger", "borrowed", "unknown")}
 
 
 def table(gpu: Gpu = H100) -> dict:
@@ -105,6 +115,8 @@ def kernel_us(
 ) -> float:
     """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
     kind, rows = kind_of(program, terms), hint(m)
+    if program.fp8:
+        return _fp8_us(program, rows, n, k, gpu)
     elements = rows * n * table(gpu)["processors"] / gpu.processors
     extra = extra_us(program, kinds()[kind], config, elements, gpu)
     return _kernel_us(gpu, kind, str(config), rows, n, k, traffic(program)) + extra
@@ -132,6 +144,8 @@ def ground(
     """
     if gpu.table is None:
         return "unknown"
+    if program is not None and program.fp8:
+        return "halved"
     known = table(gpu)
     if program is None or config is None:
         rows, every = known["products"].get((n, k), ()), known["shapes"]
@@ -155,6 +169,22 @@ def ground(
 def cublas_us(m, n: int, k: int, gpu: Gpu = H100) -> float:
     """Expected microseconds of one plain 16-bit matrix product (m, k) x (k, n) through cuBLAS."""
     return _cublas_us(gpu, hint(m), n, k)
+
+
+def product_us(program: EpilogueProgram, m, n: int, k: int, gpu: Gpu = H100) -> float:
+    """Expected microseconds of one product of ``program`` through cuBLAS, with its scales."""
+    part = FP8_CUBLAS[program.fast] if program.fp8 else 1.0
+    return part * cublas_us(m, n, k, gpu)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fp8_us(program: EpilogueProgram, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """Of the program with its best config, whichever that is: what the epilogue adds in bfloat16,
+    it adds here."""
+    half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
+    times = [kernel_us(half, c, m, n, k, 1, gpu) for c in legal_configs(half, gpu.arch)]
+    saved = len(program.accs) * (1 - FP8_KERNEL[program.fast]) * cublas_us(m, n, k, gpu)
+    return min(times, default=math.inf) - saved
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.gemms import GEMMS, b_major, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
@@ -23,7 +23,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program import Store as TileStore
-from coda_inductor.program.dtypes import FLOATS, HALF, dtype_name
+from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Estimate
 from coda_inductor.select import gate, legality
@@ -56,6 +56,12 @@ class Measurer(Protocol):
     def close(self) -> None:
         """No more sites."""
         ...
+
+
+def _as_16_bits(b: torch.Tensor) -> int:
+    """K of the GEMM of 16 bits that takes as long as one with ``b``, (K, N), about."""
+    k = hint(b.shape[0])
+    return k // 2 if b.element_size() == 1 else k
 
 
 def crowded() -> bool:
@@ -142,7 +148,7 @@ class Policy:
         pairs = [(fake(a), fake(b)) for a, b in pairs if as_if is not None or fake(a).is_cuda]
         if not pairs:
             return Policy(options, dry=dry)
-        shapes = [(hint(a.shape[0]), hint(b.shape[1]), hint(b.shape[0])) for a, b in pairs]
+        shapes = [(hint(a.shape[0]), hint(b.shape[1]), _as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
         store, gpu = store_of(gpu_of(device)), gpu_of(device)
         too_small = no_kernels = tuning = None
@@ -186,7 +192,8 @@ class Policy:
         x, w = (fake(n) for n in gemm_inputs(gemm))
         if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
             return refuse("not-matrices", "its operands are not tensors")
-        if x.dtype != w.dtype or x.dtype not in FLOATS:
+        names = dtype_name(x.dtype), dtype_name(w.dtype)
+        if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"
             return refuse("gemm-dtypes", text, failure=True)
         if any(isinstance(size, torch.SymInt) for size in (*x.shape[1:], *w.shape)):
@@ -202,9 +209,10 @@ class Policy:
         device = self.as_if or x.device
         if (why := availability.kernel_stack(device)) is not None:  # runtime.notice says it once
             return why.failing() if self.options.strict else why
-        bare = EpilogueProgram(("acc",), dtype_name(x.dtype), stores=(_STORE,))
+        bare = EpilogueProgram(("acc",), names[0], stores=(_STORE,), b_dtype=names[1])
+        majors = "m" if same(x.stride(0), 1) else "k", b_major(w)
         return (
-            legality.unsupported(bare, w.shape[1], w.shape[0], device=device)
+            legality.unsupported(bare, w.shape[1], w.shape[0], *majors, device=device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
             or self.too_small

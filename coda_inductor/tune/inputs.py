@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
 
@@ -17,16 +18,21 @@ def tensors(
     enough to ask for kernels, nothing."""
     normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
-    dtype = getattr(torch, program.a_dtype)
 
-    def matrix(rows: int, columns: int, row_major: bool, scale: float = 1.0) -> Tensor:
+    def matrix(rows: int, columns: int, row_major: bool, dtype: str, scale: float = 1.0) -> Tensor:
         shape = (rows, columns) if row_major else (columns, rows)
-        made = (normal(shape, device=device) * scale).to(dtype)
+        made = (normal(shape, device=device) * scale).to(getattr(torch, dtype))
         return made if row_major else made.t()
 
-    as_ = [matrix(m, k, site.a_major == "k") for k in site.ks]
+    as_ = [matrix(m, k, site.a_major == "k", program.a_dtype) for k in site.ks]
     weights = [k for k in site.ks for _ in program.accs]
-    bs = [matrix(k, n, site.b_major == "n", k**-0.5) for k in weights]
+    # In FP8 small weights are mostly zeros, which heat nothing: one of the scales is small instead.
+    scale = [1.0 if program.fp8 else k**-0.5 for k in weights]
+    bs = [
+        matrix(k, n, site.b_major == "n", program.b_dtype, s)
+        for k, s in zip(weights, scale, strict=True)
+    ]
+    small = {next(iter(found.names), None) for found in scaled(program).values()}
     operands = []
     for operand in program.operands:
         kind = getattr(torch, operand.dtype)
@@ -39,6 +45,8 @@ def tensors(
             made = 0.5 + torch.rand(m, device=device)
         else:
             made = torch.ones((), device=device)
+        if operand.name in small:
+            made = made * site.ks[0] ** -0.5
         operands.append(made.to(kind))
     return _by_address(as_), _by_address(bs), operands
 

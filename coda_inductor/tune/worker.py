@@ -89,7 +89,7 @@ class Worker:
         given = as_, bs, operands = inputs.tensors(site, "cuda")
         expected = unfused(as_, bs, operands)
         calls: dict[str, Callable[[], object]] = {
-            "plain": lambda: [torch.mm(a, b) for a, b in _products(site, as_, bs)],
+            "plain": lambda: [_product(site, a, b) for a, b in _products(site, as_, bs)],
             "unfused": lambda: unfused(as_, bs, operands),
         }
         failed: dict[str, str] = {}
@@ -157,6 +157,13 @@ def _axis(reduce: Any) -> int:
 
 def _products(site: Site, as_: list[Tensor], bs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(as_[0], b) for b in bs] if site.program.paired else list(zip(as_, bs, strict=True))
+
+
+def _product(site: Site, a: Tensor, b: Tensor) -> Tensor:
+    """What an unfused graph asks cuBLAS for."""
+    if site.program.fp8:
+        return reference.fp8_product(a, b, site.program.fast, None, site.program.product_dtype)
+    return torch.mm(a, b)
 
 
 def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:

@@ -150,7 +150,6 @@ CHANGES = {
     "op": lambda p: replace(p, steps=(Step("x", "sub", ("acc", "c0")), *p.steps[1:])),
     "GEMM dtype": lambda p: replace(p, a_dtype="float16", b_dtype="float16"),
     "dtype of B": lambda p: replace(p, b_dtype="float16"),
-    "accumulation": lambda p: replace(p, fast=True),
     "operand dtype": lambda p: replace(p, operands=NARROW),
     "operand kind": lambda p: replace(p, operands=COLUMN),
     "store dtype": lambda p: replace(p, stores=(Store("out0", "x", "float32"), p.stores[1])),

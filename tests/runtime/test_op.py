@@ -243,7 +243,7 @@ def test_a_compilation_tries_failed_kernels_again(broken, monkeypatch):
 
 def test_unsupported_names_the_dtype():
     program = both_reductions("bfloat16")
-    why = op._unsupported(program.to_json(), N, K, torch.float16, False, None)
+    why = op._unsupported(program.to_json(), N, K, (torch.float16,) * 2, False, 1, None)
     assert why.failure
     assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
 
