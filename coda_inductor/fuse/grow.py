@@ -31,7 +31,7 @@ from coda_inductor.fuse import operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
-from coda_inductor.graph.gemms import GEMMS, producer, scales_of
+from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
 from coda_inductor.graph.nodes import (
     aten,
     constant,
@@ -102,13 +102,8 @@ class _Grower:
         else:
             for anchor, acc in zip(region.anchors, region.accs, strict=True):
                 region.values[anchor] = acc
-                if not self._scales(anchor, acc):
-                    text = "its scales are not of rows and columns"
-                    region.refusals[anchor] = refuse("fp8-form", text)
-                    return region
-                if anchor.target is aten.addmm.default and not self._bias(anchor, acc):
-                    text = "its bias or alpha/beta is not supported"
-                    region.refusals[anchor] = refuse("bias-form", text)
+                if (why := self._begin(anchor, acc)) is not None:
+                    region.refusals[anchor] = why
                     return region
         seen: set[Node] = {region.total} if region.total is not None else set(region.anchors)
         frontier = {user for root in seen for user in root.users}
@@ -136,26 +131,19 @@ class _Grower:
                 todo += [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
         self.region.values[total] = "acc"
 
-    def _scales(self, node: Node, acc: str) -> bool:
-        """Begin with the scales of a product of FP8 operands, which is ``acc`` times both."""
-        shape, value = fake(node).shape, acc
-        for scale in scales_of(node):
-            if self._check(scale, shape) is not None:
-                return False
-            self.origin = str(node.target)
-            value = self._emit("mul", value, self._operand(scale, shape))
-        self.region.values[node] = value
-        return True
-
-    def _bias(self, node: Node, acc: str) -> bool:
-        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
-            return False
-        shape = fake(node).shape
-        if self._check(node.args[0], shape) is not None:
-            return False
-        self.origin = "aten.addmm (bias)"
-        self.region.values[node] = self._emit("add", acc, self._operand(node.args[0], shape))
-        return True
+    def _begin(self, node: Node, acc: str) -> Refusal | None:
+        """What a GEMM does to its product itself: the scales of one of FP8, a bias."""
+        shape, bias = fake(node).shape, bias_of(node)
+        for op, operand in [("mul", scale) for scale in scales_of(node)] + [("add", bias)]:
+            if operand is None:
+                continue
+            plain = all(value == 1 for value in node.kwargs.values())
+            if not plain or self._check(operand, shape) is not None:
+                return refuse("bias-form", "its bias, scales or alpha/beta are not supported")
+            self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
+            acc = self._emit(op, acc, self._operand(operand, shape))
+        self.region.values[node] = acc
+        return None
 
     def _absorb(self, node: Node) -> Refusal | None:
         """Take ``node`` into the region; None, or why it must stay outside."""
