@@ -38,6 +38,7 @@ from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.fp8.casts import casts_with_kernels, expand_quantizations
 from coda_inductor.rewrite.fp8.raising import multiplies_fp8, raise_fp8
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
@@ -135,6 +136,7 @@ ON_ATEN = (
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),
     Pass("norm", defer_norms),
+    Pass("fp8_casts", expand_quantizations, casts_with_kernels),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
     Pass("recompute", recompute_in_backward, _recomputes),

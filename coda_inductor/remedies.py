@@ -103,6 +103,7 @@ _DO = {
     "float64-mixed": "Compute in float32, or all in float64.",
     "fp8-cast": "Quantize with torchao's dynamic scaling (convert_to_float8_training), without "
     "reduce_amax: other casts to FP8 stay with Inductor.",
+    "fp8-shape": "Give each linear layer a contiguous input: only matrices are quantized for it.",
     "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
     "and add a bias after it.",
     # the loss

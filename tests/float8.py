@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.semantic.fp8 import scaled_mm
 
 aten = torch.ops.aten
@@ -115,6 +116,15 @@ class _Exact(torch.fx.Interpreter):
                 return args[0].double().clone()
         if target in (aten._scaled_mm.default, scaled_mm):
             return args[0] @ args[1] * args[2] * args[3]
+        if target is AMAX:
+            wide = (args[0] if args[1] is None else args[0] * args[1]).abs()
+            return wide, wide
+        if target is CAST:
+            x, factor, scale, _, scale_t, _ = args
+            x = x if factor is None else x * factor
+            return x * (1 if scale is None else scale), (
+                x * (1 if scale_t is None else scale_t)
+            ).t()
         return tree_map(_widened, super().call_function(target, args, kwargs))
 
 

@@ -18,7 +18,7 @@ from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph.collectives import ahead, between, overlapped
-from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, producer
+from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, multiplies_after, producer
 from coda_inductor.graph.nodes import (
     elementwise,
     fake,
@@ -158,7 +158,7 @@ class _Planner:
                 region = self._grown(make)
                 if region is None:
                     continue
-                if not region.work:
+                if not region.work and not any(map(multiplies_after, region.anchors)):
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
             except NoRegionError as error:
@@ -247,7 +247,7 @@ class _Planner:
             site=_name(region.anchors),
             shape=region.shape,
             patterns=tuple(patterns),
-            absorbed=tuple(_short(n) for n in region.work if not is_cast(n)) or ("cast",),
+            absorbed=_absorbed(region),
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
@@ -287,6 +287,12 @@ def _disabled(name: str) -> Refusal:
 def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
     """``why``, no failure where the GEMM need not be fused."""
     return why.excused() if why is not None and anchor.meta.get(OPTIONAL) else why
+
+
+def _absorbed(region: Region) -> tuple[str, ...]:
+    """What an epilogue computes, for people."""
+    names = tuple(_short(node) for node in region.work if not is_cast(node))
+    return names or (("cast",) if region.work else ("scales",))
 
 
 def _name(anchors: tuple[Node, ...]) -> str:

@@ -47,6 +47,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.program import OPS, Operand, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS, dtype_name
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.loss import row_logsumexp
 
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
@@ -131,7 +132,7 @@ class _Grower:
                 todo += [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
         self.region.values[total] = "acc"
 
-    def _begin(self, node: Node, acc: str) -> Refusal | None:
+    def _begin(self, node: Node, acc: Value) -> Refusal | None:
         """What a GEMM does to its product itself: the scales of one of FP8, a bias."""
         shape, bias = fake(node).shape, bias_of(node)
         for op, operand in [("mul", scale) for scale in scales_of(node)] + [("add", bias)]:
@@ -261,7 +262,8 @@ class _Grower:
     def _recomputed_operand(self, node: Node, tiles: set[Node]) -> None:
         names, users = readers(node, renames_or_casts)
         transposed = [u for reader in users if is_transpose(reader) for u in reader.users]
-        if not any(u.target in GEMMS for u in (*users, *transposed)) or self._is_needed_by(node):
+        reads = any(u.target in (*GEMMS, CAST) for u in (*users, *transposed))
+        if not reads or self._is_needed_by(node):
             return
         saved = self._state()
         lowered = all(self._lower(name) is None for name in names)

@@ -50,6 +50,11 @@ def fast_accumulation(gemm: Node) -> bool:
     return bool(gemm.args[place] if place < len(gemm.args) else gemm.kwargs.get("fast"))
 
 
+def multiplies_after(gemm: Node) -> bool:
+    """Is ``gemm`` a scaled product whose scales another kernel would apply, were it not fused?"""
+    return gemm.target is scaled_mm and bool(gemm.args[6])
+
+
 def bias_of(gemm: Node) -> Node | None:
     """What an ``addmm`` adds, whatever its shape; None for an ``mm``."""
     return gemm.args[0] if gemm.target is aten.addmm.default else None

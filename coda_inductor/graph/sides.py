@@ -14,12 +14,16 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
+#: In the meta of a node that the forward pass computes though no output of it needs the result:
+#: small, and to be had there for nothing.
+EARLY = "coda_early"
+
 
 class Scope:
     """The sides of one graph's nodes.
 
     Attributes:
-        forward: the nodes that some output of the forward pass needs.
+        forward: the nodes that some output of the forward pass needs, or that are ``EARLY``.
         graded: the nodes that depend on a tangent, a gradient of an output.
     """
 
@@ -29,8 +33,9 @@ class Scope:
         self._known: set[Node] = set()
         for node in graph.nodes:
             self._grade(node)
+        early = (n for n in graph.nodes if n.meta.get(EARLY) and n not in self.graded)
         outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
-        self.forward = _ancestors(n for n in outputs if n not in self.graded)
+        self.forward = _ancestors([*early, *(n for n in outputs if n not in self.graded)])
         for node in graph.nodes:  # a fused forward site also returns what only the backward reads
             if node.target is operator.getitem and node.args[0] in self.forward:
                 self.forward.add(node)

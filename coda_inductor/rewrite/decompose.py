@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import REDUCTIONS
@@ -32,6 +33,11 @@ def decompose(graph: Graph, _record: Record) -> None:
 def decompose_most(graph: Graph, _record: Record) -> None:
     """The same, but for reductions that an epilogue may take, and for GEMMs."""
     _decompose(graph, {*REDUCTIONS, *GEMMS})
+
+
+def decompose_pointwise(graph: Graph) -> None:
+    """The same, for what is computed element by element: what an epilogue can make of it shows."""
+    _decompose(graph, [op for op in DEFINITIONS if torch.Tag.pointwise not in op.tags])
 
 
 def _decompose(graph: Graph, keep: Collection[object]) -> None:

@@ -29,12 +29,17 @@ def quantize_definition(
     """
     magnitude = torch.abs(x)
     amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
+    scale = scale_of(amax, dtype, power_of_two)
     limit = torch.finfo(dtype).max
-    scale = (limit / torch.clamp(amax.to(torch.float64), min=EPS)).to(torch.float32)
-    if power_of_two:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
     q = (x.to(torch.float32) * scale).clamp(min=-limit, max=limit).to(dtype)
     return q, scale
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """The scale, float32, of what has the maximum ``amax``, in any floating dtype."""
+    limit = torch.finfo(dtype).max
+    scale = (limit / torch.clamp(amax.to(torch.float64), min=EPS)).to(torch.float32)
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
 
 def scaled_mm_definition(

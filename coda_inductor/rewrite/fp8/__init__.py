@@ -4,5 +4,8 @@
 chains    what one quantization looks like in an aten graph
 merge     the pass's first half: equal quantizations become one node
 products  its second half: scaled products, without the copies in front of them
-raising   the pass
+raising   the pass that does both, right after noops
+scales    a tensor's maxima, in the epilogue that makes it or read once; its scales
+casts     the pass that expands quantizations, behind that of the norms
+norms     RMSNorm in front of a quantization waits for it
 """

@@ -95,7 +95,7 @@ def merge(graph: Graph, chains: Iterable[Chain]) -> dict[Node, Quantized]:
         form = form_of(chain)
         place = (chain.q in scope.forward, chain.q in scope.graded, checkpoint(chain.q))
         key = (
-            _origin(form.x), _matrix(form), form.dims, chain.dtype, chain.power_of_two, place,
+            origin(form.x), _matrix(form), form.dims, chain.dtype, chain.power_of_two, place,
         )  # fmt: skip
         if key not in known:
             known[key] = _put(graph, chain, form)
@@ -105,12 +105,12 @@ def merge(graph: Graph, chains: Iterable[Chain]) -> dict[Node, Quantized]:
     return {made.q: made for made in known.values()}
 
 
-def _origin(node: Node) -> Any:
-    """What tells that two nodes hold the same elements in the same order: the tensor that both are
-    views of, and through which dtypes it went."""
+def origin(node: Node) -> Any:
+    """Equal for nodes that hold the same elements in the same order: the tensor that both are views
+    of, and through which dtypes it went."""
     node = base(node)
     if is_cast(node):
-        return (_origin(node.args[0]), fake(node).dtype)
+        return (origin(node.args[0]), fake(node).dtype)
     return node
 
 

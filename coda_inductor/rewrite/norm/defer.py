@@ -17,6 +17,8 @@ options["fp16_norms"]); of LayerNorm, what ``pivot`` says.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -24,7 +26,7 @@ from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs, producer
-from coda_inductor.graph.nodes import fake, place
+from coda_inductor.graph.nodes import fake, place, readers, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.log import logger
 from coda_inductor.record import Record
@@ -33,7 +35,8 @@ from coda_inductor.rewrite.norm.backward import differentiate
 from coda_inductor.rewrite.norm.forward import NORMS, defer
 from coda_inductor.rewrite.norm.pivot import Means
 from coda_inductor.rewrite.norm.uses import Uses, uses
-from coda_inductor.semantic.norms import layer_norm
+from coda_inductor.semantic.fp8 import quantize
+from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 
 def defer_norms(graph: Graph, record: Record) -> None:
@@ -42,7 +45,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
     scope, means = Scope(graph), Means()
     for norm in [n for n in graph.nodes if n.target in NORMS]:
         name = NORMS[norm.target]
-        if not record.enabled(name):
+        if not record.enabled(name) or _quantized(norm):
             continue
         try:
             found = _judge(norm, scope, means, record)
@@ -62,6 +65,12 @@ def defer_norms(graph: Graph, record: Record) -> None:
         prune(list(norm.users))
         scope.refresh(graph)
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
+
+
+def _quantized(norm: Node) -> bool:
+    """Is the result of the RMSNorm ``norm`` quantized? ``rewrite.fp8`` judges it then."""
+    _, users = readers(norm, lambda user: user.target is operator.getitem or renames(user))
+    return norm.target is rms_norm and any(user.target is quantize for user in users)
 
 
 def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
@@ -95,7 +104,12 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
     for gemm in found.gemms:
         if (why := legal(gemm)) is not None:
             return why.within(f"its GEMM {gemm.name} is not fused: {{}}")
-    source = producer(norm.args[0])
+    return input_refusal(norm, scope, record)
+
+
+def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
+    """Why no epilogue makes the statistics of ``norm``, or None."""
+    legal, source = record.policy.legal, producer(norm.args[0])
     if source is None:
         if (collective := behind(norm.args[0])) is not None:
             return between(collective, "it and the GEMM that makes its input")

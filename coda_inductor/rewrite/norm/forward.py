@@ -81,7 +81,7 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     """Rewrite the forward pass of ``norm``, whose readers are ``found``. Returns the GEMMs that
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target], norm.name)
-    deferred = _statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivot)
+    deferred = statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivot)
     gradients = found.gradients(biased=found.pivot is not None)
     made: dict[Node, tuple[Node, Shift | None]] = {}
     for gemm in found.gemms:
@@ -98,7 +98,8 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     return deferred, [Product(*made[gemm], gradients[gemm]) for gemm in order]
 
 
-def _statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:
+def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:
+    """What takes the place of ``norm`` for GEMMs that read it in ``dtype``; see the module."""
     x, gamma = norm.args[:2]
     beta, eps = norm.args[2:4] if norm.target is layer_norm else (None, norm.args[2])
     wide, m, mean, center = statistics_dtype(fake(x).dtype), None, None, None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm in front of FP8 products waits until its result is quantized.
+
+Before::
+
+    x = x0 + y @ Wo; n, r = rms_norm(x, gamma, eps); q, s = quantize(n, [1], ...)
+
+After::
+
+    x = x0 + y @ Wo; h = x * gamma; r = rsqrt(mean(x * x) + eps)        as for other GEMMs
+    s = scale(r * amax(abs(h), 1)); q = fp8_cast(h, r, s)
+
+Why it is valid: n = r h with one positive r a row, so that max |n| = r max |h|, and the cast
+multiplies with r and s at once. Nothing is left of r in the product: its scale is that of n. What
+rounds otherwise: eager rounds n to 16 bits before it is quantized, this rounds h, once as well.
+Maxima of columns need r first: h is read once for them. The norm's gradient stays as it is; its row
+sums are those of the gradient that is there (rule R3 holds of exact operands only). Another reader
+in the backward pass (a weight's gradient in 16 bits) reads n, made anew of h and r.
+
+Refuses, beside what ``rewrite.norm`` refuses: another reader in the forward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.nodes import base, fake, place, readers
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.norm.defer import input_refusal
+from coda_inductor.rewrite.norm.forward import statistics
+from coda_inductor.semantic.norms import rms_norm
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a norm's result is made of: ``h`` (M, K) times the ``factor`` (M, 1)."""
+
+    h: Node
+    factor: Node
+
+
+def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiting | None:
+    """Let the norm whose result ``nodes``, all its quantizations, read, wait for them; None where
+    there is none, or it stays."""
+    result = base(nodes[0].args[0])
+    if result.target is not operator.getitem or result.args[0].target is not rms_norm:
+        return None
+    norm = result.args[0]
+    names, users = readers(result)
+    others = [(user, name) for user in users for name in names if name in user.all_input_nodes]
+    others = [(user, name) for user, name in others if user not in nodes]
+    why = _refusal(norm, others, scope, record)
+    if why is not None:
+        record.refuse("rms_norm", place(norm), why)
+        return None
+    put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
+    made = statistics(put, norm, fake(result).dtype, None)
+    again: dict[tuple, Node] = {}
+    for user, name in sorted(others):
+        if (key := checkpoint(user)) not in again:
+            put = Put(graph, like=user)
+            with graph.inserting_before(user):
+                wide = put.mul(put.cast(made.h, fake(made.flat).dtype), made.flat)
+                again[key] = put.cast(wide, fake(name).dtype)
+        user.replace_input_with(name, again[key])
+    for user in list(norm.users):
+        if user.args[1] == 1:
+            user.replace_all_uses_with(made.rstd)
+            prune([user])
+    return Waiting(made.h, made.flat)
+
+
+def _refusal(
+    norm: Node, others: list[tuple[Node, Node]], scope: Scope, record: Record
+) -> Refusal | None:
+    if not record.enabled("rms_norm"):
+        return refuse("disabled", "options['disable'] names rms_norm")
+    for user, name in others:
+        if user in scope.forward or user.op != "call_function":
+            text = f"{user.name} ({user.target}) reads it and is not a GEMM"
+            return refuse("norm-read-elsewhere", text)
+        if fake(name).dim() != 2:
+            return refuse("norm-reshaped", f"{user.name} reshapes its rows")
+    return input_refusal(norm, scope, record)
