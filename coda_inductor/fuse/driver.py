@@ -18,7 +18,14 @@ from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph.collectives import ahead, between, overlapped
-from coda_inductor.graph.gemms import GEMMS, OPTIONAL, gemm_inputs, multiplies_after, producer
+from coda_inductor.graph.gemms import (
+    GEMMS,
+    OPTIONAL,
+    WEIGHT_GRADIENT,
+    gemm_inputs,
+    multiplies_after,
+    producer,
+)
 from coda_inductor.graph.nodes import (
     elementwise,
     fake,
@@ -207,7 +214,8 @@ class _Planner:
         a, b = gemm_inputs(anchor)
         shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
         moved = bytes_plain(anchor)
-        role = "weight gradient" if is_transpose(a) else "input gradient"
+        of_weight = is_transpose(a) or anchor.meta.get(WEIGHT_GRADIENT)
+        role = "weight gradient" if of_weight else "input gradient"
         return SiteReport(
             module_path(anchor) or anchor.name,
             shape,

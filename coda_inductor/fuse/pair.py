@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import NoRegionError, Region
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, scales_of
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -108,7 +108,8 @@ def _meet(region: Region, scope: Scope) -> bool:
 def _apart(region: Region) -> bool:
     """Does every value depend on one product only, and is something done to each?"""
     lanes = list(_reach(region).values())
-    worked = [reached for reached in lanes[len(region.accs) :] if reached]
+    begun = len(region.accs) + sum(len(scales_of(anchor)) for anchor in region.anchors)
+    worked = [reached for reached in lanes[begun:] if reached]
     return all(len(reached) < 2 for reached in lanes) and len(set(worked)) == len(region.accs)
 
 

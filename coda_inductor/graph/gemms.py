@@ -21,6 +21,9 @@ GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
 OPTIONAL = "coda_optional"
 
+#: In the meta of a scaled product that makes a weight's gradient: its factors do not tell.
+WEIGHT_GRADIENT = "coda_weight_gradient"
+
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
 Legal = Callable[[Node], Refusal | None]
 

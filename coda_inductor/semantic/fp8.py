@@ -75,6 +75,11 @@ def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
 
 
+def _quantize_fake(x, dims, dtype, power_of_two):  # noqa: ARG001 (the op's schema)
+    kept = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
+    return torch.empty_like(x, dtype=dtype), x.new_empty(kept, dtype=torch.float32)
+
+
 def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after):  # noqa: ARG001 (the schema)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
@@ -83,6 +88,7 @@ quantize = define(
     "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) "
     "-> (Tensor q, Tensor scale)",
     quantize_definition,
+    fake=_quantize_fake,
     counted_by_rewrite=True,
 )
 scaled_mm = define(

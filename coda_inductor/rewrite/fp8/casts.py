@@ -66,7 +66,11 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
         waiting = wait(graph, nodes, scope, record)
         scope.refresh(graph)
         _expand(graph, nodes, waiting, scope)
-        scope.refresh(graph)
+        if waiting is None:
+            scope.refresh(graph)
+        else:
+            waiting.make_again(graph)
+            scope = Scope(graph)  # for what is made again in the backward pass
     graph.eliminate_dead_code()
 
 

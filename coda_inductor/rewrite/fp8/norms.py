@@ -39,10 +39,23 @@ from coda_inductor.semantic.norms import rms_norm
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a norm's result is made of: ``h`` (M, K) times the ``factor`` (M, 1)."""
+    """What a norm's result is made of: ``h`` (M, K) times the ``factor`` (M, 1). ``others``: what
+    reads it in the backward pass beside quantizations, each with the name that it reads."""
 
     h: Node
     factor: Node
+    others: list[tuple[Node, Node]]
+
+    def make_again(self, graph: Graph) -> None:
+        """Let the others read the result made anew, once a checkpoint."""
+        made: dict[tuple, Node] = {}
+        for user, name in sorted(self.others):
+            if (key := checkpoint(user)) not in made:
+                put = Put(graph, like=user)
+                with graph.inserting_before(user):
+                    wide = put.mul(put.cast(self.h, fake(self.factor).dtype), self.factor)
+                    made[key] = put.cast(wide, fake(name).dtype)
+            user.replace_input_with(name, made[key])
 
 
 def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiting | None:
@@ -61,19 +74,11 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiti
         return None
     put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
     made = statistics(put, norm, fake(result).dtype, None)
-    again: dict[tuple, Node] = {}
-    for user, name in sorted(others):
-        if (key := checkpoint(user)) not in again:
-            put = Put(graph, like=user)
-            with graph.inserting_before(user):
-                wide = put.mul(put.cast(made.h, fake(made.flat).dtype), made.flat)
-                again[key] = put.cast(wide, fake(name).dtype)
-        user.replace_input_with(name, again[key])
     for user in list(norm.users):
         if user.args[1] == 1:
             user.replace_all_uses_with(made.rstd)
             prune([user])
-    return Waiting(made.h, made.flat)
+    return Waiting(made.h, made.flat, others)
 
 
 def _refusal(

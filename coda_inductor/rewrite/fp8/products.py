@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
+from coda_inductor.graph.gemms import WEIGHT_GRADIENT
 from coda_inductor.graph.nodes import aten, constant, fake, is_cast, is_transpose, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal, refuse
@@ -117,6 +118,8 @@ def raise_product(graph: Graph, product: Product, known: dict[Node, Quantized]) 
         new = put(
             scaled_mm, *factors, rows, columns, product.out_dtype, product.fast, product.after
         )
+    if is_transpose(factors[0]):
+        new.meta[WEIGHT_GRADIENT] = True
     product.end.replace_all_uses_with(new)
     return new
 
