@@ -8,7 +8,7 @@ There is nothing to tune, and so nothing to measure at run time.
 
 No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
 where there is hardware for it (compute capability 8.9), saturates infinite values too and keeps
-NaN, and clamps would take as long as the memory.
+NaN. Clamps would be a quarter of the instructions.
 """
 
 from __future__ import annotations
