@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m benchmarks --out DIR``, ``python -m benchmarks report FILE``, and
-``python -m benchmarks grid --out DIR`` or ``families`` (``grid_run``).
+``python -m benchmarks grid --out DIR``, ``families`` or ``fp8`` (``grid_run``).
 
 Measuring writes into DIR, after every part: ``results.json``, ``tables.txt`` (the tables that are
 also printed last), ``profiles.txt`` (kernels, and what our backend reports) and ``log.txt`` (all
@@ -242,7 +242,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["report"]:
         render(arguments[1:])
-    elif arguments[:1] in (["grid"], ["families"]):
+    elif arguments[:1] in (["grid"], ["families"], ["fp8"]):
         grid_run.main(arguments[0], arguments[1:])
     elif arguments[:1] == ["distributed"]:
         from . import distributed_run  # torch's tensor parallelism takes a second to import

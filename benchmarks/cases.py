@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What suites `grid` and `families` have in common: cases, by name, and ways of compiling them."""
+"""What suites `grid`, `families` and `fp8` have in common: cases, by name, and ways of compiling
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 FORWARD, TRAINING = "forward", "training"
 DTYPES = ("bf16", "fp16")
+#: torchao's recipes of training in FP8.
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +74,14 @@ class Way:
     """How a variant calls torch.compile: `backend`, and `mode` or `options`.
 
     `causal`: the model's attention is told to be causal instead of given a mask that says so.
+    `fp8`: the recipe with which torchao converts the linear layers before; "" for none.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     options: dict[str, Any] | None = None
     causal: bool = False
+    fp8: str = ""
 
 
 def ways(options: dict[str, Any] | None = None) -> dict[str, Way]:
@@ -86,6 +92,9 @@ def ways(options: dict[str, Any] | None = None) -> dict[str, Way]:
         "compile_causal": Way(causal=True),
         "max_autotune": Way(mode="max-autotune-no-cudagraphs"),
     }
+    for recipe in RECIPES:
+        found[f"compile_{recipe}"] = Way(fp8=recipe)
+        found[f"coda_{recipe}"] = Way("coda", fp8=recipe)
     if options:
         found["coda_options"] = Way("coda", options=options)
     return found

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of suite `grid` or `families`: torch.compile and ours, interleaved in one process.
+"""One case of suite `grid`, `families` or `fp8`: torch.compile and ours, interleaved in one
+process.
 
 Times, energy by the driver's counter, and where the time goes by kernel.
 """
@@ -15,7 +16,7 @@ import torch
 
 from coda_inductor import report
 
-from . import energy, families, grid, layer, models
+from . import energy, families, fp8, grid, layer, models
 from .environment import scrub
 from .measure import Call, Variants, device, synchronize
 
@@ -38,7 +39,8 @@ class Suite:
         every: its cases.
         check: raises KeyError for a size that no case can have.
         work: a case -> what is compiled; it has ``shape``, ``compiled(way)``, a function that
-            returns tensors, and ``difference(values, truths)`` of two such lists.
+            returns tensors, ``difference(values, truths)`` of two such lists, and maybe
+            ``errors(calls)``, by name: each one's errors against fp32, by tensor.
         variants: a case -> the names of its variants.
     """
 
@@ -51,6 +53,7 @@ class Suite:
 SUITES = {
     "grid": Suite(grid.every, layer.widths, grid.Layer, grid.variants),
     "families": Suite(families.every, models.MODELS.__getitem__, families.Model, families.variants),
+    "fp8": Suite(fp8.every, fp8.check, fp8.work, fp8.variants),
 }
 
 
@@ -63,6 +66,21 @@ def prepare(suite: str, case: Case, way: Way) -> dict | None:
         SUITES[suite].work(case).compiled(way)()
         synchronize()
     return decisions() if way.backend == "coda" else None
+
+
+def first_call(suite: str, case: Case, way: Way) -> float:
+    """Seconds that the first call of `case` takes, compilation and all; what belongs to no compiler
+    (imports of libraries, cuBLAS) is done before.
+    """
+    with torch.set_grad_enabled(case.training):
+        call = SUITES[suite].work(case).compiled(way)
+        some = torch.ones(64, 64, device=device())
+        torch.mm(some, some)
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+    return time.perf_counter() - start
 
 
 def forget() -> None:
@@ -123,7 +141,8 @@ def run(
     Returns:
         what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"energy": {variant:
         joules of a call}``, ``"difference": {variant: its relative difference from
-        torch.compile}``, ``"accuracy": {}`` and ``"decisions": {variant: of ours}``.
+        torch.compile}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
+        {variant: of ours}``.
     """
     forget()
     variants = Variants(progress, skip, effort.deadline)
@@ -143,7 +162,11 @@ def run(
                 kernel["name"] = kernel["name"][:NAME_CHARACTERS]
         result["energy"] = _energy(variants, case, effort.energy_s)
         result["difference"] = _differences(variants, work)
-    return result | {"shape": work.shape, "accuracy": {}, "decisions": found}
+        result["accuracy"] = {}
+        if hasattr(work, "errors"):
+            errors = functools.partial(work.errors, variants.calls)
+            result["accuracy"] = variants.attempt("accuracy", errors) or {}
+    return result | {"shape": work.shape, "decisions": found}
 
 
 def _rounds(calls: dict[str, Call], seconds: float) -> int:

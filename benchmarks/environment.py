@@ -25,6 +25,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "transformers",
     "liger-kernel",
+    "torchao",
     "coda-inductor",
 )
 

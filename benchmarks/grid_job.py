@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of suites `grid` and `families`: ``python -m benchmarks.grid_job FOLDER`` reads its
-order there.
+"""The processes of suites `grid`, `families` and `fp8`: ``python -m benchmarks.grid_job FOLDER``
+reads its order there.
 
 An order is JSON: "ahead" has many processes compile the cases into the shared caches;
-"measure" measures them one after another in this process, alone on the machine.
+"measure" measures them one after another in this process, alone on the machine; "cold" takes the
+time of one variant's first call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def main(folder: str) -> None:
     named = {name: Way(**way) for name, way in order["ways"].items()}
     if order["what"] == "ahead":
         _ahead(order, named)
+    elif order["what"] == "cold":
+        case, name = order["work"]
+        took = contest.first_call(order["suite"], Case.parse(case), named[name])
+        Files(Path(folder)).result.write_text(json.dumps(took))
     else:
         _measure(Path(folder), order, named)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of suites `grid` and `families`: ``python -m benchmarks grid --out DIR``.
+"""The command line of suites `grid`, `families` and `fp8`: ``python -m benchmarks grid --out DIR``.
 
-First many processes compile all cases into shared caches; then one measures them. Into DIR, after
+First many processes compile all cases into shared caches; then one measures them. With --cold, each
+variant is compiled before that in a process of its own with empty caches. Into DIR, after
 every case: ``results.json``, ``tables.txt`` and ``profiles.txt`` as the other suites, ``log.txt``.
 """
 
@@ -61,6 +62,7 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         help="shell patterns of names, such as '8B-*-training-*,1B-*'; a full name of a case "
         "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
     )
+    add("--variants", type=_list, default=["*"], help="patterns of the variants (default: all)")
     add("--options", type=_object, help="JSON; ours with these options is a variant of its own")
     add(
         "--max-autotune",
@@ -84,6 +86,13 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         help="processes that compile ahead; 0 for none (default: the cores less two)",
     )
     add("--seconds", type=float, default=0.8, help="timing of one case (default 0.8)")
+    add(
+        "--cold",
+        type=_list,
+        default=[],
+        help="patterns of the cases whose variants' first calls are timed, a process with empty "
+        "caches each; with --cases '' nothing else is measured",
+    )
     add("--energy", type=float, default=0.4, help="seconds a variant; 0 for none (default 0.4)")
     add("--caches", type=Path, help="folder of the compile caches, kept (default: a fresh one)")
     add("--commit", help="measured commit, where the tree is a copy without .git")
@@ -104,6 +113,10 @@ class Run:
         self.cases = [
             case.name for case in chosen(self.options.cases, self.about.every(), self.about.check)
         ]
+        self.colds = [
+            case.name for case in chosen(self.options.cold, self.about.every(), self.about.check)
+        ]
+        self.cold_s: dict[str, dict[str, float | str]] = {}
         self.caches = (self.options.caches or self.folder / "caches").resolve()
         self.ways = ways(self.options.options)
         self.results: dict = {
@@ -120,6 +133,8 @@ class Run:
         """The variants measured of a case."""
         slow = any(fnmatch.fnmatchcase(case, pattern) for pattern in self.options.max_autotune)
         names = [name for name in self.about.variants(Case.parse(case)) if name in self.ways]
+        wanted = self.options.variants
+        names = [n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)]
         return [name for name in names if name != "max_autotune" or slow]
 
     def order(self, what: str, **fields: Any) -> Path:
@@ -148,6 +163,21 @@ class Run:
             good = process.wait() == 0
         seen()
         return good
+
+    def cold(self) -> None:
+        """Seconds of the first call of each variant of the cases of --cold, or what it died of."""
+        for case in self.colds:
+            found = self.cold_s.setdefault(case, {})
+            for name in self.variants(case):
+                folder = self.order("cold", work=(case, name))
+                empty = {variable: str(folder / variable.lower()) for variable in CACHE_VARIABLES}
+                self.process(folder, self.deadline, empty, lambda: None)
+                result = Files(folder).result
+                why = "no time was left" if time.monotonic() > self.deadline else "see log.txt"
+                found[name] = json.loads(result.read_text()) if result.exists() else why
+                print(f"{self.suite} {case}, cold: {name} {found[name]}", flush=True)
+            if case not in self.cases:
+                self.add(case, {})
 
     def ahead(self) -> dict[str, dict]:
         """Compile ahead what can be; what ours says of its graphs, by case and variant."""
@@ -227,12 +257,14 @@ class Run:
 
     def add(self, case: str, result: dict) -> None:
         """Keep a result, and all of them on disk."""
-        self.results[self.suite][case] = result
+        cold = {"cold_s": self.cold_s[case]} if case in self.cold_s else {}
+        self.results[self.suite][case] = result | cold
         out = self.options.out
         (out / "results.json").write_text(json.dumps(self.results, indent=1) + "\n")
         (out / "tables.txt").write_text(report.short(self.results) + "\n")
         (out / "profiles.txt").write_text(report.profiles(self.results))
-        print(f"{self.suite} {case}: {_line(result)}", flush=True)
+        if result:
+            print(f"{self.suite} {case}: {_line(result)}", flush=True)
 
 
 def _line(result: dict) -> str:
@@ -258,7 +290,7 @@ def _start(folder: Path, log: IO[bytes], variables: dict[str, str]) -> subproces
 
 
 def main(suite: str, arguments: list[str]) -> None:
-    """Run `suite`, "grid" or "families"; files and terminal as the module docstring says."""
+    """Run `suite`, "grid", "families" or "fp8"; files and terminal as the module docstring says."""
     start = time.monotonic()
     parser = _parser(suite)
     options = parser.parse_args(arguments)
@@ -268,5 +300,6 @@ def main(suite: str, arguments: list[str]) -> None:
             run = Run(suite, options, arguments, start + options.deadline, Path(folder))
         except ValueError as error:
             parser.error(f"--cases: {error}")
+        run.cold()
         run.measure(run.ahead())
     print("\n" + report.short(run.results))

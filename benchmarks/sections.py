@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import grid_tables, tables, train_tables
+from . import fp8_tables, grid_tables, tables, train_tables
 from .kernels import STEP
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ position) under `torch.no_grad()`; *training*: forward with HF's loss, and backw
 HF hands SDPA a mask of constants; this is torch.compile of the model with that mask left out and
 SDPA told to be causal, which coda finds by itself. Columns as in the grid of layers."""
 
+FP8_NOTES = """\
+Training in FP8, bf16 weights, forward and backward, no optimizer: *layer* is the layer above with
+the gradients of inputs and parameters, *llama* a `LlamaForCausalLM` of those widths, whose masks
+are left out in every variant, so that SDPA is causal in all. torchao converts every linear layer
+but the LM head; a case is *what:widths-rows-mode-dtype*. The variants share their weights. Errors
+are those of the gradients against fp32. *error* is the largest ratio, of all tensors, of ours over
+that of torchao under torch.compile."""
+
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
 x = residual + o_proj(y) (d to d) and norm(x), both returned, or with another d to d product of
@@ -106,7 +114,8 @@ class Section:
         """Whether there is anything to show."""
         if self.suite == "compile":
             return bool(results.get("compile"))
-        return any(True for _ in tables.complete(results, self.suite))
+        cold = any("cold_s" in result for result in results.get(self.suite, {}).values())
+        return cold or any(True for _ in tables.complete(results, self.suite))
 
 
 def _of(suite: str, function: Callable[..., str]) -> Callable[..., str]:
@@ -158,6 +167,18 @@ SECTIONS = (
         (
             (TOGETHER, _of("families", grid_tables.together)),
             ("Each:", _of("families", grid_tables.cases)),
+        ),
+    ),
+    Section(
+        "fp8",
+        "FP8",
+        FP8_NOTES,
+        (
+            ("", fp8_tables.times),
+            ("Peak memory of a step beyond weights and inputs, MiB:", fp8_tables.peaks),
+            ("Of each recipe under coda, times over those of others:", fp8_tables.gains),
+            ("Errors of the gradients, the mean and the largest:", fp8_tables.errors),
+            ("Seconds of the first call, caches empty:", fp8_tables.cold),
         ),
     ),
     Section(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from .cases import RECIPES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,6 +41,8 @@ LABELS = {
     "compile_checkpoint": "torch.compile, checkpointing",
     "coda_checkpoint": "coda, checkpointing",
 }
+LABELS |= {f"compile_{recipe}": f"torchao {recipe}, torch.compile" for recipe in RECIPES}
+LABELS |= {f"coda_{recipe}": f"torchao {recipe}, coda" for recipe in RECIPES}
 GEMM_COUNTS = {"layer": {"gemms": 7, "gemms_fused": 4}}
 GEMM_COUNTS["layer_train"] = {name: 3 * count for name, count in GEMM_COUNTS["layer"].items()}
 #: Begins the name of ours with one pattern disabled.

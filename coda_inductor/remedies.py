@@ -49,6 +49,7 @@ _DO = {
     "a step (batch x sequence) where weights' gradients are in FP8.",
     "fp8-layout": "Quantize the operand in the layout in which it is multiplied (contiguous along "
     "the dimension that is summed over): x.t().contiguous() before the cast.",
+    "fp8-mixed": "Use a recipe with one FP8 dtype, as torchao's rowwise ones, or a Hopper GPU.",
     "unaligned": "Let each weight start at a multiple of 16 bytes of its buffer.",
     "symbolic-shape": "Compile with dynamic=False, or mark only one dimension as dynamic.",
     "symbolic-features": "Keep weights static: mark only batch and sequence as dynamic "

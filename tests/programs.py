@@ -253,8 +253,11 @@ def inputs(
     as_ = [randn(m, k, dtype=program.a_dtype) for _ in range(terms)]
     bs = []
     for _ in range(terms * len(program.accs)):
-        b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.a_dtype)
-        b = b if integers else b / k**0.5
+        b = randn(*((n, k) if b_major == "k" else (k, n)), dtype=program.b_dtype)
+        if program.fp8:  # in which nothing is computed
+            b = b if integers else (b.float() / k**0.5).to(b.dtype)
+        else:
+            b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
     shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
     operands = [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]

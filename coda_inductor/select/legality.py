@@ -43,12 +43,15 @@ def unsupported(
     ``a_major`` and ``b_major`` are the dimensions of A and B with stride 1: "k" or "m", "k" (a
     linear layer's weight) or "n". ``terms``: how many products the accumulator is the sum of.
     """
-    why = _fp8(a_major, b_major, terms) if program.fp8 else None
-    why = why or _unsupported(program, n, k, b_major, arch_of(device))
+    arch = arch_of(device)
+    why = _fp8(program, a_major, b_major, terms, arch) if program.fp8 else None
+    why = why or _unsupported(program, n, k, b_major, arch)
     return None if why is None else refuse(*why, failure=True)
 
 
-def _fp8(a_major: str, b_major: str, terms: int) -> tuple[str, str] | None:
+def _fp8(
+    program: EpilogueProgram, a_major: str, b_major: str, terms: int, arch: int
+) -> tuple[str, str] | None:
     """A reason's code and text, of what FP8 alone cannot do."""
     for name, major, other in (("left", a_major, "M"), ("right", b_major, "N")):
         if major != "k":
@@ -56,6 +59,9 @@ def _fp8(a_major: str, b_major: str, terms: int) -> tuple[str, str] | None:
             return "fp8-layout", text
     if terms > 1:
         return "fp8-terms", f"a sum of {terms} FP8 products, each with scales of its own"
+    if arch in (10, 11) and program.a_dtype != program.b_dtype:
+        text = f"{program.a_dtype} times {program.b_dtype} has no kernel on data-centre Blackwell"
+        return "fp8-mixed", text
     return None
 
 
@@ -65,7 +71,7 @@ def _unsupported(
     """A reason's code and text."""
     if program.a_dtype not in _HALF and not program.fp8:
         dtype = program.a_dtype
-        text = f"a {dtype} GEMM has no kernel: only bfloat16, float16 and FP8 have"
+        text = f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have, and scaled FP8"
         return "kernel-dtype", text
     narrow = program.fp8 or any(s.dtype in FP8 for s in program.stores)
     step = 16 if narrow else 8

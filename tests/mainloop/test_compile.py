@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from programs import programs
+from programs_fp8 import programs as programs_fp8
 
 from coda_inductor.mainloop.usage import Usage, usage
 from coda_inductor.select.config import Config, mainloop_stages
@@ -28,14 +29,17 @@ KERNELS = (
     "norm_bwd/straight,norm_bwd/crossed"
 )
 #: Fewer on Blackwell: each takes three seconds, and every machine of CI waits for them.
-BLACKWELL = "rms_partial,swiglu,paired_rows,chain,row_statistics,norm_bwd/straight"
+BLACKWELL = (
+    "rms_partial,swiglu,paired_rows,chain,row_statistics,norm_bwd/straight,fp8_residual,fp8_stored"
+)
 #: Hopper alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
     f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean,norm_bwd//256x144:2x1:co,"
     "scale//64x32:1x1:co:np,scale//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
     "rms_partial//64x64:1x1:co:dyn:k4,norm_bwd//256x160:1x2:co:lean:dyn,"
     "dswiglu//128x160:2x1:pp:lean:dyn,swiglu_train//64x128:1x1:pp:dyn,"
-    "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean"
+    "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean,"
+    "fp8_residual,fp8_swiglu_fast,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp"
 )
 
 COMPILE = """
@@ -50,13 +54,14 @@ def note(self, *arguments):
     stages.append(self.ab_stage)
 quack.gemm_sm90.GemmSm90._setup_attributes = note
 from programs import programs
+from programs_fp8 import programs as programs_fp8
 from coda_inductor.mainloop.build import build
 from coda_inductor.select.config import Config, legal_configs
 arch = int(sys.argv[2]) // 10
-found = {}
+found, known = {}, programs() | programs_fp8()
 for kernel in sys.argv[3].split(","):
     name, joined, config = (kernel + "//").split("/")[:3]
-    program = programs()[name]
+    program = known[name]
     config = Config.parse(config) if config else legal_configs(program, arch)[0]
     start = time.perf_counter()
     plan = build(program, config, b_major="n" if joined else "k", joined=joined)
@@ -81,6 +86,8 @@ def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, dict]:
         "QUACK_ARCH": arch,
         "CUTE_DSL_ARCH": f"sm_{arch}" if arch < "90" and len(arch) == 2 else f"sm_{arch}a",
         "CODA_CACHE_DIR": str(cache),
+        "CUTE_DSL_KEEP_PTX": "1",
+        "CUTE_DSL_DUMP_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
     result = subprocess.run(
@@ -127,8 +134,9 @@ def test_second_process_loads_what_the_first_compiled(hopper):
 
 
 def test_stages_are_what_legality_counts(hopper):
+    known = programs() | programs_fp8()
     for name, kernel in hopper[1].items():
-        program = programs()[name.split("/")[0]]
+        program = known[name.split("/")[0]]
         assert [mainloop_stages(program, Config.parse(kernel["config"]))] == kernel["stages"], name
 
 
@@ -164,6 +172,34 @@ def test_terms_whose_k_is_split_are_refused(joined):
     config = Config.parse("64x64:1x1:co:k2")
     with pytest.raises(ValueError, match="64x64:1x1:co:k2 splits K"):
         build(programs()["norm_bwd"], config, b_major="n", joined=joined)
+
+
+def test_in_fp8_maxima_keep_nan_and_stores_saturate(hopper):
+    """As torch.amax and torchao's clamp in front of its cast do."""
+    texts = [p.read_text() for p in hopper[0].glob("*Float8*.ptx")]
+    assert len(texts) == 4
+    assert all("max.NaN.f32" in text and "max.f32" not in text for text in texts)
+    stored = [text for text in texts if "cvt.rn.satfinite.e4m3x2.f32" in text]
+    assert len(stored) == 1
+    half = [p.read_text() for p in hopper[0].glob("*.ptx")]
+    assert sum("cvt.rn.satfinite.e5m2x2.f32" in text for text in half) == 1
+
+
+def test_in_fp8_only_what_asks_for_it_accumulates_fast():
+    from coda_inductor.mainloop.fast import FastAccumulation
+    from coda_inductor.mainloop.mod import load
+
+    mods = {name: load(program) for name, program in programs_fp8().items()}
+    fast = {name for name, mod in mods.items() if FastAccumulation in mod._mixins}
+    assert fast == {name for name in mods if name.endswith("_fast")}
+
+
+@pytest.mark.parametrize("majors", [("m", "k"), ("k", "n")])
+def test_fp8_operands_are_read_along_k(majors):
+    from coda_inductor.mainloop.build import build
+
+    with pytest.raises(ValueError, match="read along K"):
+        build(programs_fp8()["fp8_stored"], Config.parse("128x128:2x1:co"), *majors)
 
 
 def test_an_object_file_says_what_its_kernel_takes(hopper, tmp_path):

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from programs import inputs, legal, programs
+from programs_fp8 import programs as programs_fp8
 
 from coda_inductor.runtime import launch, op, prepared, tensors
 from coda_inductor.runtime.launch import Kernel
@@ -25,6 +26,7 @@ M, N, K = 300, 72, 64
 ONE_EACH = {
     **{name: legal(program) for name, program in kinds().items()},
     **{name: p for name, p in programs().items() if p.stores and name not in kinds()},
+    **{name: programs_fp8()[name] for name in ("fp8_residual", "fp8_swiglu_fast")},
 }
 
 
@@ -75,7 +77,7 @@ def allocate(shape, stride, dtype):
 
 
 def view_of(pointer, rows, columns, stride, dtype, _device):
-    size = 2 * ((rows - 1) * stride + columns)
+    size = dtype.itemsize * ((rows - 1) * stride + columns)
     memory = (ctypes.c_char * size).from_address(pointer)
     return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
 

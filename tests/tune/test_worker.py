@@ -11,6 +11,7 @@ import pytest
 import torch
 from measured import configs, site
 from programs import paired_sums, row_statistics
+from programs_fp8 import programs as programs_fp8
 
 from coda_inductor.errors import KernelError
 from coda_inductor.program import Store, reference
@@ -166,3 +167,23 @@ def test_programs_with_several_outputs(program, bench, monkeypatch):
     of = Site(program, 32, 64, 64)
     found = figures_of(bench.ask(site=site_text(of), configs=[GOOD]))
     assert (found.failed, list(found.us)) == ({}, [GOOD])
+
+
+@pytest.mark.parametrize("name", list(programs_fp8()))
+def test_sites_of_fp8(name, bench, monkeypatch):
+    program = programs_fp8()[name]
+    monkeypatch.setattr(
+        worker, "gemm_epilogue",
+        lambda as_, bs, operands, text, *_, **__: reference.run(program, as_, bs, operands),
+    )  # fmt: skip
+    ran = {}
+
+    def measured(calls, _):
+        ran.update({name: call() for name, call in calls.items()})
+        return {name: Times(10.0, 0.001) for name in calls}
+
+    monkeypatch.setattr(worker.timing, "measure", measured)
+    found = figures_of(bench.ask(site=site_text(Site(program, 256, 128, 256)), configs=[GOOD]))
+    assert (found.failed, list(found.us)) == ({}, [GOOD])
+    assert {x.dtype for x in ran["plain"]} == {torch.bfloat16}
+    assert [x.shape for x in ran["plain"]] == [(256, 128)] * len(program.accs)

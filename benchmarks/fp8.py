@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suite `fp8`: training in FP8 by torchao's recipes, under torch.compile and under ours.
+
+A case is the layer of suite `layer` (``layer:8B``) or a whole, unmodified Llama (``llama:8B``, four
+layers). Beside each recipe stands bf16, compiled by both. The Llama's masks are left out by hand in
+all variants, which ours would find by itself. ``grid_run`` is its command line.
+
+torchao need not be installed: an unpacked wheel on PYTHONPATH will do. Where it is missing, its
+variants have that as their error.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from . import families, gradients, grid, layer, layer_train, model_train, models
+from .cases import RECIPES, TRAINING, Case
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .cases import Way
+    from .measure import Call
+
+ROWS = 8192
+NO_TORCHAO = (
+    "torchao cannot be imported ({}): pip install torchao, or unpack its wheel "
+    "(unzip torchao-*.whl -d DIR) and set PYTHONPATH=DIR"
+)
+
+
+def every() -> list[Case]:
+    """The cases of the suite."""
+    sizes = [f"{what}:{size}" for size in ("8B", "1B") for what in ("layer", "llama")]
+    return [Case(size, ROWS, TRAINING) for size in sizes]
+
+
+def check(size: str) -> None:
+    """Raise KeyError where `size` is none of a case."""
+    what, _, of = size.partition(":")
+    {"layer": layer.widths, "llama": models.LLAMAS.__getitem__}[what](of)
+
+
+def work(case: Case) -> Layer | Model:
+    """The layer or the model of a case."""
+    what, _, size = case.size.partition(":")
+    kind = {"layer": Layer, "llama": Model}[what]
+    return kind(Case(size, case.rows, case.mode, case.dtype))
+
+
+def variants(_case: Case) -> tuple[str, ...]:
+    """The variants that a case has, of :func:`benchmarks.cases.ways`."""
+    by_recipe = [f"{compiler}_{recipe}" for recipe in RECIPES for compiler in ("compile", "coda")]
+    return ("compile", "coda", *by_recipe, "coda_options")
+
+
+def converted(module: nn.Module, recipe: str) -> nn.Module:
+    """`module` again, on the same weights, its linear layers but the LM head in FP8.
+
+    Raises ImportError, with the remedy, where torchao is missing.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ImportError(NO_TORCHAO.format(error)) from error
+    kept = {id(weight): weight for weight in (*module.parameters(), *module.buffers())}
+    own = copy.deepcopy(module, kept)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(
+        own, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
+
+
+class Layer(grid.Layer):
+    """The layer of one case, as in suite `grid`."""
+
+    def compiled(self, way: Way) -> Call:
+        """As in suite `grid`, converted before."""
+        own = copy.copy(self)
+        own.block = converted(self.block, way.fp8) if way.fp8 else self.block
+        return super(Layer, own).compiled(way)
+
+    def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
+        """Relative error of each gradient of each call, against fp32 in eager."""
+        _, exact = gradients.reference(self.block, self.inputs, self.given)
+        labels = gradients.names(self.block, layer_train.INPUTS)
+        return {name: gradients.errors(labels, call(), exact) for name, call in calls.items()}
+
+
+class Model(families.Model):
+    """The Llama of one case, as in suite `families`, its attention told to be causal."""
+
+    def __init__(self, case: Case):
+        super().__init__(case)
+        self.model: Any = families.causal(self.model)
+
+    def compiled(self, way: Way) -> Call:
+        """As in suite `families`, converted before."""
+        own = copy.copy(self)
+        own.model = converted(self.model, way.fp8) if way.fp8 else self.model
+        return super(Model, own).compiled(way)
+
+    def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
+        """Relative error of each parameter's gradient in each call, against fp32 in eager."""
+        exact = model_train.Trained(
+            copy.deepcopy(self.model).float(), self.batch, checkpoint=True
+        ).gradients()[1]
+        truths: list[torch.Tensor] = list(exact.values())
+        return {name: gradients.errors(list(exact), call(), truths) for name, call in calls.items()}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 kernels on a GPU: held to twice the error of ``_scaled_mm`` and the unfused ops, against
+float64 of the numbers that the operands hold; NaN and inf where torch has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from oracle import combined, config_for, launched
+from programs import inputs
+from programs_fp8 import programs
+
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.program import Store, reference
+from coda_inductor.runtime.pool import KernelRequest, wait
+from coda_inductor.select.config import Config, legal_configs
+from coda_inductor.select.device import arch_of
+from coda_inductor.select.legality import unsupported
+from coda_inductor.select.site import Site
+from coda_inductor.tune.inputs import tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(300),
+]
+
+N, K = 272, 208  # ragged for every tile: multiples of 16
+NAMES = [name for name, program in programs().items() if unsupported(program, N, K) is None]
+
+
+def others(name: str) -> list[Config]:
+    """Of the configs one of each tile, schedule and epilogue."""
+    found = {(c.tile_m, c.tile_n, c.pingpong, c.lean): c
+             for c in reversed(legal_configs(programs()[name], arch_of()))}  # fmt: skip
+    return list(found.values())[-4:]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Every kernel of this file, compiled in parallel; a failure here is a failure."""
+    requests = []
+    for name in NAMES:
+        program = programs()[name]
+        for config in {config_for(program), *others(name)}:
+            lanes = (False, True) if program.paired else (False,)
+            requests += [
+                KernelRequest(program.to_json(), str(config), swap_lanes=swap) for swap in lanes
+            ]
+    assert not {r.config: error for r, error in wait(requests, 250).items() if error}
+
+
+def check(program, as_, bs, operands, config=None):
+    """Run the op; its outputs are as near to float64's as twice the unfused ones, and not a number
+    where those are not."""
+    got = launched(as_, bs, operands, program, config or config_for(program))
+    unrounded = tuple(dataclasses.replace(s, dtype="float64") for s in program.stores)
+    exactly = dataclasses.replace(program, stores=unrounded)
+    wide = reference.run(exactly, [a.double() for a in as_], [b.double() for b in bs], operands)
+    plain = reference.run(program, as_, bs, operands, exact=False)
+    for spec, x, y, z in zip(
+        program.outputs, *(combined(program, each) for each in (got, wide, plain)), strict=True
+    ):
+        assert torch.equal(x.isnan(), z.isnan()), spec
+        assert torch.equal(x.isinf(), z.isinf()), spec
+        fine = y.isfinite() & z.isfinite()
+        if not fine.any():
+            continue
+        x, y, z = (each[fine] for each in (x, y, z))  # noqa: PLW2901 (the same, where they are)
+        error, allowed = (x - y).abs().max(), 2 * (z - y).abs().max()
+        # One number may be lucky: of a single row, or a maximum, which is rounded as its store is.
+        noise = 1e-5 if isinstance(spec, Store) else 2.0**-8
+        assert error <= allowed + noise * y.abs().max() + 1e-6, spec
+    return got
+
+
+@pytest.mark.parametrize("m", [1, 127, 8191])
+@pytest.mark.parametrize("name", NAMES)
+def test_program(name, m):
+    check(programs()[name], *inputs(programs()[name], m, N, K, device="cuda"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_configs(name):
+    program = programs()[name]
+    arguments = inputs(program, 1000, 528, 192, device="cuda")
+    for config in others(name):
+        check(program, *arguments, config)
+
+
+@pytest.mark.parametrize("name", ["fp8_swiglu", "fp8_swiglu_fast"])
+def test_pair_with_both_pointer_orders(name):
+    (a,), bs, operands = inputs(programs()[name], 300, N, K, device="cuda")
+    check(programs()[name], [a], bs, operands)
+    check(programs()[name], [a], bs[::-1], operands)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_nan_inf_and_zero(name):
+    """An operand of NaN, a scale of NaN or inf, rows of zeros: as the unfused ops have them. A
+    maximum of values of which one is NaN is NaN."""
+    program = programs()[name]
+    (a,), bs, operands = inputs(program, 200, N, K, device="cuda")
+    a = a.float()
+    a[3, 5] = math.nan
+    a[7] = 0
+    a = a.to(getattr(torch, program.a_dtype))
+    for operand, x in zip(program.operands, operands, strict=True):
+        if operand.kind == "col":
+            x[11], x[13], x[17] = math.nan, math.inf, 0.0
+    got = combined(program, check(program, [a], bs, operands))
+    for spec, x in zip(program.outputs, got, strict=True):
+        whole = x.ndim == 2 or len(x) == 200  # a tile, or one value a row
+        assert x[3].isnan().all() if whole else x.isnan().all(), spec
+
+
+def test_operands_in_other_layouts_are_copied():
+    program = programs()["fp8_stored"]
+    (a,), (b,), operands = inputs(program, 304, N, K, device="cuda")
+    first = check(program, [a], [b], operands)
+    again = check(program, [a.t().contiguous().t()], [b.contiguous()], operands)
+    for x, y in zip(first, again, strict=True):
+        assert torch.equal(x.float(), y.float())
+
+
+def test_the_two_accumulations_differ():
+    """Else one of them is not what it says; the slow one is the nearer to float64."""
+    slow, fast = (programs()[name] for name in ("fp8_residual", "fp8_residual_fast"))
+    as_, bs, operands = tensors(Site(slow, 1024, 512, 8192), "cuda")
+    operands[[o.name for o in slow.operands].index("res")].zero_()
+    wide = reference.run(slow, [as_[0].double()], [bs[0].double()], operands)[0].double()
+    errors = [
+        (launched(as_, bs, operands, p, config_for(p))[0].double() - wide).square().mean().item()
+        for p in (slow, fast)
+    ]
+    assert errors[0] < errors[1]
