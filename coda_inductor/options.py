@@ -15,6 +15,9 @@ from coda_inductor.compat import list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError
 
 GATES = ("auto", "always", "never")
+#: Recipes of FP8 training, as torchao calls them; "" is none.
+FP8_RECIPES = ("", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+_CHOICES = {"gate": GATES, "tune": GATES, "fp8": FP8_RECIPES}
 #: Modes of torch.compile in which Inductor measures: so do we.
 _MEASURING = ("max-autotune", "max-autotune-no-cudagraphs")
 
@@ -46,6 +49,12 @@ class Options:
         keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by
             default: an activation is then computed again in the epilogue of the gradient's GEMM,
             which takes less memory and, at small widths, a little more time.
+        fp8: multiply the linear layers of an unmodified bfloat16 model in FP8, by torchao's recipe
+            of this name: "tensorwise", "rowwise" or "rowwise_with_gw_hp". Off by default: it is
+            less exact.
+        fp8_skip: the layers that stay in bfloat16 all the same: patterns of module paths, or of
+            their last parts, with ``*`` and ``?``.
+        fp8_small: take layers too that are said to be too small to gain.
         aot: fuse in programs of AOTInductor's too (with ``coda_inductor.enable``). Each then needs
             a Python process that has imported ``coda_inductor.backend``.
         inductor: options of Inductor's own, passed on.
@@ -62,6 +71,9 @@ class Options:
     reference: bool = False
     fp16_norms: bool = False
     keep_activations: bool = False
+    fp8: str = ""
+    fp8_skip: tuple[str, ...] = ("lm_head", "output", "classifier", "score")
+    fp8_small: bool = False
     aot: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -137,17 +149,20 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
 
 def _check(key: str, value: Any, name: str = "") -> Any:
     """``value`` of the option ``key`` as it is kept. ``name``: what a user calls it otherwise."""
-    if key in ("patterns", "disable"):
+    if key in ("patterns", "disable", "fp8_skip"):
         if isinstance(value, (str, os.PathLike)):
             value = (value,)
         try:
             return tuple(os.fspath(v) for v in value)
         except TypeError:
             raise OptionError(f"option {key!r} takes a list of strings, got {value!r}") from None
-    if key in ("gate", "tune"):
-        if value not in GATES:
-            what = name or f"option {key!r}"
-            raise OptionError(f"{what} is one of {', '.join(GATES)}, got {value!r}")
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            what, known = (
+                name or f"option {key!r}",
+                ", ".join(word or "''" for word in _CHOICES[key]),
+            )
+            raise OptionError(f"{what} is one of {known}, got {value!r}")
         return value
     if key == "tune_seconds":
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

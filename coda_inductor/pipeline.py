@@ -39,6 +39,7 @@ from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.fp8.casts import casts_with_kernels, expand_quantizations
+from coda_inductor.rewrite.fp8.linears import quantize_linears, wants_fp8
 from coda_inductor.rewrite.fp8.raising import multiplies_fp8, raise_fp8
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
@@ -130,6 +131,7 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
+    Pass("fp8_linears", quantize_linears, wants_fp8, ("fp8_linear",)),
     Pass("fp8", raise_fp8, multiplies_fp8, ("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),

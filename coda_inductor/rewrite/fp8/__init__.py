@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 training graphs: torchao's chains of ops become semantic ops, and these what kernels run.
 
+recipes   torchao's recipes: which factor of which product has which scales
+linears   the pass that quantizes the linear layers of an unmodified model
 chains    what one quantization looks like in an aten graph
 merge     the pass's first half: equal quantizations become one node
 products  its second half: scaled products, without the copies in front of them

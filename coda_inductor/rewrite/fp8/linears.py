@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of an unmodified model in FP8: ``options={"fp8": RECIPE}``.
+
+Before (a layer's three products)::
+
+    y = x @ W.T;  dx = dy @ W;  dW = dy.T @ x
+
+After, by the recipe (``recipes``), for each of them::
+
+    q, s = quantize(x, [1], ...); r, t = quantize(W, [1], ...); y = scaled_mm(q, r.T, 1 / s, 1 / t)
+
+These are the nodes that torchao's own modules become (``raising``): the numbers are torchao's, and
+everything that follows is the same. Equal quantizations of one pass are one node.
+
+Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
+
+Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
+(``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
+and products in another dtype than bfloat16. The two gradients of a layer follow its forward
+product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, plain_bias
+from coda_inductor.graph.nodes import aten, base, fake, is_transpose, place, renames_or_casts
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import same
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.fp8.merge import origin
+from coda_inductor.rewrite.fp8.recipes import MULTIPLE, RECIPES, Recipe, Role, too_small
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A layer's forward product: its node, what its input and its weight (N, K) come from, and
+    whether it is quantized."""
+
+    node: Node
+    x: Any
+    weight: Node
+    chosen: bool
+
+
+def wants_fp8(_graph: Graph, record: Record) -> bool:
+    """Does the user ask for it?"""
+    return bool(record.options.fp8)
+
+
+def quantize_linears(graph: Graph, record: Record) -> None:
+    """Apply the rewrite, in place. Each forward product counts, or has its reason."""
+    scope, products = Scope(graph), [n for n in graph.nodes if n.target in _PRODUCTS]
+    linears = [found for n in products if (found := _linear(n, scope, record)) is not None]
+    put = _Quantizer(graph, RECIPES[record.options.fp8], scope)
+    for linear in linears:
+        if linear.chosen:
+            put(linear.node, Role.FORWARD, gradient=None)
+            record.fire("fp8_linear")
+    chosen = [linear for linear in linears if linear.chosen]
+    for node in products:
+        role = _gradient_role(node, chosen, scope)
+        why = _odd({"M": fake(node.args[0]).shape[1]}) if role is Role.WEIGHT_GRADIENT else None
+        if why is not None and Role.WEIGHT_GRADIENT in put.recipe.vectors:
+            record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
+        elif role is not None:
+            graded = [x in scope.graded for x in gemm_inputs(node)]
+            put(node, role, gradient=graded.index(True))
+    graph.eliminate_dead_code()
+
+
+def _root(node: Node) -> Node:
+    """What ``node`` is a view, a transpose or a cast of."""
+    return base(node, lambda n: renames_or_casts(n) or is_transpose(n))
+
+
+def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
+    """What ``node`` is the forward product of, if it is a linear layer's."""
+    x, weight = gemm_inputs(node)
+    if x in scope.graded or weight in scope.graded or not is_transpose(weight):
+        return None
+    root = _root(weight)
+    if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
+        return None
+    why = _refusal(node, record)
+    if why is not None:
+        record.refuse("fp8_linear", place(node), why)
+    return Linear(node, origin(x), root, why is None)
+
+
+def _refusal(node: Node, record: Record) -> Refusal | None:
+    options, weight = record.options, gemm_inputs(node)[1]
+    path = place(node)
+    for pattern in options.fp8_skip:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in (path, path.rpartition(".")[2])):
+            return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
+    if fake(node).dtype != torch.bfloat16:
+        return refuse("fp8-dtype", f"it multiplies {fake(node).dtype}, not bfloat16")
+    k, n = fake(weight).shape
+    if (why := _odd({"N": n, "K": k})) is not None:
+        return why
+    if too_small(options.fp8, n, k) and not options.fp8_small:
+        text = f"N={n}, K={k} is too small to gain from {options.fp8}"
+        return refuse("fp8-small", text)
+    if bias_of(node) is not None and not plain_bias(node):
+        return refuse("bias-form", "its bias or alpha/beta is not supported")
+    return None
+
+
+def _odd(sizes: dict[str, Any]) -> Refusal | None:
+    """Why FP8 does not multiply these sizes, or None."""
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            return refuse("symbolic-features", f"{name} is symbolic")
+        if size % MULTIPLE:
+            return refuse("not-multiple-of-16", f"{name}={size} is no multiple of {MULTIPLE}")
+    return None
+
+
+def _gradient_role(node: Node, chosen: list[Linear], scope: Scope) -> Role | None:
+    """Which gradient of one of the ``chosen`` layers ``node`` makes; None for any other product."""
+    if node.target is not aten.mm.default:
+        return None
+    left, right = gemm_inputs(node)
+    graded = (left in scope.graded, right in scope.graded)
+    if sum(graded) != 1:
+        return None
+    if is_transpose(left):
+        x, dy = (right, left.args[0]) if graded[0] else (left.args[0], right)
+        shape = (fake(dy).shape[1], fake(x).shape[1])
+        for linear in chosen:
+            if linear.x == origin(x) and same(fake(linear.weight).shape, shape):
+                return Role.WEIGHT_GRADIENT
+        return None
+    if graded[0] and any(linear.weight is _root(right) for linear in chosen):
+        return Role.INPUT_GRADIENT
+    return None
+
+
+class _Quantizer:
+    """Puts a scaled product in place of a product; what is quantized alike is so once."""
+
+    def __init__(self, graph: Graph, recipe: Recipe, scope: Scope):
+        self.graph, self.recipe, self.scope = graph, recipe, scope
+        self.known: dict[tuple, tuple[Node, Node]] = {}
+
+    def __call__(self, node: Node, role: Role, gradient: int | None) -> None:
+        """``gradient``: which factor is one, 0 or 1; None for neither."""
+        vectors = self.recipe.vectors.get(role)
+        if vectors is None:
+            return
+        fast = role is Role.FORWARD
+        put = Put(self.graph, like=node)
+        with self.graph.inserting_before(node):
+            pairs = [self._factor(put, node, i, vectors[i], graded=i == gradient) for i in range(2)]
+            (a, inv_a), (b, inv_b) = pairs
+            after = all(vectors) and not fast
+            new = put(scaled_mm, a, b, inv_a, inv_b, fake(node).dtype, fast, after)
+            if role is Role.WEIGHT_GRADIENT:
+                new.meta[WEIGHT_GRADIENT] = True
+            if (bias := bias_of(node)) is not None:
+                new = put.add(new, bias)
+        node.replace_all_uses_with(new)
+
+    def _factor(
+        self, put: Put, node: Node, index: int, vector: bool, *, graded: bool
+    ) -> tuple[Node, Node]:
+        """(the factor in FP8, the reciprocal of its scale)."""
+        x = gemm_inputs(node)[index]
+        turned = is_transpose(x)
+        source = x.args[0] if turned else x
+        # Of a left factor rows have scales of their own, of a right one columns.
+        dims = [int((index == 0) != turned)] if vector else []
+        dtype = self.recipe.gradient if graded else torch.float8_e4m3fn
+        pass_ = (node in self.scope.forward, checkpoint(node))
+        key = (origin(source), str(fake(source).shape[-1]), tuple(dims), dtype, pass_)
+        if key not in self.known:
+            both = put(quantize, source, dims, dtype, self.recipe.power_of_two)
+            q, scale = (put(operator.getitem, both, i) for i in range(2))
+            self.known[key] = q, put(aten.reciprocal.default, scale)
+        q, inverse = self.known[key]
+        if vector:
+            inverse = put.reshape(inverse, [-1, 1] if index == 0 else [1, -1])
+        return put.transpose(q) if turned else q, inverse

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``options={"fp8": RECIPE}``: an unmodified model computes what torchao makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from float8 import RECIPES, D, Stack, needs_scaled_mm, products, quantizations, stack, trained
+from harness import Harness, Stock
+from torch import nn
+
+from coda_inductor.errors import OptionError
+from coda_inductor.options import parse
+from coda_inductor.pipeline import ON_ATEN
+
+#: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
+PLAIN = {"disable": ["idioms", "fuse"], "fp8_small": True}
+
+
+class Quantized(Harness):
+    """Stops after the pass."""
+
+    def _rewrite(self, graph):
+        for each in ON_ATEN:
+            wanted = each.name in ("policy", "noops", "fp8_linears")
+            if wanted and each.when(graph, self.record):
+                each.run(graph, self.record)
+        graph.lint()
+
+
+def plain(dtype=torch.bfloat16, **kwargs) -> nn.Module:
+    """The model that ``stack`` converts."""
+    needs_scaled_mm()
+    torch.manual_seed(0)
+    return Stack(**kwargs).to(dtype)
+
+
+def batch(dtype=torch.bfloat16, rows=(2, 16)):
+    torch.manual_seed(1)
+    return torch.randn(*rows, D, dtype=dtype)
+
+
+CASES = [*((recipe, "") for recipe in RECIPES), ("rowwise", "checkpoint"), ("tensorwise", "bias")]
+
+
+@pytest.mark.parametrize(("recipe", "how"), CASES)
+def test_numbers_are_torchaos_bit_for_bit(recipe, how):
+    kwargs = {"layers": 2, "bias": how == "bias", "checkpointed": how == "checkpoint"}
+    x = batch()
+    x[0, 0], x[0, 1, 3], x[1, 2] = 0, 1000, x[1, 2] * 1e-20
+    ours = trained(Harness(fp8=recipe, **PLAIN), plain(**kwargs), x)
+    theirs = trained(Stock(), stack(recipe, **kwargs), x)
+    for have, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0)
+
+
+def test_under_autocast_it_is_as_exact_as_torchao():
+    """Which quantizes float32 weights there, while ours are those that autocast has rounded."""
+    x, recipe = batch(torch.float32), "rowwise"
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = trained(Harness(fp8=recipe, **PLAIN), plain(torch.float32, layers=2), x)
+        theirs = trained(Stock(), stack(recipe, torch.float32, layers=2), x)
+    exact = trained(Stock(), plain(torch.float64, layers=2), x.double())
+    for have, other, want in zip(ours, theirs, exact, strict=True):
+        error, reference = ((y.double() - want).norm() for y in (have, other))
+        assert error <= 1.1 * reference
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layer_and_equal_quantizations_once(recipe):
+    harness = Quantized(fp8=recipe, **PLAIN)
+    harness.train(plain(layers=2), batch().requires_grad_())
+    ops = harness.ops()
+    assert ops["coda_inductor.quantize.default"] == quantizations(recipe, 6, 4)
+    assert ops["coda_inductor.scaled_mm.default"] == products(recipe, 6)
+    assert ops["aten.mm.default"] == 3 * 6 - products(recipe, 6)
+    assert harness.record.fired == {"fp8_linear": 6}
+    assert not harness.record.report.refusals
+
+
+def test_inference():
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.run(plain(), batch())
+    ops = harness.ops()
+    assert ops["coda_inductor.quantize.default"] == 2 + 3
+    assert ops["coda_inductor.scaled_mm.default"] == 3
+
+
+def test_off_unless_asked_for():
+    harness = Quantized()
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+
+
+class Two(nn.Module):
+    """Two layers, and a product of two inputs, which is none."""
+
+    def __init__(self, n: int = 32):
+        super().__init__()
+        self.first, self.lm_head = nn.Linear(D, n, bias=False), nn.Linear(n, 48, bias=False)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.lm_head(y) @ torch.ones(48, 48, dtype=y.dtype)
+
+
+REFUSED = {
+    "fp8-skipped": ({"fp8_small": True}, 32, torch.bfloat16, "lm_head"),
+    "fp8-small": ({}, 32, torch.bfloat16, "first"),
+    "not-multiple-of-16": ({"fp8_small": True, "fp8_skip": []}, 40, torch.bfloat16, "first"),
+    "fp8-dtype": ({"fp8_small": True}, 32, torch.float32, "first"),
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_stays_says_why(code):
+    options, n, dtype, where = REFUSED[code]
+    torch.manual_seed(0)
+    harness = Quantized(fp8="rowwise", **options)
+    harness.train(Two(n).to(dtype), batch(dtype).requires_grad_())
+    refusals = harness.record.report.refusals
+    assert (code, where) in {(why.code, why.where) for why in refusals}
+
+
+def test_a_gradient_over_odd_rows_stays():
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(plain(), batch(rows=(1, 24)).requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 2 * 3
+    assert {why.code for why in harness.record.report.refusals} == {"not-multiple-of-16"}
+    assert "its weight's gradient: M=24" in harness.record.report.refusals[0].text
+
+
+def test_the_recipe_is_part_of_the_identity():
+    given = [{"fp8": recipe} for recipe in RECIPES]
+    given += [{}, {"fp8": "rowwise", "fp8_skip": ["gate"]}, {"fp8": "rowwise", "fp8_small": True}]
+    assert len({parse(None, options).identity for options in given}) == len(given)
+
+
+def test_another_recipe_is_an_error():
+    with pytest.raises(OptionError, match=r"'fp8' is one of .*rowwise_with_gw_hp, got 'row'"):
+        parse(None, {"fp8": "row"})
