@@ -108,6 +108,9 @@ def test_blocks_by_themselves_are_one_graph():
     assert sum(site.fused for site in only.sites) == 6
     (miss,) = only.near_misses
     assert "its input is not made by a GEMM" in miss
+    # That norm's dot (over N) and gamma's gradient (over M) are taken where its gradient is made.
+    (dgrad,) = (s for s in only.sites if "gate" in s.site and s.role == "input gradient")
+    assert {reduce.axis for reduce in dgrad.program.reduces} == {"row", "col"}
 
 
 def test_marked_blocks_are_compiled_once():
