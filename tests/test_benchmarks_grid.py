@@ -15,6 +15,7 @@ import queue
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from coda_inductor.runtime import client
 pytestmark = pytest.mark.timeout(300)
 
 NAMES = ["tiny-32-forward-bf16", "tiny-32-training-bf16"]
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results"
 DEAD = "the process died while preparing it"
 
 
@@ -307,6 +309,26 @@ def test_slower_cases_are_counted():
     assert [cell.strip() for cell in row][2:7] == [
         "3", "1.024", "0.900 (8B-512-forward-bf16)", "1.200", "1",
     ]  # fmt: skip
+
+
+def test_what_gemms_alone_would_take_is_of_the_committed_profiles():
+    """The figures of README and docs/gotchas.md."""
+    results = json.loads((RESULTS / "h200_grid.json").read_text())
+    rows = grid_tables.ceilings(results, "grid", "tsv").splitlines()[1:]
+    cells = [[cell.strip() for cell in row.split("\t")][:4] for row in rows]
+    assert cells == [["forward", "35", "", "1.071"], ["training", "35", "at most", "1.074"]]
+
+
+def test_a_kernel_that_the_profile_leaves_out_may_be_a_gemm():
+    kernels = [("nvjet_sm90_TNT", 60.0), ("void cublasLt::splitKreduce_kernel<32>", 15.0)]
+    profile = {"total_us": 100.0, "kernels": [{"name": n, "us": us} for n, us in kernels]}
+    result = {"variants": {}, "profile": {"compile": profile}}
+    assert grid_tables.ceiling(result) == (pytest.approx(100 / 75), False)
+    profile["kernels"].append({"name": "triton_poi_fused_mul_silu_1", "us": 25.0})
+    assert grid_tables.ceiling(result) == (pytest.approx(100 / 75), True)
+    profile["kernels"] = profile["kernels"][2:]
+    assert grid_tables.ceiling(result) is None
+    assert grid_tables.ceilings({"grid": {"8B-512-forward-bf16": result}}, "grid") == ""
 
 
 def test_the_plot_groups_by_size_in_order_of_rows():
