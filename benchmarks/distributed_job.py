@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,8 +28,8 @@ from .measure import (
     host_us,
     interleaved,
     kernel_times,
+    peak_mib,
     summary,
-    synchronize,
 )
 from .wrapped import WAYS, Step
 
@@ -46,18 +45,6 @@ def _step(way: str, size: str, tokens: int, backend: str | None) -> Step:
     torch.manual_seed(dist.get_rank() if own_batch else 0)
     batch = torch.randint(models.LLAMAS[size]["vocab_size"], (1, tokens), device=device())
     return Step(wrap(model.to(dtype), backend, mesh), batch)
-
-
-def _peak_mib(call: Callable[[], object]) -> float | None:
-    """MiB that one call needs beyond what is allocated before it; None on a CPU."""
-    if device() != "cuda":
-        return None
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = allocated()
-    call()
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
 def _slowest(values: dict) -> dict:
@@ -100,7 +87,7 @@ def run(way: str, size: str, tokens: int, rounds: int, names: list[str]) -> dict
         held[name] = (allocated() - before) / MIB
     timed = _slowest(interleaved(calls, rounds))
     host = _slowest({name: host_us(call, 3) for name, call in calls.items()})
-    peak = _slowest({name: _peak_mib(call) for name, call in calls.items()})
+    peak = _slowest({name: peak_mib(call) for name, call in calls.items()})
     profile = {name: kernel_times(call, 3, TOP_KERNELS) for name, call in calls.items()}
     return {
         "rounds": rounds,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 from .cases import FORWARD, TRAINING
@@ -24,6 +25,8 @@ OURS = ("coda", "coda_options")
 CAUSAL = "compile_causal"
 #: A case below is one that torch.compile is faster at, beyond what the clock tells apart.
 FLOOR = 0.99
+#: The kernels that are GEMMs in a profile of torch.compile: cuBLAS's, also what adds up a split K.
+GEMMS = re.compile("nvjet|cublas|cutlass|gemm", re.IGNORECASE)
 
 
 def speedups(
@@ -129,6 +132,45 @@ def together(results: dict, suite: str, form: str = "github") -> str:
                 )
     headers = ["", "", "cases", "geometric mean", "least", "most", f"under {FLOOR}", "joules"]
     return table(rows, headers, form)
+
+
+def ceiling(result: dict) -> tuple[float, bool] | None:
+    """How many times as fast torch.compile's call were, by its profile, if nothing but its GEMMs
+    took time.
+
+    Returns:
+        The ratio, and whether it is exact: a GEMM that the profile leaves out as too short is
+        taken for something else, so that the true ratio is smaller. None without a GEMM.
+    """
+    profile = result.get("profile", {}).get("compile", {"total_us": 0.0, "kernels": []})
+    gemms = sum(k["us"] for k in profile["kernels"] if GEMMS.search(k["name"]))
+    listed = sum(k["us"] for k in profile["kernels"])
+    return (profile["total_us"] / gemms, listed >= 0.9999 * profile["total_us"]) if gemms else None
+
+
+def ceilings(results: dict, suite: str, form: str = "github") -> str:
+    """Geometric mean and extremes of :func:`ceiling` by mode."""
+    rows = []
+    for mode in (FORWARD, TRAINING):
+        found = {
+            case: known
+            for case, result in complete(results, suite)
+            if f"-{mode}-" in case and (known := ceiling(result))
+        }
+        if found:
+            ratios = {case: ratio for case, (ratio, _) in found.items()}
+            least, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
+            rows.append(
+                [
+                    mode,
+                    str(len(ratios)),
+                    "" if all(exact for _, exact in found.values()) else "at most",
+                    f"{statistics.geometric_mean(ratios.values()):.3f}",
+                    f"{ratios[least]:.3f} ({least})",
+                    f"{ratios[most]:.3f} ({most})",
+                ]
+            )
+    return table(rows, ["", "cases", "", "geometric mean", "least", "most"], form)
 
 
 def _energy(results: dict, suite: str, ours: str, mode: str) -> float | None:

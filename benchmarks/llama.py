@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 256,

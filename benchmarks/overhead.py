@@ -3,10 +3,11 @@
 
     python benchmarks/overhead.py [OUT.json]       # on the GPU; a minute
 
-``python``: the op called from Python. ``graph``: ten of them, with a weight each, in one graph that
-Inductor compiled, less what that graph takes without them, by ten. ``alloc``: the allocation of the
-outputs, which both contain, by Inductor's own allocator. ``mm`` is torch.mm called from Python,
-``mm graph`` ten of them in a graph. The matrices are small: the GPU never has to be waited for.
+``python``: the op called from Python; ``direct``: the same without the dispatcher, as generated
+code calls it. ``graph``: ten of them, with a weight each, in one graph that Inductor compiled, less
+what that graph takes without them, by ten. ``alloc``: the allocation of the outputs, which all of
+these contain, by Inductor's own allocator. ``mm`` is torch.mm called from Python, ``mm graph`` ten
+of them in a graph. The matrices are small: the GPU never has to be waited for.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def measure(kind: str, products: bool = False) -> dict[str, float]:
         "mm": host_us(lambda: torch.mm(as_[0], weights[0][0])),
         "alloc": host_us(lambda: [allocate(*how) for how in shapes]),
     }
+    if hasattr(op, "direct"):  # not before there were direct calls
+        us["direct"] = host_us(
+            lambda: op.direct(as_, weights[0], operands, text, config, kind, True)
+        )
     none = host_us(graph(lambda a, *_: [a[0]], as_, weights, operands))
     calls = {"graph": lambda a, b, o: op(a, b, o, text, config, kind, True)}
     if products:

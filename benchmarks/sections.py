@@ -128,6 +128,10 @@ def _ending(ending: str) -> Callable[..., str]:
 
 
 TOGETHER = "All cases, *joules* those of ours over torch.compile's:"
+CEILINGS = (
+    "How many times as fast torch.compile's calls were, by their profiles, if all but their GEMMs "
+    "took no time; *at most*, where profiles leave out short kernels, which may be GEMMs:"
+)
 GRAPHS = "Replayed as CUDA graphs, and what an ordinary call costs the host:"
 SECTIONS = (
     Section(
@@ -157,6 +161,7 @@ SECTIONS = (
         GRID_NOTES,
         (
             (TOGETHER, _of("grid", grid_tables.together)),
+            (CEILINGS, _of("grid", grid_tables.ceilings)),
             ("Each:", _of("grid", grid_tables.cases)),
         ),
     ),

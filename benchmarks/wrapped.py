@@ -112,8 +112,13 @@ class Step:
 
     def __init__(self, model: nn.Module, tokens: torch.Tensor):
         self.model, self.tokens = model.train(), tokens
-        fused = tokens.is_cuda
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+        # The fused optimizer takes no group that mixes tensors with DTensors: under tensor
+        # parallelism norms, embedding and head are plain ones.
+        kinds: dict[type, list[torch.Tensor]] = {}
+        for parameter in model.parameters():
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        groups = [{"params": parameters} for parameters in kinds.values()]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=True)
 
     def __call__(self) -> torch.Tensor:
         """The loss, before the step."""

@@ -398,8 +398,8 @@ def test_uuid_changes_with_library_versions(monkeypatch):
     assert uuid() != before
 
 
-def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass():
-    assert uuid(debug=True) is None
+def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):
+    assert uuid(debug=True, debug_dir=str(tmp_path)) is None
     assert uuid(UsersPass(None)) is None
     assert uuid(lambda graph: None) is None
     assert uuid([UsersPass("1"), lambda graph: None]) is None

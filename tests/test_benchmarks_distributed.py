@@ -20,10 +20,11 @@ def run(tmp_path, *arguments: str) -> dict:
     return json.loads((tmp_path / "results.json").read_text())
 
 
-def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
-    results = run(tmp_path, "--ways", "fsdp_blocks", "--variants", "eager")
+@pytest.mark.parametrize("way", ["fsdp_blocks", "tensor"])
+def test_a_way_is_measured_on_all_ranks(way, tmp_path, capsys):
+    results = run(tmp_path, "--ways", way, "--variants", "eager")
     assert results["environment"]["ranks"] == 2
-    found = results["distributed"]["fsdp_blocks tiny 16"]
+    found = results["distributed"][f"{way} tiny 16"]
     assert found["errors"] == {}
     eager = found["variants"]["eager"]
     assert len(eager["samples_ms"]) == 2
@@ -31,19 +32,21 @@ def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
     first, *_, last = found["losses"]["eager"]
     assert last < first  # it learns its batch
     assert found["profile"]["eager"]["total_us"] > 0
-    assert "fsdp_blocks tiny 16" in capsys.readouterr().out
+    assert f"{way} tiny 16" in capsys.readouterr().out
 
 
 def test_what_takes_too_long_costs_its_case(tmp_path):
     """No rank is left behind."""
-    results = run(tmp_path, "--ways", "tensor", "--variants", "eager", "--timeout", "4")
+    arguments = ("--ways", "tensor", "--variants", "eager", "--tokens", "24", "--timeout", "4")
+    results = run(tmp_path, *arguments)
     (found,) = results["distributed"].values()
     assert found["errors"]["all"] == "not done after 4 s"
-    assert (tmp_path / "log.txt").read_text().startswith("== tensor tiny 16")
+    assert (tmp_path / "log.txt").read_text().startswith("== tensor tiny 24")
     assert not [text for text in map(_command, Path("/proc").glob("[0-9]*")) if JOB in text]
 
 
-JOB = "benchmarks.distributed_job"
+#: A job of that test's: others may run beside it.
+JOB = "benchmarks.distributed_job\x00tensor\x00tiny\x0024\x00"
 
 
 def _command(process: Path) -> str:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import torch_tests  # noqa: E402
+
 INDUCTOR = """
 import torch
 from torch._inductor.compile_fx import compile_fx
@@ -57,37 +61,50 @@ def checkout(tmp_path):
     return tmp_path / "test"
 
 
-def run(checkout, out, *options):
-    command = [sys.executable, ROOT / "tools/torch_tests.py", checkout, "--out", out, "--jobs", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, check=False
-    )
-    return ran, json.loads(out.read_text()) if out.exists() else None
+@pytest.fixture
+def compare(checkout, tmp_path, monkeypatch):
+    """Calls the program; what passes without us is found once. Its exit status and record."""
+    inductors, run = [], torch_tests.run
+
+    def once(args, tests, options):
+        if options is not None:
+            return run(args, tests, options)
+        if not inductors:
+            inductors.append(run(args, tests, None))
+        return inductors[0]
+
+    def call(*options):
+        out = tmp_path / "out.json"
+        command = ["torch_tests", checkout, "--out", out, "--jobs", "1", *options]
+        monkeypatch.setattr(sys, "argv", [*map(str, command)])
+        return torch_tests.main(), json.loads(out.read_text())
+
+    monkeypatch.setattr(torch_tests, "run", once)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return call
 
 
-@pytest.mark.timeout(900)  # five runs of pytest, and torch's import in each
-def test_what_passes_in_both_and_what_only_without_us(checkout, tmp_path):
-    import torch
-
+@pytest.mark.timeout(900)  # four runs of pytest, and torch's import in each
+def test_what_passes_in_both_and_what_only_without_us(compare, capsys):
     file = "inductor/test_torchinductor.py"
-    ran, record = run(checkout, tmp_path / "good.json")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    status, record = compare()
+    assert status == 0
     assert record["torch"] == torch.__version__
     assert record["only_here"] == record["flaky"] == []
     assert record["files"][file] == {way: {"passed": 3, "failed": 1} for way in ("without", "with")}
     assert record["graphs"] == 2
     # A backend that fails: what compiles through it fails, what does not passes.
-    ran, record = run(checkout, tmp_path / "bad.json", "--options", '{"patterns": ["missing.py"]}')
-    assert ran.returncode == 1, ran.stdout + ran.stderr
+    status, record = compare("--options", '{"patterns": ["missing.py"]}')
+    assert status == 1
     assert record["only_here"] == [
         f"{file}::CpuTests::{name}" for name in ("test_compiled", "test_imported_by_name")
     ]
     assert record["files"][file]["with"] == {"passed": 1, "failed": 3}
-    assert "fails here, passes there" in ran.stdout
+    assert "fails here, passes there" in capsys.readouterr().out
 
 
 def test_a_folder_without_the_tests_is_refused(tmp_path):
-    ran, _ = run(tmp_path, tmp_path / "out.json")
+    command = [sys.executable, ROOT / "tools/torch_tests.py", tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "give the test/ folder" in ran.stderr

@@ -10,8 +10,11 @@ from typing import Any
 
 from coda_inductor.select.site import Site
 
-#: Two times closer than this are equal, whatever their spread says.
+#: Two times of one run closer than this are equal, whatever their spread says.
 _EQUAL = 0.005
+#: Times of two runs of one config differ by so much, with any spread: configs closer than this are
+#: equal, or two runs would choose differently. It costs 0.2 % (docs/gotchas.md).
+_ALIKE = 0.015
 #: Noise beyond this does not make everything equal: the machine is busy.
 _NOISE = 0.03
 
@@ -46,12 +49,12 @@ class Figures:
         return max(_EQUAL, min(self.spread, _NOISE))
 
     def best(self, order: Iterable[str]) -> str | None:
-        """The first config of ``order`` that nothing beats by more than the tolerance: noise then
-        moves no choice between equals. None if none was measured."""
+        """The first config of ``order`` that nothing beats clearly: noise then moves no choice
+        between equals. None if none was measured."""
         times = {name: self.us[name] for name in order if name in self.us}
         if not times:
             return None
-        limit = min(times.values()) * (1 + self.tolerance)
+        limit = min(times.values()) * (1 + max(self.tolerance, _ALIKE))
         return next(name for name, us in times.items() if us <= limit)
 
     def wins(self, us: float, unfused: float) -> bool:

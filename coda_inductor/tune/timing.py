@@ -3,8 +3,8 @@
 
 Every round runs every function once, in turn, and a time counts as a part of its round's: a clock
 that changes changes all of them. Before each call, a buffer larger than the L2 cache is read: in a
-model, weights and activations of the layer before have left it. Reading takes longer than the host
-needs for the next launch, so that no function's time holds a wait for the host.
+model, weights and activations of the layer before have left it. It is read so often that this takes
+longer than the host needs for the call, so that no function's time holds a wait for the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _WARM, _MOST, _FEWEST = 3, 40, 15
 _SECONDS = 0.8
 #: Spread from which on something else runs beside, and how often it is then tried again.
 _CALM, _AGAIN = 0.02, 2
-#: Microseconds that the read takes at least.
-_HOST_US = 150.0
+#: Microseconds that one read takes at least; and how much longer than the host with the slowest of
+#: the calls that warm up all reads take together: a busy machine is not always equally slow.
+_HOST_US, _AHEAD = 150.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def measure(
     the memory sets how much is read between two calls."""
     flush = _flush(bytes_per_us)
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    host_us = dict.fromkeys(calls, 0.0)
     start = time.monotonic()
     for number in range(_WARM + _MOST):
         late = time.monotonic() - start > _SECONDS
@@ -50,16 +52,26 @@ def measure(
         events = []
         for name, call in calls.items():
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush()
+            for _ in range(reads(host_us[name])):
+                flush()
             before.record()
+            begun = time.perf_counter()
             call()
+            took_us = 1e6 * (time.perf_counter() - begun)
             after.record()
             events.append((name, before, after))
+            if 0 < number < _WARM:  # the first call compiles and loads
+                host_us[name] = max(host_us[name], took_us)
         torch.cuda.synchronize()
         if number >= _WARM:
             for name, before, after in events:
                 samples[name].append(1e3 * before.elapsed_time(after))
     return evaluated(samples)
+
+
+def reads(host_us: float) -> int:
+    """How often the buffer is read before a call that took the host so many microseconds."""
+    return max(1, math.ceil(_AHEAD * host_us / _HOST_US))
 
 
 def steady(

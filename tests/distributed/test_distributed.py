@@ -21,9 +21,8 @@ import ranks
 #: Modules whose checks run in the same processes, how many, and seconds: several times what a
 #: machine takes that has nothing else to do.
 GROUPS = (
-    ((checks_ddp, checks_fsdp, checks_tensor), 2, 300),
+    ((checks_ddp, checks_fsdp, checks_tensor, checks_inductor), 2, 540),
     ((checks_four,), 4, 150),
-    ((checks_inductor,), 2, 240),
 )
 NAMED = [(tuple(m.__name__ for m in modules), *how) for modules, *how in GROUPS]
 CHECKS = [
@@ -32,7 +31,7 @@ CHECKS = [
     for module in modules
     for check in ranks.checks(module)
 ]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(("modules", "world", "seconds", "check"), CHECKS)

@@ -75,8 +75,9 @@ def exported(model, *args, **how):
     return torch.export.export(model, args, **how).module()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("norm", "strict"), [*((norm, False) for norm in NORMS), ("plain", True), ("functional", True)]
+)
 def test_norms(norm, strict):
     dtype = torch.bfloat16 if norm in ("layer_norm", "widened") else torch.float64
     model = nn.Sequential(Layer(norm), Layer(norm)).to(dtype)

@@ -62,7 +62,8 @@ def test_training_has_the_backends_kernels():
         ours = torch.compile(model)
         mine = gradients(ours, model, xs)
     assert kernels() == sites
-    assert sum(how == "kernel" for *_, how in sites) >= 8
+    # o, gate and up, down, q; the gradients of q, of down, of up and gate: the inputs need none.
+    assert sum(how == "kernel" for *_, how in sites) == 7
     assert max(errors(mine, want)) < 1e-3
 
 

@@ -24,17 +24,14 @@ pytest.importorskip("quack")
 TESTS = Path(__file__).parents[1]
 ARCHS = ("90", "100", "120")
 #: One of each kind of store, reduction, pairing and join: architectures differ in their code.
-KERNELS = (
-    "rms_partial,layer_partial,swiglu,paired_rows,beside,chain,row_statistics,"
-    "norm_bwd/straight,norm_bwd/crossed"
-)
-#: Fewer on Blackwell: each takes three seconds, and every machine of CI waits for them.
+#: Each takes three seconds, and every machine of CI waits for them.
 BLACKWELL = (
     "rms_partial,swiglu,paired_rows,chain,row_statistics,norm_bwd/straight,fp8_residual,fp8_stored"
 )
-#: Hopper alone has lean epilogues, and the most tiles and schedules.
+#: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
-    f"{KERNELS},scale,select,dswiglu//128x192:2x1:pp:lean,norm_bwd//256x144:2x1:co,"
+    "layer_partial,swiglu,paired_rows,beside,chain,row_statistics,norm_bwd/crossed,"
+    "norm_bwd/straight/256x144:2x1:co,select,"
     "scale//64x32:1x1:co:np,scale//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
     "rms_partial//64x64:1x1:co:dyn:k4,norm_bwd//256x160:1x2:co:lean:dyn,"
     "dswiglu//128x160:2x1:pp:lean:dyn,swiglu_train//64x128:1x1:pp:dyn,"

@@ -28,7 +28,8 @@ class Call(nn.Module):
 
 
 def make(name, dtype):
-    model, call, inputs = FAMILIES[name](2)
+    layers = 2 if name == "Llama" else 1  # what crosses from one to the next is alike in all
+    model, call, inputs = FAMILIES[name](layers)
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
     return Call(model.eval().to(dtype), call), inputs
 
@@ -40,9 +41,9 @@ def test_what_fires_is_what_fires_in_the_model(name):
     want, have = Harness(reference=True), Harness(reference=True)
     values = [want.run(model, *inputs), have.run(program, *inputs)]
     # ViT's masks appear where it is exported only: they are written out, and found to be full.
-    assert have.counts - want.counts in ({}, {"constant_mask": 2})
+    assert have.counts - want.counts in ({}, {"constant_mask": 1})
     assert not want.counts - have.counts
-    assert sum(want.counts.values()) >= 6
+    assert sum(want.counts.values()) >= 3
     assert [s.program.key for s in have.fused] == [s.program.key for s in want.fused]
     torch.testing.assert_close(*values, rtol=0, atol=0)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,52 @@ def test_what_is_disturbed_is_measured_again(spreads, counts, tries, monkeypatch
 def test_the_slower_one_is_slower():
     found = evaluated(rounds(20, 0.01, a=100.0, b=110.0))
     assert found["a"].median * (1 + found["a"].spread) < found["b"].median
+
+
+class Gpu:
+    """A GPU that does what it is given in order, and a host that takes its time to give it:
+    microseconds. It stands for ``torch.cuda`` and ``time`` in ``timing``."""
+
+    def __init__(self):
+        self.host = self.busy_until = 0.0
+
+    def launch(self, us: float, host_us: float = 5.0) -> None:
+        self.host += host_us
+        self.busy_until = max(self.busy_until, self.host) + us
+
+    def perf_counter(self) -> float:
+        return 1e-6 * self.host
+
+    monotonic = perf_counter
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.busy_until)
+
+    def event(self, enable_timing: bool):
+        gpu = self
+
+        class Event:
+            def record(self):
+                self.at = max(gpu.busy_until, gpu.host)
+
+            def elapsed_time(self, other):
+                return 1e-3 * (other.at - self.at)
+
+        return Event()
+
+
+@pytest.mark.parametrize("host_us", [10.0, 200.0, 1000.0])
+def test_no_time_holds_a_wait_for_the_host(host_us, monkeypatch):
+    """Two launches, each of which takes the host that long and the GPU 20 us."""
+    gpu = Gpu()
+    cuda = SimpleNamespace(Event=gpu.event, synchronize=gpu.synchronize)
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(timing, "time", gpu)
+    monkeypatch.setattr(timing, "_flush", lambda _: lambda: gpu.launch(timing._HOST_US))
+    calls = {
+        "slow": lambda: (gpu.launch(20, host_us), gpu.launch(20, host_us)),
+        "quick": lambda: gpu.launch(30),
+    }
+    found = timing.measure(calls)
+    assert found["slow"].median == pytest.approx(40)
+    assert found["quick"].median == pytest.approx(30)
