@@ -45,8 +45,8 @@ def needs_scaled_mm() -> None:
 
 
 def convert(model: nn.Module, recipe: str, which: Any = None) -> nn.Module:
-    """``model`` after torchao's ``convert_to_float8_training``, which takes ``which`` as a filter of
-    modules; the test is skipped without it."""
+    """``model`` after torchao's ``convert_to_float8_training``, with ``which`` as its filter of
+    modules; the test is skipped without torchao."""
     float8 = pytest.importorskip("torchao.float8")
     needs_scaled_mm()
     config = float8.Float8LinearConfig.from_recipe_name(recipe)

@@ -16,6 +16,7 @@ from float8 import RECIPES, D, Stack, exact, needs_scaled_mm, quantizations, sta
 from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
 
+import coda_inductor.backend  # noqa: F401 (registers it)
 from coda_inductor.graph.sides import EARLY, Scope
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
@@ -177,6 +178,20 @@ def test_rows_of_what_has_no_scale_come_out_as_torchaos(recipe, value):
     for have, want in zip(ours, theirs, strict=True):
         assert torch.equal(have.isnan(), want.isnan())
         assert torch.equal(have.isinf(), want.isinf())
+
+
+def test_through_inductor():
+    """The backend as users call it, code generation included."""
+    x, found = batch(), []
+    for backend, options in (("coda", ALL), ("eager", None)):
+        torch._dynamo.reset()
+        model = stack("rowwise")
+        y = torch.compile(model, backend=backend, options=options)(x)
+        y.sum().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 9
+    for have, want in zip(*found, strict=True):
+        assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
 
 
 def test_where_nothing_fuses_it_is_torchaos():
