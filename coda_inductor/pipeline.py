@@ -40,6 +40,7 @@ from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.raising import raise_fp8
+from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -141,6 +142,7 @@ ON_ATEN = (
     Pass("tables", keep_tables, _fuses),
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
+    Pass("fp8_rest", read_columns_once),
     Pass("decompose_rest", decompose, needed=True),
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),

@@ -180,6 +180,17 @@ def test_rows_of_what_has_no_scale_come_out_as_torchaos(recipe, value):
         assert torch.equal(have.isinf(), want.isinf())
 
 
+def test_columns_that_no_epilogue_takes_are_read_with_the_rows():
+    harness, model, x = Harness(**ALL, disable=["fuse"]), stack("rowwise"), batch()
+    ours, theirs = trained(harness, model, x), trained(Stock(), stack("rowwise"), x)
+    ops = harness.ops()
+    # Weights, the norm's result, the layer's gradient; and of the activation and both gradients.
+    assert ops["coda_inductor.fp8_amax.default"] == 3 + 2 + 3
+    assert ops["aten.abs.default"] == 0
+    for have, want in zip(ours, theirs, strict=True):
+        assert (have.float() - want.float()).norm() < 0.01 * want.float().norm()
+
+
 def test_through_inductor():
     """The backend as users call it, code generation included."""
     x, found = batch(), []
