@@ -258,13 +258,15 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
         configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
         return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
-    narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
+    narrow = all(WIDTHS[dtype] <= 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     lean = bool(loaded) and narrow
     if program.fp8:
         candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
         fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
         configs = [c for c in fits if mainloop_stages(program, c) >= 2]
-        return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
+        configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
+        # Until a site is measured the first one runs: not one with few stages.
+        return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
     candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
     suiting = [c for c in candidates if _suits(program, c, terms)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]

@@ -195,6 +195,16 @@ def test_which_gemms_may_be_fused(dtypes, b_stride, why, monkeypatch):
     assert found is None if why is None else why in found.text
 
 
+def test_a_gemm_alone_is_expected_to_take_a_part_of_its_time_in_bfloat16(monkeypatch):
+    shape = ((M, K), (K, 1)), ((K, N), (1, K))
+    half, gemm = policy_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
+    plain = half.estimate_plain(gemm)
+    eight, gemm = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
+    found = eight.estimate_plain(gemm)
+    assert (plain.ground, found.ground) == ("measured", "halved")
+    assert found.unfused_us == pytest.approx(FP8_CUBLAS[False, False] * plain.unfused_us)
+
+
 def test_a_graph_of_fp8_gemms_is_bound_by_the_host_at_twice_the_size(monkeypatch):
     """Its GEMMs take half as long, launching them does not."""
     shape = ((3072, 4096), (4096, 1)), ((4096, 4096), (1, 4096))
