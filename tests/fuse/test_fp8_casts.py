@@ -60,3 +60,16 @@ def test_who_reads_it_widened_sees_it_rounded():
     x = torch.randn(24, 64).bfloat16()
     q, total = Harness().run(function, x)
     torch.testing.assert_close(total, q.float().sum(1))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_products_that_are_summed_in_two_ways_share_no_tile(alike, monkeypatch):
+    def gated(x, w, v):
+        return torch.sigmoid(x @ w) * (x @ v)
+
+    ways = {}  # of GEMMs, as they are first asked about
+    asked = lambda gemm: False if alike else ways.setdefault(gemm, len(ways) % 2 == 0)  # noqa: E731
+    monkeypatch.setattr("coda_inductor.fuse.pair.fast_accumulation", asked)
+    harness = Harness()
+    harness.run(gated, *(torch.randn(64, 64) for _ in range(3)))
+    assert any(site.program.paired for site in harness.fused) == alike
