@@ -13,7 +13,16 @@ import pytest
 import torch
 from benchmark_runs import benchmarks  # noqa: F401 (it finds the package)
 
-from benchmarks import contest, fp8, fp8_casts, fp8_tables, grid_run, report
+from benchmarks import (
+    contest,
+    environment,
+    fp8,
+    fp8_casts,
+    fp8_tables,
+    grid_run,
+    plots,
+    report,
+)
 from benchmarks.cases import RECIPES, TRAINING, Case, Way
 from benchmarks.runner import Files
 
@@ -164,3 +173,17 @@ def test_gains_are_ratios_of_medians_and_of_the_worst_tensor():
     ]
     assert "0.1000, 0.2000" in fp8_tables.errors(results, "plain")
     assert fp8_tables.cold(results, "plain") == ""
+
+
+def test_the_page_has_the_tables(tmp_path):
+    result = {"variants": {}, "accuracy": {}, "decisions": {}, "errors": {}, "shape": {}}
+    result |= {"profile": {}, "cold_s": {"compile": 61.25}}
+    result["variants"] = {"compile": {"median_ms": 1.5, "peak_mib": None}}
+    about = environment.describe([]) | {"gpu": "G", "driver": "1"}
+    results = {"environment": about, "fp8": {LAYER.name: result}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    plots.write([tmp_path / "results.json"], tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "## FP8" in page
+    assert "1.500 |" in page
+    assert "61.2 |" in page
