@@ -23,7 +23,7 @@ from benchmarks import (
     plots,
     report,
 )
-from benchmarks.cases import RECIPES, TRAINING, Case, Way
+from benchmarks.cases import FORWARD, RECIPES, TRAINING, Case, Way
 from benchmarks.runner import Files
 
 LAYER, LLAMA = (Case(f"{what}:tiny", 32, TRAINING) for what in ("layer", "llama"))
@@ -80,11 +80,28 @@ def test_recipes_are_timed_and_compared_with_fp32(case, recipes, tmp_path):
         assert 2 * means["compile"] < means[f"compile_{recipe}"] < 0.3
 
 
+@pytest.mark.parametrize("what", ["layer", "llama"])
+def test_inference_is_quantized_for_both_granularities(what, tmp_path, monkeypatch):
+    api = pytest.importorskip("torchao.quantization.quant_api")
+    # What it refuses on a CPU is only slow there.
+    monkeypatch.setattr(api, "_check_hardware_support", lambda granularity: None)
+    case = Case(f"{what}:tiny", 32, FORWARD)
+    named = {"compile": Way("aot_eager")}
+    named |= {f"compile_{recipe}": Way("aot_eager", fp8=recipe) for recipe in RECIPES[:2]}
+    assert [n for n in fp8.variants(case) if n in named] == list(named)
+    result = contest.run("fp8", case, named, EFFORT, tmp_path / "progress")
+    assert result["errors"] == {}
+    worst = {name: max(found.values()) for name, found in result["accuracy"].items()}
+    assert worst["compile"] < 0.02
+    for recipe in RECIPES[:2]:
+        assert 2 * worst["compile"] < worst[f"compile_{recipe}"] < 0.3
+
+
 def test_conversion_shares_weights_and_leaves_the_head_alone():
     linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
     model = fp8.work(LLAMA).model
     assert model.config._attn_implementation == "sdpa_causal"
-    own = fp8.converted(model, "rowwise")
+    own = fp8.converted(model, "rowwise", training=True)
     pairs = list(zip(model.named_parameters(), own.named_parameters(), strict=True))
     assert all(a is b and name == other for (name, a), (other, b) in pairs)
     kinds = {name: type(m) for name, m in own.named_modules() if isinstance(m, torch.nn.Linear)}
