@@ -149,6 +149,8 @@ def test_each_first_call_has_a_process_and_caches_of_its_own(tmp_path, monkeypat
         seen.append((*order["work"], frozenset(alone.values())))
         if order["work"][1] != "coda":
             Files(folder).result.write_text("12.5")
+        else:
+            (tmp_path / "log.txt").write_text("Traceback\nImportError: torchao\n")
         return True
 
     monkeypatch.setattr(grid_run.Run, "process", process)
@@ -159,7 +161,7 @@ def test_each_first_call_has_a_process_and_caches_of_its_own(tmp_path, monkeypat
     assert [work[:2] for work in seen] == [(name, "compile"), (name, "coda")]
     assert not seen[0][2] & seen[1][2]
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["fp8"][name]["cold_s"] == {"compile": 12.5, "coda": "see log.txt"}
+    assert written["fp8"][name]["cold_s"] == {"compile": 12.5, "coda": "ImportError: torchao"}
     assert f"{name}, cold: compile 12.5" in capsys.readouterr().out
     row = report.short(written).splitlines()[-1].split()
     assert row == [name, "12.5", "-"]
