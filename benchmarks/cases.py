@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FORWARD, TRAINING = "forward", "training"
 DTYPES = ("bf16", "fp16")
-#: torchao's recipes of training in FP8.
+#: torchao's recipes of FP8; the last is of training only.
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

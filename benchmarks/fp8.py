@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suite `fp8`: training in FP8 by torchao's recipes, under torch.compile and under ours.
+"""Suite `fp8`: FP8 by torchao's recipes, under torch.compile and under ours.
 
 A case is the layer of suite `layer` (``layer:8B``) or a whole, unmodified Llama (``llama:8B``, four
-layers). Beside each recipe stands bf16, compiled by both. The Llama's masks are left out by hand in
-all variants, which ours would find by itself. ``grid_run`` is its command line.
+layers), in training or in inference. Beside each recipe stands bf16, compiled by both. The Llama's
+masks are left out by hand in all variants, which ours would find by itself. In inference a recipe
+is ``Float8DynamicActivationFloat8WeightConfig`` with a scale a row or a tensor, without its changes
+to Inductor's settings, which all variants share. ``grid_run`` is the command line.
 
 torchao need not be installed: an unpacked wheel on PYTHONPATH will do. Where it is missing, its
 variants have that as their error.
@@ -14,12 +16,13 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from . import families, gradients, grid, layer, layer_train, model_train, models
-from .cases import RECIPES, TRAINING, Case
+from .cases import FORWARD, RECIPES, TRAINING, Case
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from .cases import Way
     from .measure import Call
@@ -34,7 +37,8 @@ NO_TORCHAO = (
 def every() -> list[Case]:
     """The cases of the suite."""
     sizes = [f"{what}:{size}" for size in ("8B", "1B") for what in ("layer", "llama")]
-    return [Case(size, ROWS, TRAINING) for size in sizes]
+    prefill = [Case(size, ROWS, FORWARD) for size in sizes if size.startswith("llama")]
+    return [Case(size, ROWS, TRAINING) for size in sizes] + prefill
 
 
 def check(size: str) -> None:
@@ -50,27 +54,45 @@ def work(case: Case) -> Layer | Model:
     return kind(Case(size, case.rows, case.mode, case.dtype))
 
 
-def variants(_case: Case) -> tuple[str, ...]:
+def variants(case: Case) -> tuple[str, ...]:
     """The variants that a case has, of :func:`benchmarks.cases.ways`."""
-    by_recipe = [f"{compiler}_{recipe}" for recipe in RECIPES for compiler in ("compile", "coda")]
+    recipes = RECIPES if case.training else RECIPES[:2]
+    by_recipe = [f"{compiler}_{recipe}" for recipe in recipes for compiler in ("compile", "coda")]
     return ("compile", "coda", *by_recipe, "coda_options")
 
 
-def converted(module: nn.Module, recipe: str) -> nn.Module:
+def converted(module: nn.Module, recipe: str, training: bool) -> nn.Module:
     """`module` again, on the same weights, its linear layers but the LM head in FP8.
 
     Raises ImportError, with the remedy, where torchao is missing.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise ImportError(NO_TORCHAO.format(error)) from error
     kept = {id(weight): weight for weight in (*module.parameters(), *module.buffers())}
     own = copy.deepcopy(module, kept)
+    try:
+        return (_trained if training else _inferred)(own, recipe)
+    except ImportError as error:
+        raise ImportError(NO_TORCHAO.format(error)) from error
+
+
+def _trained(module: nn.Module, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     config = Float8LinearConfig.from_recipe_name(recipe)
     return convert_to_float8_training(
-        own, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+        module, config=config, module_filter_fn=lambda _, name: name != "lm_head"
     )
+
+
+def _inferred(module: nn.Module, recipe: str) -> nn.Module:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, quantize_
+    from torchao.quantization.granularity import PerRow, PerTensor
+
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity={"rowwise": PerRow, "tensorwise": PerTensor}[recipe](),
+        set_inductor_config=False,
+    )
+    quantize_(module, config, lambda m, name: isinstance(m, nn.Linear) and name != "lm_head")
+    return module
 
 
 class Layer(grid.Layer):
@@ -79,11 +101,15 @@ class Layer(grid.Layer):
     def compiled(self, way: Way) -> Call:
         """As in suite `grid`, converted before."""
         own = copy.copy(self)
-        own.block = converted(self.block, way.fp8) if way.fp8 else self.block
+        if way.fp8:
+            own.block = converted(self.block, way.fp8, self.training)
         return super(Layer, own).compiled(way)
 
     def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
-        """Relative error of each gradient of each call, against fp32 in eager."""
+        """Relative error of each output or gradient of each call, against fp32 in eager."""
+        if not self.training:
+            truths = layer.reference(self.block, *self.inputs)
+            return {n: gradients.errors(layer.OUTPUTS, call(), truths) for n, call in calls.items()}
         _, exact = gradients.reference(self.block, self.inputs, self.given)
         labels = gradients.names(self.block, layer_train.INPUTS)
         return {name: gradients.errors(labels, call(), exact) for name, call in calls.items()}
@@ -99,13 +125,18 @@ class Model(families.Model):
     def compiled(self, way: Way) -> Call:
         """As in suite `families`, converted before."""
         own = copy.copy(self)
-        own.model = converted(self.model, way.fp8) if way.fp8 else self.model
+        if way.fp8:
+            own.model = converted(self.model, way.fp8, self.training)
         return super(Model, own).compiled(way)
 
     def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
-        """Relative error of each parameter's gradient in each call, against fp32 in eager."""
-        exact = model_train.Trained(
-            copy.deepcopy(self.model).float(), self.batch, checkpoint=True
-        ).gradients()[1]
+        """Relative error of the last logits or of each parameter's gradient in each call, against
+        fp32 in eager.
+        """
+        wide = copy.deepcopy(self.model).float()
+        if not self.training:
+            logits = [wide(**self.batch).logits]
+            return {n: gradients.errors(["logits"], call(), logits) for n, call in calls.items()}
+        exact = model_train.Trained(wide, self.batch, checkpoint=True).gradients()[1]
         truths: list[torch.Tensor] = list(exact.values())
         return {name: gradients.errors(list(exact), call(), truths) for name, call in calls.items()}

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 from . import contest, environment, report
 from .cases import Case, chosen, ways
 from .environment import REPOSITORY
-from .runner import CACHE_VARIABLES, Files
+from .runner import CACHE_VARIABLES, Files, last_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,10 +171,15 @@ class Run:
             for name in self.variants(case):
                 folder = self.order("cold", work=(case, name))
                 empty = {variable: str(folder / variable.lower()) for variable in CACHE_VARIABLES}
+                log, result = self.options.out / "log.txt", Files(folder).result
+                known = log.stat().st_size if log.exists() else 0
                 self.process(folder, self.deadline, empty, lambda: None)
-                result = Files(folder).result
-                why = "no time was left" if time.monotonic() > self.deadline else "see log.txt"
-                found[name] = json.loads(result.read_text()) if result.exists() else why
+                if result.exists():
+                    found[name] = json.loads(result.read_text())
+                elif time.monotonic() > self.deadline:
+                    found[name] = "no time was left"
+                else:
+                    found[name] = last_line(log, known)
                 print(f"{self.suite} {case}, cold: {name} {found[name]}", flush=True)
             if case not in self.cases:
                 self.add(case, {})

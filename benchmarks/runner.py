@@ -96,7 +96,7 @@ def _wait(process: subprocess.Popen, timeout_s: float) -> str | None:
     return None if code == 0 else f"exit status {code}"
 
 
-def _last_line(log: Path, start: int) -> str:
+def last_line(log: Path, start: int) -> str:
     """The last line that the process wrote after byte `start`: for a traceback, the exception."""
     with log.open("rb") as stream:
         stream.seek(start)
@@ -127,7 +127,7 @@ def run(job: Job, log: Path, timeout_s: float, caches: Path | None = None) -> di
             if happened is None:
                 return json.loads(files.result.read_text())
             culprit = files.progress.read_text() if files.progress.exists() else ""
-        error = f"{happened}: {_last_line(log, start)}"
+        error = f"{happened}: {last_line(log, start)}"
         if not culprit or time.monotonic() >= deadline:
             return {"error": f"{error} (while preparing {culprit})" if culprit else error}
         job = dataclasses.replace(job, skip={**job.skip, culprit: error})

@@ -66,12 +66,13 @@ HF hands SDPA a mask of constants; this is torch.compile of the model with that 
 SDPA told to be causal, which coda finds by itself. Columns as in the grid of layers."""
 
 FP8_NOTES = """\
-Training in FP8, bf16 weights, forward and backward, no optimizer: *layer* is the layer above with
-the gradients of inputs and parameters, *llama* a `LlamaForCausalLM` of those widths, whose masks
-are left out in every variant, so that SDPA is causal in all. torchao converts every linear layer
-but the LM head; a case is *what:widths-rows-mode-dtype*. The variants share their weights. Errors
-are those of the gradients against fp32. *error* is the largest ratio, of all tensors, of ours over
-that of torchao under torch.compile."""
+FP8 by torchao's recipes, bf16 weights; a case is *what:widths-rows-mode-dtype*. *layer* is the
+layer above, *llama* a `LlamaForCausalLM` of those widths, whose masks are left out in every
+variant, so that SDPA is causal in all. *training*: forward and backward, no optimizer; *forward*:
+under `torch.no_grad()`, quantized by `Float8DynamicActivationFloat8WeightConfig`. torchao converts
+every linear layer but the LM head. Errors are those of the gradients (*forward*: of the outputs)
+against fp32. *error* is the largest ratio, of all tensors, of ours over that of torchao under
+torch.compile."""
 
 KERNELS_NOTES = """\
 One piece of a layer at a time, bf16, {M} rows, with its GEMMs: *GEMM, residual, RMSNorm* is
@@ -182,7 +183,7 @@ SECTIONS = (
             ("", fp8_tables.times),
             ("Peak memory of a step beyond weights and inputs, MiB:", fp8_tables.peaks),
             ("Of each recipe under coda, times over those of others:", fp8_tables.gains),
-            ("Errors of the gradients, the mean and the largest:", fp8_tables.errors),
+            ("Errors, the mean and the largest:", fp8_tables.errors),
             ("Seconds of the first call, caches empty:", fp8_tables.cold),
         ),
     ),

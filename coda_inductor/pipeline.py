@@ -38,9 +38,10 @@ from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
-from coda_inductor.rewrite.fp8.casts import casts_with_kernels, expand_quantizations
+from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.linears import quantize_linears, wants_fp8
-from coda_inductor.rewrite.fp8.raising import multiplies_fp8, raise_fp8
+from coda_inductor.rewrite.fp8.raising import raise_fp8
+from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -132,17 +133,18 @@ ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
     Pass("fp8_linears", quantize_linears, wants_fp8, ("fp8_linear",)),
-    Pass("fp8", raise_fp8, multiplies_fp8, ("fp8_quantize", "fp8_product")),
+    Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),
     Pass("norm", defer_norms),
-    Pass("fp8_casts", expand_quantizations, casts_with_kernels),
+    Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
+    Pass("fp8_rest", read_columns_once),
     Pass("decompose_rest", decompose, needed=True),
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),

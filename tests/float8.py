@@ -44,12 +44,13 @@ def needs_scaled_mm() -> None:
         _library[0].impl("_scaled_mm", _stand_in, "CPU", allow_override=True)
 
 
-def convert(model: nn.Module, recipe: str) -> nn.Module:
-    """``model`` after torchao's ``convert_to_float8_training``; the test is skipped without it."""
+def convert(model: nn.Module, recipe: str, which: Any = None) -> nn.Module:
+    """``model`` after torchao's ``convert_to_float8_training``, with ``which`` as its filter of
+    modules; the test is skipped without torchao."""
     float8 = pytest.importorskip("torchao.float8")
     needs_scaled_mm()
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    return float8.convert_to_float8_training(model, config=config)
+    return float8.convert_to_float8_training(model, config=config, module_filter_fn=which)
 
 
 class Layer(nn.Module):

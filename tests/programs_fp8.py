@@ -62,8 +62,8 @@ def swiglu() -> EpilogueProgram:
 
 
 def dswiglu() -> EpilogueProgram:
-    """Down's dgrad, of a gradient in e5m2: the gradients of gate and up, and their maxima both
-    ways."""
+    """Down's dgrad, of a gradient in e5m2: the gradients of gate and up, their maxima both ways,
+    and the activation, whose scale the forward pass knew."""
     return EpilogueProgram(
         accs=("acc",),
         a_dtype=E5M2,
@@ -73,6 +73,7 @@ def dswiglu() -> EpilogueProgram:
             Operand("inv_b", "scalar", "float32"),
             Operand("g", "tile", "bfloat16"),
             Operand("u", "tile", "bfloat16"),
+            column("scale"),
         ),
         steps=(
             Step("d0", "mul", ("acc", "inv_a")),
@@ -87,12 +88,22 @@ def dswiglu() -> EpilogueProgram:
             Step("dg", "mul", ("through", "slope")),
             Step("gsize", "abs", ("dg",)),
             Step("usize", "abs", ("du",)),
+            Step("y", "mul", ("act", "u")),
+            Step("ys", "mul", ("y", "scale")),
+            Step("low", "maximum", ("ys", -448.0)),
+            Step("high", "minimum", ("low", 448.0)),
+            Step("q", "round_float8_e4m3fn", ("high",)),
         ),
-        stores=(Store("out0", "dg", "bfloat16"), Store("out1", "du", "bfloat16")),
+        stores=(
+            Store("out0", "dg", "bfloat16"),
+            Store("out1", "du", "bfloat16"),
+            Store("out2", "q", E4M3),
+        ),
         reduces=(
             Reduce("grow", "gsize", "row", "max"),
             Reduce("urow", "usize", "row", "max"),
             Reduce("gcol", "gsize", "col", "max"),
+            Reduce("ucol", "usize", "col", "max"),
         ),
     )
 

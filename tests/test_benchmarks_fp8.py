@@ -13,8 +13,17 @@ import pytest
 import torch
 from benchmark_runs import benchmarks  # noqa: F401 (it finds the package)
 
-from benchmarks import contest, fp8, fp8_casts, fp8_tables, grid_run, report
-from benchmarks.cases import RECIPES, TRAINING, Case, Way
+from benchmarks import (
+    contest,
+    environment,
+    fp8,
+    fp8_casts,
+    fp8_tables,
+    grid_run,
+    plots,
+    report,
+)
+from benchmarks.cases import FORWARD, RECIPES, TRAINING, Case, Way
 from benchmarks.runner import Files
 
 LAYER, LLAMA = (Case(f"{what}:tiny", 32, TRAINING) for what in ("layer", "llama"))
@@ -71,11 +80,28 @@ def test_recipes_are_timed_and_compared_with_fp32(case, recipes, tmp_path):
         assert 2 * means["compile"] < means[f"compile_{recipe}"] < 0.3
 
 
+@pytest.mark.parametrize("what", ["layer", "llama"])
+def test_inference_is_quantized_for_both_granularities(what, tmp_path, monkeypatch):
+    api = pytest.importorskip("torchao.quantization.quant_api")
+    # What it refuses on a CPU is only slow there.
+    monkeypatch.setattr(api, "_check_hardware_support", lambda granularity: None)
+    case = Case(f"{what}:tiny", 32, FORWARD)
+    named = {"compile": Way("aot_eager")}
+    named |= {f"compile_{recipe}": Way("aot_eager", fp8=recipe) for recipe in RECIPES[:2]}
+    assert [n for n in fp8.variants(case) if n in named] == list(named)
+    result = contest.run("fp8", case, named, EFFORT, tmp_path / "progress")
+    assert result["errors"] == {}
+    worst = {name: max(found.values()) for name, found in result["accuracy"].items()}
+    assert worst["compile"] < 0.02
+    for recipe in RECIPES[:2]:
+        assert 2 * worst["compile"] < worst[f"compile_{recipe}"] < 0.3
+
+
 def test_conversion_shares_weights_and_leaves_the_head_alone():
     linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
     model = fp8.work(LLAMA).model
     assert model.config._attn_implementation == "sdpa_causal"
-    own = fp8.converted(model, "rowwise")
+    own = fp8.converted(model, "rowwise", training=True)
     pairs = list(zip(model.named_parameters(), own.named_parameters(), strict=True))
     assert all(a is b and name == other for (name, a), (other, b) in pairs)
     kinds = {name: type(m) for name, m in own.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -123,6 +149,8 @@ def test_each_first_call_has_a_process_and_caches_of_its_own(tmp_path, monkeypat
         seen.append((*order["work"], frozenset(alone.values())))
         if order["work"][1] != "coda":
             Files(folder).result.write_text("12.5")
+        else:
+            (tmp_path / "log.txt").write_text("Traceback\nImportError: torchao\n")
         return True
 
     monkeypatch.setattr(grid_run.Run, "process", process)
@@ -133,7 +161,7 @@ def test_each_first_call_has_a_process_and_caches_of_its_own(tmp_path, monkeypat
     assert [work[:2] for work in seen] == [(name, "compile"), (name, "coda")]
     assert not seen[0][2] & seen[1][2]
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["fp8"][name]["cold_s"] == {"compile": 12.5, "coda": "see log.txt"}
+    assert written["fp8"][name]["cold_s"] == {"compile": 12.5, "coda": "ImportError: torchao"}
     assert f"{name}, cold: compile 12.5" in capsys.readouterr().out
     row = report.short(written).splitlines()[-1].split()
     assert row == [name, "12.5", "-"]
@@ -164,3 +192,17 @@ def test_gains_are_ratios_of_medians_and_of_the_worst_tensor():
     ]
     assert "0.1000, 0.2000" in fp8_tables.errors(results, "plain")
     assert fp8_tables.cold(results, "plain") == ""
+
+
+def test_the_page_has_the_tables(tmp_path):
+    result = {"variants": {}, "accuracy": {}, "decisions": {}, "errors": {}, "shape": {}}
+    result |= {"profile": {}, "cold_s": {"compile": 61.25}}
+    result["variants"] = {"compile": {"median_ms": 1.5, "peak_mib": None}}
+    about = environment.describe([]) | {"gpu": "G", "driver": "1"}
+    results = {"environment": about, "fp8": {LAYER.name: result}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    plots.write([tmp_path / "results.json"], tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "## FP8" in page
+    assert "1.500 |" in page
+    assert "61.2 |" in page

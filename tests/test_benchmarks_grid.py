@@ -213,6 +213,8 @@ def measured(monkeypatch, tmp_path, source: str, seconds: float = 60.0) -> tuple
         energy=0.0,
         jobs=0,
         late=[],
+        cold=[],
+        variants=["*"],
     )
     one = grid_run.Run("grid", options, [], time.monotonic() + seconds, tmp_path)
     one.measure({NAMES[0]: {"coda": {"gemms": 7, "fused": 5, "report": ""}}})

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.fuse import operands
+from coda_inductor.fuse import fp8, operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
@@ -176,7 +176,7 @@ class _Grower:
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("reshaped", f"{node.target} changes the tile's shape")
         lowering = LOWERINGS.get(node.target)
-        if lowering is None and not renames_or_casts(node):
+        if lowering is None and not renames_or_casts(node) and not fp8.casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         saved = self._state()
@@ -205,6 +205,11 @@ class _Grower:
             value = self._value(node.args[0])
             if value is None:
                 return refuse("not-elementwise", f"{node.target} is not elementwise")
+            if fp8.casts(node):
+                rounded = fp8.rounded(node, value, self.region.steps, self._emit)
+                if isinstance(rounded, Refusal):
+                    return rounded
+                value = rounded
             self._note(node, value, pull)
             return None
         reason = next((why for a in inputs if (why := self._check(a, full))), None)

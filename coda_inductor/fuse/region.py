@@ -131,12 +131,9 @@ def _ends_alone(node: Node) -> bool:
 
 
 def _common_dtype(nodes: list[Node]) -> torch.dtype:
-    """The dtype from which every one of ``nodes``, all one value, can be made without loss. Where
-    one is a widened copy of what another reader sees rounded, that is the rounded one."""
-    dtypes = [fake(node).dtype for node in nodes]
-    if any(dtype in HALF for dtype in dtypes):
-        dtypes = [_narrowest(node) for node in nodes]
-    return functools.reduce(torch.promote_types, dtypes)
+    """The dtype from which every one of ``nodes``, all one value, can be made without loss: of a
+    widened copy that of what was widened."""
+    return functools.reduce(torch.promote_types, [_narrowest(node) for node in nodes])
 
 
 def _narrowest(node: Node) -> torch.dtype:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
+#: Its columns where it is turned, and at most where it is not.
+_TURNED, _STRAIGHT = 64, 1024
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
@@ -107,7 +109,8 @@ def cast(
     m, k = x.shape
     vectors = [v if v is None else v.contiguous() for v in (factor, scale, scale_t)]
     hows = [_how(v, m, k) for v in vectors]
-    tile_k = 64 if scale_t is not None else min(1024, triton.next_power_of_2(k))
+    turned = scale_t is not None
+    tile_k = _TURNED if turned else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
     grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
     with _device(x):

@@ -98,6 +98,7 @@ class EpilogueProgram:
     #: "" stands for ``a_dtype``.
     b_dtype: str = ""
     #: Of FP8: may the multiplier's own accumulator, of fewer bits than float32, sum over all of K?
+    #: A permission: kernels are free to be more exact.
     fast: bool = False
 
     def __post_init__(self) -> None:

@@ -165,22 +165,22 @@ HOPPER_MORE = tuple(
         *("128x256:2x1:co:dyn", "256x128:2x1:co:dyn"),
     )
 )
+
+
+def _fp8(*texts: str) -> tuple[Config, ...]:
+    """Each lean and not, then their dynamic twins. The first one runs until a site is measured."""
+    still = [Config.parse(f"{text}{more}") for text in texts for more in (":lean", "")]
+    return (*still, *(config.dynamic_twin() for config in still))
+
+
 #: In FP8. An accumulator that is added up in float32 at each step of K has twice the registers:
-#: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md). The
-#: first is the one that runs until a site is measured.
-HOPPER_FP8 = tuple(
-    Config.parse(f"{text}{more}")
-    for more in (":lean", "", ":lean:dyn", ":dyn")
-    for text in ("128x128:2x1:co", "128x128:1x2:co", "128x128:1x1:co")
-)
-#: In FP8 with fast accumulation, which needs no more registers than 16 bits do.
-HOPPER_FP8_FAST = tuple(
-    Config.parse(f"{text}{more}")
-    for more in (":lean", "", ":lean:dyn", ":dyn")
-    for text in (
-        *("128x256:2x1:co", "128x128:2x1:co", "256x128:2x1:co", "128x256:1x2:co"),
-        *("128x128:2x1:pp", "128x192:2x1:pp", "128x128:1x2:co"),
-    )
+#: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
+HOPPER_FP8 = _fp8("128x128:2x1:co", "128x128:1x2:co", "128x128:1x1:co")
+#: Where fast accumulation is allowed: the larger ones need no more registers than in 16 bits then
+#: (``mainloop.fast``).
+HOPPER_FP8_FAST = _fp8(
+    *("128x128:2x1:co", "128x256:2x1:co", "128x128:1x2:co", "128x192:2x1:pp"),
+    *("256x128:2x1:co", "128x256:1x2:co", "128x128:2x1:pp"),
 )
 #: On data-centre Blackwell, the first until someone measures.
 BLACKWELL = tuple(
@@ -258,13 +258,15 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
         configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
         return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
     loaded = [o.dtype for o in program.operands if o.kind == "tile"]
-    narrow = all(WIDTHS[dtype] == 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
+    narrow = all(WIDTHS[dtype] <= 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
     lean = bool(loaded) and narrow
     if program.fp8:
         candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
         fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
         configs = [c for c in fits if mainloop_stages(program, c) >= 2]
-        return tuple([c for c in configs if mainloop_stages(program, c) >= 3] or configs)
+        configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
+        # Until a site is measured the first one runs: not one with few stages.
+        return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
     candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
     suiting = [c for c in candidates if _suits(program, c, terms)]
     configs = [c for c in suiting if mainloop_stages(program, c) >= 2]

@@ -52,9 +52,8 @@ _FLOPS_PER_US = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
 FP8_CUBLAS = {
     (False, False): 0.565, (False, True): 0.59, (True, False): 0.535, (True, True): 0.525,
 }  # fmt: skip
-#: Is accumulation fast? -> the same of ours with its best config: 0.56 to 0.58 (128x128
-#: cooperative), fast 0.56 to 0.62.
-FP8_KERNEL = {False: 0.57, True: 0.59}
+#: The same of ours with its best config, 128x128 cooperative: 0.56 to 0.58.
+FP8_KERNEL = 0.57
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
 UNSURE = {name: GROUNDS[name] for name in ("halved", "smaller", "larger", "borrowed", "unknown")}
 
@@ -188,7 +187,7 @@ def _fp8_us(program: EpilogueProgram, m: int, n: int, k: int, gpu: Gpu) -> float
     it adds here."""
     half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
     times = [kernel_us(half, c, m, n, k, 1, gpu) for c in legal_configs(half, gpu.arch)]
-    saved = len(program.accs) * (1 - FP8_KERNEL[program.fast]) * cublas_us(m, n, k, gpu)
+    saved = len(program.accs) * (1 - FP8_KERNEL) * cublas_us(m, n, k, gpu)
     return min(times, default=math.inf) - saved
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.graph.gemms import GEMMS, b_major, gemm_inputs
+from coda_inductor.graph.gemms import GEMMS, b_major, fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
@@ -30,7 +30,7 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
-from coda_inductor.select.model import cublas_us, ground
+from coda_inductor.select.model import ground, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
 
@@ -287,11 +287,12 @@ class Policy:
         """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
-        if symbolic or a.dtype not in HALF:
+        bare = EpilogueProgram(("acc",), dtype_name(a.dtype), fast=fast_accumulation(gemm))
+        if symbolic or not (a.dtype in HALF or bare.fp8):
             return None
         (m, k), n = a.shape, b.shape[1]
-        expected = cublas_us(m, n, k, self.gpu)
-        return Estimate(expected, ground=ground(None, None, m, n, k, gpu=self.gpu))
+        rests_on = ground(bare if bare.fp8 else None, None, m, n, k, gpu=self.gpu)
+        return Estimate(product_us(bare, m, n, k, self.gpu), ground=rests_on)
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""

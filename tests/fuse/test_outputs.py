@@ -53,6 +53,23 @@ def test_one_value_in_two_half_types_is_stored_wide():
     assert (ours[1].float() - exact).abs().max() < 1e-3  # a detour over bfloat16 costs 4e-3
 
 
+def test_a_value_that_was_rounded_is_stored_so_though_its_readers_widen_it():
+    """As an FP8 quantization does: it reads float32 of what is bfloat16."""
+
+    def widened(x):
+        y = torch.sigmoid(x @ W).float()
+        return y.amax(1), y.flip(0)
+
+    x = torch.randn(4, 16).bfloat16()
+    harness = Harness()
+    (top, flipped), (want, turned) = harness.run(widened, x), widened(x)
+    assert [s.dtype for s in harness.fused[0].program.stores] == ["bfloat16"]
+    assert flipped.dtype == torch.float32
+    torch.testing.assert_close(flipped, turned, atol=1e-2, rtol=0)
+    assert torch.equal(top, flipped.flip(0).amax(1))
+    torch.testing.assert_close(top, want, atol=1e-2, rtol=0)
+
+
 def halves(x, w):
     g, u = (x @ w.t()).chunk(2, -1)
     return F.silu(g) * u, g, u

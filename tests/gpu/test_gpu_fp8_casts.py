@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
+from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 
@@ -27,11 +27,13 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x, x.t(), *views, x[:1].expand(x.shape)]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (1024, 4096), (1008, 320)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (127, 129), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_casts_and_maxima(shape, dtype):
-    for x in layouts(subject(*shape, dtype)):
-        on_gpu = x.cuda() if x.is_contiguous() else layouts_of_gpu(x)
+    """One layout but in bfloat16: each has kernels of its own, which take half a second each."""
+    every = layouts(subject(*shape, dtype))
+    for x in every if dtype == torch.bfloat16 else every[:1]:
+        on_gpu = moved(x)
         rows, cols, one = (scale_of(x, dims, E4M3) for dims in ([1], [0], []))
         power = scale_of(x, [0], E5M2, power=True)
         factor = torch.rand(x.shape[0], 1) + 0.5
@@ -48,7 +50,7 @@ def test_casts_and_maxima(shape, dtype):
             assert all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 
-def layouts_of_gpu(x: torch.Tensor) -> torch.Tensor:
+def moved(x: torch.Tensor) -> torch.Tensor:
     """``x`` on the GPU with the strides and the alignment that it has."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.itemsize, dtype=x.dtype, device="cuda")
     storage.copy_(torch.as_strided(x, (storage.numel(),), (1,), 0))

@@ -63,14 +63,14 @@ def moved(ptx: str) -> set[str]:
     ],
 )
 def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path, monkeypatch):
-    from coda_inductor.mainloop.fp8_casts import _TILE, _cast_kernel
+    from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     vectors = dict.fromkeys(("factor", "scale", "scale_t"), "*fp32")
     q, qt = (f"*{name}" for name in formats)
     sizes = dict.fromkeys(("m", "k", "stride"), "i32")
     types = {"x": f"*{dtype}", **vectors, "q": q, "qt": qt, **sizes}
-    tile_k = 64 if hows[2] else 1024
+    tile_k = _TURNED if hows[2] else _STRAIGHT
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
     constants |= {"TILE_M": _TILE // tile_k, "TILE_K": tile_k}
     ptx = compiled(_cast_kernel, types, constants)

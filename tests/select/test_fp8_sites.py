@@ -89,7 +89,7 @@ def test_expected_times_are_parts_of_those_in_bfloat16():
         best = min(kernel_us(half, c, M, N, K) for c in legal_configs(half))
         site = Site(program, M, N, K)
         fused, unfused = gate.expected(site, choose(program, M, N, K))
-        assert fused == pytest.approx(best - (1 - FP8_KERNEL[fast]) * plain)
+        assert fused == pytest.approx(best - (1 - FP8_KERNEL) * plain)
         assert unfused == pytest.approx(FP8_CUBLAS[fast, True] * plain + gate.around_us(site))
         assert fused < unfused
         assert ground(program, choose(program, M, N, K), M, N, K) == "halved"
@@ -193,6 +193,16 @@ def test_which_gemms_may_be_fused(dtypes, b_stride, why, monkeypatch):
     )
     found = policy.legal(gemm)
     assert found is None if why is None else why in found.text
+
+
+def test_a_gemm_alone_is_expected_to_take_a_part_of_its_time_in_bfloat16(monkeypatch):
+    shape = ((M, K), (K, 1)), ((K, N), (1, K))
+    half, gemm = policy_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
+    plain = half.estimate_plain(gemm)
+    eight, gemm = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
+    found = eight.estimate_plain(gemm)
+    assert (plain.ground, found.ground) == ("measured", "halved")
+    assert found.unfused_us == pytest.approx(FP8_CUBLAS[False, False] * plain.unfused_us)
 
 
 def test_a_graph_of_fp8_gemms_is_bound_by_the_host_at_twice_the_size(monkeypatch):

@@ -44,15 +44,13 @@ from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 
-def casts_with_kernels(graph: Graph, record: Record) -> bool:
-    """Is there anything to do, and are there kernels for it, or something that stands for them?"""
+def expand_quantizations(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to every quantization, in place, where kernels run, or what stands for
+    them."""
     policy = record.policy
     runs = policy.compiles or policy.options.reference or policy.as_if is not None
-    return runs and policy.fuses and bool(_quantizations(graph))
-
-
-def expand_quantizations(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to every quantization, in place."""
+    if not (runs and policy.fuses and _quantizations(graph)):
+        return
     decompose_pointwise(graph)
     groups: dict[Any, list[Node]] = {}
     for node in _quantizations(graph):

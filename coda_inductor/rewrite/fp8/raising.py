@@ -32,13 +32,10 @@ from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
 
 
-def multiplies_fp8(graph: Graph, _record: Record) -> bool:
-    """Is there a scaled product in ``graph``?"""
-    return bool(_products(graph))
-
-
 def raise_fp8(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place."""
+    """Apply the rewrite, in place, where there is a scaled product at all."""
+    if not _products(graph):
+        return
     known: dict[Node, Quantized] = {}
     if record.enabled("fp8_quantize"):
         known = merge(graph, _chains(graph, record))

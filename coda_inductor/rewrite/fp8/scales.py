@@ -21,6 +21,9 @@ from coda_inductor.graph.sides import EARLY
 from coda_inductor.runtime.fp8_casts import AMAX
 from coda_inductor.semantic.fp8 import scale_of
 
+#: In the meta of the node of which an epilogue should make the maxima.
+MAXIMA = "coda_maxima"
+
 Kind = tuple[int, ...]
 ROW: Kind = (1,)
 COLUMN: Kind = (0,)
@@ -69,6 +72,7 @@ class Scales:
         found: dict[Kind, Node] = {}
         if self.source.in_epilogue:
             magnitude = self.put(aten.abs.default, self.source.x)
+            magnitude.meta[MAXIMA] = True
             if rows:
                 found[ROW] = self._scaled(self.put(aten.amax.default, magnitude, [1], True))
             if COLUMN in kinds and self.source.factor is None:

@@ -13,7 +13,7 @@ from passes import aten_graph, codes, run_pass
 
 from coda_inductor.graph.nodes import place
 from coda_inductor.pipeline import ON_ATEN
-from coda_inductor.rewrite.fp8.raising import multiplies_fp8, raise_fp8
+from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 
 aten = torch.ops.aten
@@ -146,7 +146,11 @@ def test_it_fires_on_a_single_product_and_not_twice(power_of_two):
 def test_a_product_with_its_own_bias_stays():
     needs_scaled_mm()
     bias = torch.zeros(48, dtype=torch.bfloat16)
-    graph = aten_graph(scaled, *matrices(), bias)
+
+    def function(a, b, bias):
+        return scaled(a, b, bias)
+
+    graph = aten_graph(function, *matrices(), bias)
     record = run_pass(raise_fp8, graph)
     assert record.fired == {"fp8_quantize": 2}
     assert codes(record) == {"fp8-form"}
@@ -181,8 +185,11 @@ def test_each_half_can_be_disabled(name):
 
 
 def test_a_graph_without_scaled_products_is_left_alone():
-    graph = aten_graph(lambda a, b: a @ b.t(), *matrices())
-    assert not multiplies_fp8(graph, None)
+    graph = aten_graph(lambda a, b: a.to(E4M3).float() @ b.float().t(), *matrices())
+    before = str(graph)
+    record = run_pass(raise_fp8, graph)
+    assert str(graph) == before
+    assert not record.report.refusals
 
 
 @pytest.mark.parametrize("dims", [[], [0], [1]])

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizations become maxima in epilogues and one cast a tensor; scaled products fuse as others.
+
+What is rounded differs from torchao's own run (a product is not rounded before its epilogue, a norm
+is not rounded before it is quantized), so that results agree in float64 where nothing is rounded at
+all, and else in their error against float32.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from float8 import RECIPES, D, Stack, exact, needs_scaled_mm, quantizations, stack, trained
+from harness import Harness, Stock
+from passes import aten_graph, codes, run_pass
+
+import coda_inductor.backend  # noqa: F401 (registers it)
+from coda_inductor.graph.sides import EARLY, Scope
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.rewrite.fp8.casts import expand_quantizations
+from coda_inductor.runtime.fp8_casts import AMAX, CAST
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
+
+E4M3 = torch.float8_e4m3fn
+#: What kernels compute, in plain ops.
+ALL = {"gate": "always", "reference": True}
+CONTEXTS = ("bfloat16", "float32", "checkpoint")
+
+
+def batch(dtype=torch.bfloat16):
+    return torch.randn(2, 16, D, dtype=dtype)
+
+
+def pair(recipe, how="bfloat16", layers=2):
+    """Our harness and torch's own, after a training step."""
+    dtype = torch.float32 if how == "float32" else torch.bfloat16
+    harness, stock, x = Harness(**ALL), Stock(), batch(dtype)
+    results = []
+    for each in (harness, stock):
+        model = stack(recipe, dtype, layers=layers, checkpointed=how == "checkpoint")
+        results.append(trained(each, model, x, dynamic=how == "dynamic"))
+    return harness, stock, *results
+
+
+@pytest.mark.parametrize("how", CONTEXTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_float64_without_rounding_it_is_the_same_function(recipe, how):
+    harness, stock, *_ = pair(recipe, how)
+    ours, theirs = exact(harness.graph), exact(stock.graph)
+    for have, want in zip(ours, theirs, strict=True):
+        bound = 1e-10 * want.abs().max().item()
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=bound)
+
+
+def test_that_test_sees_a_wrong_scale():
+    """The exact interpreter multiplies with the reciprocals of scales: one that is off shows."""
+    harness, stock, *_ = pair("rowwise", layers=1)
+    found = harness.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default)
+    node = next(n for n in found if n.meta["val"].dtype == torch.float32)
+    with harness.graph.inserting_after(node):
+        wrong = harness.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.001))
+    node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+    ours, theirs = exact(harness.graph), exact(stock.graph)
+    assert any(not torch.allclose(a, b, rtol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_counts_follow_the_layers(recipe, layers):
+    harness, *_ = pair(recipe, layers=layers)
+    ops = harness.ops()
+    assert ops["aten.clone.default"] == ops["aten.max.default"] == 0
+    # One cast for each tensor and pass: a gradient's two are one, as its rows and its columns.
+    of_gradients = 3 * layers if recipe == "rowwise" else 0
+    wanted = quantizations(recipe, 3 * layers, 2 * layers) - of_gradients
+    assert ops["coda_inductor.fp8_cast.default"] == wanted
+    # Read for their maxima alone: weights; the input of the first norm's result; each layer's own
+    # gradient, made by a kernel of Inductor's. Columns of a norm's result need its factor first.
+    columns = layers - 1 if recipe == "rowwise" else 0
+    assert ops["coda_inductor.fp8_amax.default"] == 3 * layers + 1 + layers + columns
+    assert harness.counts["fp8_quantize"] == quantizations(recipe, 3 * layers, 2 * layers)
+    assert harness.counts["swiglu"] == harness.counts["swiglu_backward"] == layers
+    assert harness.counts["residual"] == 2 * layers
+    assert harness.counts["rms_norm"] == layers - 1  # the first one's input is the graph's
+
+
+def sites(harness, name):
+    return [s for s in harness.report.sites if s.site.endswith(name)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_epilogues_make_the_maxima(recipe):
+    harness, *_ = pair(recipe)
+    (forward,) = [s for s in sites(harness, "layers.0.gate + up") if s.role == "forward"]
+    rows_and_columns = 2 if recipe == "rowwise" else 1
+    assert forward.absorbed.count("amax") == rows_and_columns
+    assert forward.program.paired
+    down = sites(harness, "layers.0.down")
+    assert down[0].absorbed.count("amax") == 1  # behind the residual, for the norm that waits
+    assert "mean" in down[0].absorbed
+    gradient = next(s for s in down if s.role == "input gradient")
+    assert gradient.absorbed.count("amax") == 2 * rows_and_columns  # of gate's gradient and of up's
+    assert sum(s.role == "weight gradient" for s in harness.report.sites) == 6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
+    harness, *_ = pair(recipe, layers=1)
+    (site,) = [s for s in sites(harness, "gate + up") if s.role == "forward"]
+    kinds = {o.name: o.kind for o in site.program.operands}
+    scales = [step for step in site.program.steps if {"acc0", "acc1"} & set(step.args)]
+    assert [step.op for step in scales] == ["mul", "mul"]
+    first = "scalar" if recipe == "tensorwise" else "col"
+    assert {kinds[arg] for step in scales for arg in step.args if arg in kinds} == {first}
+    assert site.program.fast
+    backward = [s.program for s in harness.fused if s.role != "forward"]
+    assert backward
+    assert not any(program.fast for program in backward)
+    dtypes = {(program.a_dtype, program.b_dtype) for program in backward if program.fp8}
+    wide = "float8_e5m2" if recipe == "tensorwise" else "float8_e4m3fn"
+    assert dtypes == {(wide, "float8_e4m3fn")}
+
+
+def test_each_recipe_has_programs_of_its_own():
+    found: dict[str, set[str]] = {}
+    for recipe in RECIPES:
+        harness, *_ = pair(recipe, layers=1)
+        found[recipe] = {EpilogueProgram.to_json(s.program) for s in harness.fused}
+    assert not found["tensorwise"] & found["rowwise"]
+    assert found["rowwise"] != found["rowwise_with_gw_hp"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_where_torchao_multiplies_after_a_product_the_scales_alone_are_worth_it(recipe):
+    harness, *_ = pair(recipe, layers=1)
+    alone = [s for s in harness.fused if s.absorbed == ("scales",)]
+    # Gate's product with the weight and, in FP8, all three gradients of weights.
+    assert len(alone) == {"tensorwise": 0, "rowwise": 4, "rowwise_with_gw_hp": 1}[recipe]
+
+
+def test_sums_of_scaled_products_are_not_joined():
+    """Their scales differ: the second reads the first."""
+    harness, *_ = pair("rowwise", layers=1)
+    (up,) = [s for s in sites(harness, "layers.0.up") if s.role == "input gradient"]
+    assert up.absorbed[0] == "add"
+    assert "tile" in {o.kind for o in up.program.operands}
+
+
+def error(have, want):
+    """Of all gradients together, against those of float32."""
+    square = sum((a.double() - b.double()).norm() ** 2 for a, b in zip(have, want, strict=True))
+    return (square / sum(b.double().norm() ** 2 for b in want)).sqrt().item()
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_as_exact_as_torchaos(recipe, outliers):
+    x = batch()
+    if outliers:
+        x[:, ::4, 5] *= 1000
+    torch.manual_seed(0)
+    true = copy.deepcopy(Stack(layers=2).bfloat16()).float()
+    want = trained(Stock(), true, x.float())
+    ours = trained(Harness(**ALL), stack(recipe, layers=2), x)
+    theirs = trained(Stock(), stack(recipe, layers=2), x)
+    assert 0 < error(ours, want) < 1.1 * error(theirs, want)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_what_has_no_scale_come_out_as_torchaos(recipe, value):
+    x = batch()
+    x[0, 3] = value
+    ours = trained(Harness(**ALL), stack(recipe), x)
+    theirs = trained(Stock(), stack(recipe), x)
+    for have, want in zip(ours, theirs, strict=True):
+        assert torch.equal(have.isnan(), want.isnan())
+        assert torch.equal(have.isinf(), want.isinf())
+
+
+def test_columns_that_no_epilogue_takes_are_read_with_the_rows():
+    harness, model, x = Harness(**ALL, disable=["fuse"]), stack("rowwise"), batch()
+    ours, theirs = trained(harness, model, x), trained(Stock(), stack("rowwise"), x)
+    ops = harness.ops()
+    # Weights, the norm's result, the layer's gradient; and of the activation and both gradients.
+    assert ops["coda_inductor.fp8_amax.default"] == 3 + 2 + 3
+    assert ops["aten.abs.default"] == 0
+    for have, want in zip(ours, theirs, strict=True):
+        assert (have.float() - want.float()).norm() < 0.01 * want.float().norm()
+
+
+def test_through_inductor():
+    """The backend as users call it, code generation included."""
+    x, found = batch(), []
+    for backend, options in (("coda", ALL), ("eager", None)):
+        torch._dynamo.reset()
+        model = stack("rowwise")
+        y = torch.compile(model, backend=backend, options=options)(x)
+        y.sum().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 9
+    for have, want in zip(*found, strict=True):
+        assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
+
+
+def test_where_nothing_fuses_it_is_torchaos():
+    harness, x = Harness(gate="never", disable=["idioms"]), batch()
+    ours, theirs = trained(harness, stack("rowwise"), x), trained(Stock(), stack("rowwise"), x)
+    for have, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0)
+    ops = harness.ops()
+    assert not [op for op in ops if "coda_inductor" in op]
+    assert ops["aten._scaled_mm.default"] == 9
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dynamic_rows(recipe):
+    harness, _, ours, theirs = pair(recipe, "dynamic", layers=1)
+    for have, want in zip(ours, theirs, strict=True):
+        assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
+    symbolic = [s for s in harness.report.sites if s.reason == "N or K is symbolic"]
+    # K of a weight's gradient is the number of rows.
+    assert len(symbolic) == 3
+    assert {s.refusal.code for s in symbolic} == {"symbolic-features"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference(recipe):
+    harness, model, x = Harness(**ALL), stack(recipe, layers=2), batch()
+    with torch.no_grad():
+        have, want = harness.run(model, x), Stock().run(model, x)
+    assert (have - want).norm() < 0.05 * want.norm()
+    ops = harness.ops()
+    assert ops["coda_inductor.fp8_cast.default"] == 6 + 4
+    assert ops["coda_inductor.fp8_amax.default"] == 6 + 1
+    assert ops["aten._scaled_mm.default"] == 0
+
+
+def test_what_the_backward_pass_scales_has_its_maximum_in_the_forward():
+    harness, *_ = pair("rowwise", layers=1)
+    scope = Scope(harness.graph)
+    early = [n for n in harness.graph.nodes if n.meta.get(EARLY)]
+    assert len(early) == 2 * 5  # rows and columns of two inputs and three weights
+    assert all(node in scope.forward for node in early)
+    assert not any(node in scope.graded for node in early)
+    # Saved are vectors of it, no FP8 copy of a weight.
+    saved = [n.meta["val"] for n in harness.saved]
+    assert not any(v.dtype == E4M3 for v in saved if isinstance(v, torch.Tensor))
+
+
+def test_one_cast_writes_the_layouts_that_are_read_and_no_other():
+    def function(x, w):
+        q, s = quantize(x, [], E4M3, False)
+        r, t = quantize(w, [], E4M3, False)
+        arguments = s.reciprocal(), t.reciprocal(), torch.bfloat16, False, False
+        return scaled_mm(q, r.t(), *arguments), scaled_mm(q.t(), q, *arguments)
+
+    needs_scaled_mm()
+    x, w = (torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(2))
+    graph = aten_graph(function, x, w)
+    run_pass(expand_quantizations, graph, **ALL)
+    first, second = graph.find_nodes(op="call_function", target=CAST)
+    assert [a is not None for a in first.args[2::2]] == [True, True]
+    assert [a is not None for a in second.args[2::2]] == [True, False]
+    assert len(graph.find_nodes(op="call_function", target=AMAX)) == 2
+    before = str(graph)
+    run_pass(expand_quantizations, graph, **ALL)
+    assert str(graph) == before
+    have, want = torch.fx.GraphModule({}, graph)(x, w), function(x, w)
+    torch.testing.assert_close(have, want, rtol=0, atol=0)
+
+
+def test_what_is_no_matrix_is_left():
+    def function(x):
+        q, s = quantize(x, [-1], E4M3, False)
+        return q.float() / s
+
+    graph = aten_graph(function, torch.randn(2, 3, 16))
+    record = run_pass(expand_quantizations, graph, **ALL)
+    assert codes(record) == {"fp8-shape"}
+    assert graph.find_nodes(op="call_function", target=quantize)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm in front of FP8 products waits until its result is quantized, or says why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import leave_custom_ops
+from float8 import HIDDEN, RECIPES, D, Stack, convert, exact, trained
+from harness import Harness, Stock
+from passes import codes
+from torch import nn
+
+from coda_inductor.runtime.fp8_casts import AMAX, CAST
+
+ALL = {"gate": "always", "reference": True}
+
+
+class Behind(nn.Module):
+    """A product, a norm, and linear layers that read it; ``extra`` may read it as well."""
+
+    def __init__(self, extra=None, norm=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D, bias=False), nn.Linear(D, HIDDEN, bias=False)
+        self.norm, self.other = norm or nn.RMSNorm(D, eps=1e-5), extra
+        for parameter in self.norm.parameters():
+            nn.init.normal_(parameter, 1.0, 0.3)
+
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        y = self.second(n)
+        return y if self.other is None else (y, self.other(n))
+
+
+def behind(recipe="rowwise", **kwargs):
+    torch.manual_seed(0)
+    return convert(Behind(**kwargs).bfloat16(), recipe)
+
+
+def batch():
+    return torch.randn(2, 16, D, dtype=torch.bfloat16)
+
+
+def run(model, **options):
+    harness = Harness(**ALL, **options)
+    result = harness.train(model, batch().requires_grad_())
+    return harness, result
+
+
+@pytest.mark.parametrize("gamma", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_factor_is_that_of_the_cast(recipe, gamma):
+    norm = nn.RMSNorm(D, eps=1e-5, elementwise_affine=gamma)
+    harness, _ = run(behind(recipe, norm=norm))
+    assert harness.counts["rms_norm"] == 1
+    assert not [r for r in harness.report.refusals if r.what == "rms_norm"]
+    casts = harness.graph.find_nodes(op="call_function", target=CAST)
+    factors = {n.args[1] for n in casts if n.args[1] is not None}
+    assert len(factors) == 1
+    # In the forward pass and, where the weight's gradient is FP8, in the backward.
+    assert sum(n.args[1] is not None for n in casts) == 1 + (recipe != "rowwise_with_gw_hp")
+    read = [n for n in harness.graph.find_nodes(op="call_function", target=AMAX) if n.args[1]]
+    assert len(read) == (recipe == "rowwise")  # columns need the factor first
+    stock = Stock()
+    stock.train(behind(recipe, norm=norm), batch().requires_grad_())
+    for have, want in zip(exact(harness.graph), exact(stock.graph), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_normalized_leaves_the_forward_pass(recipe, monkeypatch):
+    """With kernels the backward pass gets what it gets without the rewrite, and vectors: the
+    results of products, the residual stream."""
+    leave_custom_ops(monkeypatch)
+    model = convert(Stack(layers=2).bfloat16(), recipe)
+    harness = Harness(**ALL)
+    trained(harness, model, batch())
+    plain = Harness(**ALL, disable=["rms_norm"])
+    trained(plain, convert(Stack(layers=2).bfloat16(), recipe), batch())
+    assert harness.counts["rms_norm"] == 1
+    assert plain.counts["rms_norm"] == 0
+    vector = 4 * 2 * 16
+    assert harness.saved_bytes() <= plain.saved_bytes() + 2 * vector
+    matrices = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
+    matrices = [v for v in matrices if v.dim() > 1 and min(v.shape[-2:]) > 1]
+    assert sorted(v.numel() for v in matrices) == [32 * D, *[32 * HIDDEN] * 4]
+
+
+def test_another_reader_in_the_forward_pass():
+    harness, _ = run(behind(extra=lambda n: n.float().cumsum(1)))
+    assert codes(harness) >= {"norm-read-elsewhere"}
+    assert harness.counts["rms_norm"] == 0
+
+
+def test_an_output():
+    harness, _ = run(behind(extra=nn.Identity()))
+    assert codes(harness) >= {"norm-read-elsewhere"}
+
+
+def test_an_input_that_no_product_makes():
+    class First(Behind):
+        def forward(self, x):
+            return self.second(self.norm(x))
+
+    harness, _ = run(convert(First().bfloat16(), "rowwise"))
+    assert codes(harness) >= {"norm-input-no-gemm"}
+
+
+def test_an_input_that_no_epilogue_makes():
+    class Scanned(Behind):
+        def forward(self, x):
+            return self.second(self.norm(self.first(x).cumsum(1)))
+
+    harness, _ = run(convert(Scanned().bfloat16(), "rowwise"))
+    assert codes(harness) >= {"norm-input-no-gemm"}
+
+
+def test_disabled():
+    harness, _ = run(behind(), disable=["rms_norm"])
+    assert harness.counts["rms_norm"] == 0
+    casts = harness.graph.find_nodes(op="call_function", target=CAST)
+    assert casts
+    assert all(n.args[1] is None for n in casts)
+
+
+def test_layer_norm_stays_and_says_why():
+    harness, _ = run(behind(norm=nn.LayerNorm(D)))
+    assert codes(harness) >= {"norm-read-elsewhere"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_reader_in_16_bits_keeps_the_norm(recipe):
+    """A layer that torchao was told to leave reads the norm in the forward pass as well."""
+
+    class Mixed(Behind):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Parameter(torch.randn(16, D))
+
+        def forward(self, x):
+            n = self.norm(x + self.first(x))
+            return self.second(n), F.linear(n, self.router)
+
+    harness, _ = run(convert(Mixed().bfloat16(), recipe))
+    assert codes(harness) >= {"norm-read-elsewhere"}
+    assert harness.counts["rms_norm"] == 0
