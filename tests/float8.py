@@ -23,6 +23,15 @@ from coda_inductor.semantic.fp8 import scaled_mm
 aten = torch.ops.aten
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def each_with_some(*others: Any) -> list[tuple[str, Any]]:
+    """Pairs: every recipe, and every one of ``others``, which do not depend on each other, at least
+    once."""
+    longest = max(len(RECIPES), len(others))
+    return [(RECIPES[i % len(RECIPES)], others[i % len(others)]) for i in range(longest)]
+
+
 D, HIDDEN = 64, 128
 
 _library: list[torch.library.Library] = []

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from float8 import RECIPES, convert, products
+from float8 import convert, products
 from harness import Harness, Stock
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +47,7 @@ def error(have, want):
     return (square / sum(b.norm() ** 2 for b in want)).sqrt().item()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_training_step(recipe):
     ids = torch.randint(0, VOCABULARY, (2, 32))
     true = copy.deepcopy(llama()).float()

@@ -68,7 +68,7 @@ def test_the_factor_is_that_of_the_cast(recipe, gamma):
         torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_nothing_normalized_leaves_the_forward_pass(recipe, monkeypatch):
     """With kernels the backward pass gets what it gets without the rewrite, and vectors: the
     results of products, the residual stream."""

@@ -7,7 +7,17 @@ import contextlib
 
 import pytest
 import torch
-from float8 import RECIPES, D, exact, needs_scaled_mm, products, quantizations, stack, trained
+from float8 import (
+    RECIPES,
+    D,
+    each_with_some,
+    exact,
+    needs_scaled_mm,
+    products,
+    quantizations,
+    stack,
+    trained,
+)
 from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
 
@@ -58,8 +68,9 @@ def test_every_chain_is_raised_and_equal_ones_are_one(recipe, layers):
     assert not record.report.refusals
 
 
-@pytest.mark.parametrize("how", ["float32", "autocast", "checkpoint", "dynamic", "bias"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "how"), each_with_some("float32", "autocast", "checkpoint", "dynamic", "bias")
+)
 def test_in_every_context(recipe, how):
     dtype = torch.float32 if how in ("float32", "autocast") else torch.bfloat16
     model = stack(recipe, dtype, layers=2, bias=how == "bias", checkpointed=how == "checkpoint")
@@ -80,8 +91,10 @@ def test_inference(recipe):
     assert ops["aten._scaled_mm.default"] == 0
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "float32", "checkpoint", "dynamic"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [*each_with_some("bfloat16", "float32", "checkpoint"), ("rowwise", "dynamic")],
+)
 def test_decomposed_it_is_what_it_was_bit_for_bit(recipe, how):
     dtype = torch.float32 if how == "float32" else torch.bfloat16
     kwargs = {"layers": 1 + (how != "dynamic"), "checkpointed": how == "checkpoint"}
