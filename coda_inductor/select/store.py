@@ -27,6 +27,7 @@ from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.figures import Figures, from_row, key_of, to_row
+from coda_inductor.select.model import same_kind
 from coda_inductor.select.site import Site
 
 FOLDER = "measured"
@@ -76,13 +77,18 @@ class Store:
         return self._device
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
-        """What was measured of ``site``, and where: "here" (by this user) or "shipped"."""
+        """What was measured of ``site``, and where: "here" (by this user) or "shipped"; or
+        "measured", of another program of its kind at this size. Releases of torch spell one
+        gradient in several ways, so that a shipped program may be another one here."""
         self._refresh()
         key = key_of(site)
         if (own := self._own.get(key)) is not None:
             return own, "here"
-        other = self._others.get(key)
-        return None if other is None else (other, "shipped")
+        if (other := self._others.get(key)) is not None:
+            return other, "shipped"
+        kind = same_kind(site.program, site.terms)
+        alike = _by_kind(self._given.sites).get(_placed(kind, key)) if kind else None
+        return None if alike is None else (alike, "measured")
 
     def own(self) -> Mapping[str, Figures]:
         """This user's measurements, by key."""
@@ -168,6 +174,25 @@ def merged(texts: Iterable[str]) -> dict[str, Figures]:
 @functools.lru_cache(maxsize=16)
 def _shipped_sites(table: Path) -> dict[str, Figures]:
     return _sites(json.loads(table.read_text()))
+
+
+def _placed(kind: str, key: str) -> str:
+    """The size and layout of ``key``, with a kind in place of its program."""
+    return f"{kind} {key.partition(' ')[2]}"
+
+
+@functools.lru_cache(maxsize=16)
+def _by_kind(table: Path | None) -> dict[str, Figures]:
+    """The shipped sites that are of a kind; of several, the one that moves the same bytes slowest
+    counts: it computes most."""
+    found: dict[str, Figures] = {}
+    for key, figures in ({} if table is None else _shipped_sites(table)).items():
+        place = _placed(figures.kind, key)
+        if figures.kind and figures.us:
+            slower = found.get(place)
+            if slower is None or min(slower.us.values()) < min(figures.us.values()):
+                found[place] = figures
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:
