@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.explanation import float8
 from coda_inductor.explanation.block import Block, block, repeated
 from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.kernels import kernels
@@ -98,6 +99,10 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
             "is legal, and runs as plain ops."
         )
         notes.append(f"{text} {_forecast(result, graphs, options)}")
+    stock = [graph for captured in graphs for graph in captured.stock.graphs]
+    ours = [graph for captured in graphs for graph in captured.ours.graphs]
+    if text := float8.note(stock, ours):
+        notes.append(text)
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "

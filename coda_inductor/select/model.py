@@ -184,11 +184,12 @@ def product_us(program: EpilogueProgram, m, n: int, k: int, gpu: Gpu = H100) -> 
 @functools.lru_cache(maxsize=4096)
 def _fp8_us(program: EpilogueProgram, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Of the program with its best config, whichever that is: what the epilogue adds in bfloat16,
-    it adds here."""
+    it adds here. No less than the products by themselves: of small ones the model knows little."""
     half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
     times = [kernel_us(half, c, m, n, k, 1, gpu) for c in legal_configs(half, gpu.arch)]
-    saved = len(program.accs) * (1 - FP8_KERNEL) * cublas_us(m, n, k, gpu)
-    return min(times, default=math.inf) - saved
+    products = len(program.accs) * cublas_us(m, n, k, gpu)
+    least = min(times, default=math.inf) - (1 - FP8_KERNEL) * products
+    return max(least, FP8_KERNEL * products)
 
 
 @functools.lru_cache(maxsize=4096)

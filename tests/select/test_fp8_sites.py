@@ -95,6 +95,15 @@ def test_expected_times_are_parts_of_those_in_bfloat16():
         assert ground(program, choose(program, M, N, K), M, N, K) == "halved"
 
 
+@pytest.mark.parametrize("name", list(programs()))
+def test_no_site_is_expected_to_take_less_than_its_products(name):
+    """Not even small ones, of which the model of bfloat16 knows little."""
+    program = programs()[name]
+    for size in (256, 1024, 4096):
+        products = FP8_KERNEL * len(program.accs) * cublas_us(size, size, size)
+        assert kernel_us(program, legal_configs(program)[0], size, size, size) >= products > 0
+
+
 @pytest.mark.parametrize("name", ["fp8_residual", "fp8_swiglu", "fp8_dswiglu"])
 def test_sites_of_a_llama_are_fused_by_default(name):
     found = select(Site(KNOWN[name], M, N, K), gated=True)

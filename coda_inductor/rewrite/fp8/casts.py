@@ -46,9 +46,9 @@ from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 def expand_quantizations(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every quantization, in place, where kernels run, or what stands for
-    them."""
+    them, or none do and it is asked what they would be."""
     policy = record.policy
-    runs = policy.compiles or policy.options.reference or policy.as_if is not None
+    runs = policy.compiles or policy.options.reference or record.dry
     if not (runs and policy.fuses and _quantizations(graph)):
         return
     decompose_pointwise(graph)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model in FP8 does around its products: casts, and copies that turn a factor."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph
+
+from coda_inductor.compat import tree_leaves
+from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.semantic.fp8 import FP8
+
+
+@dataclass(frozen=True)
+class Around:
+    """Ops of some graphs that make FP8 tensors of others: ``casts`` of other dtypes, ``copies`` of
+    FP8 ones."""
+
+    casts: int
+    copies: int
+
+
+def around(graphs: Sequence[Graph]) -> Around:
+    """Count them. One op that casts a tensor in two layouts counts once."""
+    nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    made = [n for n in nodes if n.target is not operator.getitem and _fp8(fake(n))]
+    copies = sum(n.target is aten.clone.default for n in made)
+    return Around(sum(not any(_fp8(fake(x)) for x in n.all_input_nodes) for n in made), copies)
+
+
+def note(stock: Sequence[Graph], ours: Sequence[Graph]) -> str:
+    """A sentence that compares them; empty where nothing is in FP8."""
+    before, after = around(stock), around(ours)
+    if not (before.casts or after.casts):
+        return ""
+    return (
+        f"FP8: casts {before.casts} -> {after.casts}, copies that turn a factor "
+        f"{before.copies} -> {after.copies}."
+    )
+
+
+def _fp8(value: object) -> bool:
+    leaves = tree_leaves(value)
+    return any(isinstance(x, torch.Tensor) and x.dtype in FP8 and x.numel() != 0 for x in leaves)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain() of models in FP8: what is left of casts and copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from float8 import D, Stack, stack
+
+import coda_inductor
+
+
+def batch():
+    return torch.randn(2, 16, D, dtype=torch.bfloat16, requires_grad=True)
+
+
+def notes(model, **options) -> str:
+    """Of a training step, as if there were kernels."""
+    found = coda_inductor.explain(model, batch(), options={"gate": "always", **options})
+    assert found.gemms_fused > 0
+    return " ".join(found.notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("rowwise", "FP8: casts 32 -> 26, copies that turn a factor 16 -> 0."),
+        ("rowwise_with_gw_hp", "FP8: casts 22 -> 22, copies that turn a factor 6 -> 0."),
+    ],
+)
+def test_of_what_torchao_converted(recipe, text):
+    """Torch merges equal casts too, but not across views and transposes."""
+    assert text in notes(stack(recipe, layers=2))
+
+
+def test_of_an_unmodified_model():
+    model = Stack(2).bfloat16()
+    assert "FP8: casts 0 -> 26" in notes(model, fp8="rowwise", fp8_small=True)
+    assert "FP8" not in notes(model)
