@@ -39,7 +39,7 @@ from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
-from coda_inductor.rewrite.fp8.linears import quantize_linears, wants_fp8
+from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
@@ -132,7 +132,7 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("fp8_linears", quantize_linears, wants_fp8, ("fp8_linear",)),
+    Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
@@ -224,14 +224,15 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     """Run ``passes``; one that fails as if it were not in the list.
 
     A copy of the graph before each pass would take a third of all our time. There is one, from
-    before the first: after a failure, which is rare, the others run again from there.
+    before the first: after a failure, which is rare, the others run again from there. Without a
+    pass that the others need, what they do may be wrong: then only needed ones run.
     """
     kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
     without: list[_FailedError] = []
     while True:
         try:
             with record.undone_on_error():
-                _run_all(passes, graph, record, [f.failing for f in without])
+                _run_all(passes, graph, record, _left_out(passes, without))
         except _FailedError as error:
             without.append(error)
             for module, inner, old in kept:
@@ -245,6 +246,14 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
         record.refuse("pass", failure.failing.name, failed(failure.error))
         record.failed = True
     _announce(heard, record)
+
+
+def _left_out(passes: Sequence[Pass], failures: Sequence[_FailedError]) -> list[Pass]:
+    """The passes that failed; with one that the others need, all that nobody needs as well."""
+    failing = [failure.failing for failure in failures]
+    if any(each.needed for each in failing):
+        failing += [each for each in passes if not each.needed and each not in failing]
+    return failing
 
 
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:

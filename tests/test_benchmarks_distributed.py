@@ -20,7 +20,7 @@ def run(tmp_path, *arguments: str) -> dict:
     return json.loads((tmp_path / "results.json").read_text())
 
 
-@pytest.mark.parametrize("way", ["fsdp_blocks", "tensor"])
+@pytest.mark.parametrize("way", ["tensor"])
 def test_a_way_is_measured_on_all_ranks(way, tmp_path, capsys):
     results = run(tmp_path, "--ways", way, "--variants", "eager")
     assert results["environment"]["ranks"] == 2

@@ -80,7 +80,7 @@ def test_its_sites_are_found(fitted, tmp_path):
         assert kept.us == found[key_of(site)].us
         choice = select(site, gated=True, store=store)
         assert (choice.how, choice.ground) == ("kernel", "shipped")
-        assert choice.fused_us <= min(kept.us.values()) * (1 + kept.tolerance)
+        assert choice.fused_us <= min(kept.us.values()) * 1.015  # closer ones are equal
 
 
 def test_the_model_is_the_one_that_was_measured(fitted, tmp_path):

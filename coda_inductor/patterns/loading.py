@@ -33,6 +33,7 @@ OTHER_NAMES = (
     "embedding",
     "epilogue",
     "fp8_quantize",
+    "fp8_linear",
     "fp8_product",
     "grouped_heads",
     "residual",

@@ -47,7 +47,7 @@ def error(have, want):
     return (square / sum(b.norm() ** 2 for b in want)).sqrt().item()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["rowwise"])
 def test_a_training_step(recipe):
     ids = torch.randint(0, VOCABULARY, (2, 32))
     true = copy.deepcopy(llama()).float()

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, randn, swiglu
+from float8 import needs_scaled_mm
 
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import (
     layer_norm,
@@ -136,8 +138,25 @@ def loss_examples(dtype):
     }
 
 
+def test_fp8_ops_are_what_torch_asks_of_one():
+    """But for the comparison of inputs before and after, which torch has for no FP8 tensor."""
+    checks = ["test_faketensor", "test_autograd_registration"]
+    x, e4m3 = randn(32, 64, dtype=torch.bfloat16), torch.float8_e4m3fn
+    for dims in ([], [0], [1]):
+        torch.library.opcheck(quantize, (x, dims, e4m3, True), test_utils=checks)
+    needs_scaled_mm()
+    a, scale = quantize(x, [1], e4m3, True)
+    inverse = scale.reciprocal()
+    for after in (False, True):
+        given = (a, a.t(), inverse, inverse.t(), torch.bfloat16, not after, after)
+        torch.library.opcheck(scaled_mm, given, test_utils=checks)
+
+
+WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", [*DEFINITIONS], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", WIDE, ids=lambda op: op.__name__)
 def test_op_is_what_torch_asks_of_one(op, dtype):
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
     torch.library.opcheck(op, examples(dtype)[op], test_utils=checks)

@@ -55,13 +55,11 @@ class Linear:
     chosen: bool
 
 
-def wants_fp8(_graph: Graph, record: Record) -> bool:
-    """Does the user ask for it?"""
-    return bool(record.options.fp8)
-
-
 def quantize_linears(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place. Each forward product counts, or has its reason."""
+    """Apply the rewrite, in place, where ``options["fp8"]`` asks for it. Each forward product
+    counts, or has its reason."""
+    if not record.options.fp8:
+        return
     scope, products = Scope(graph), [n for n in graph.nodes if n.target in _PRODUCTS]
     linears = [found for n in products if (found := _linear(n, scope, record)) is not None]
     put = _Quantizer(graph, RECIPES[record.options.fp8], scope)
