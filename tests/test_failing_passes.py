@@ -67,7 +67,7 @@ CHANGES = [(Graph, "create_node"), (Graph, "erase_node"), (Node, "replace_all_us
 BUSY = ("idioms", "embedding", "packed", "norm", "decompose", "fuse")
 SOME = (*BUSY, "noops", "loss", "recompute", "decompose_rest")
 #: Number -> the passes that make as many changes here; the others set arguments or tags.
-MANY = {1: (*SOME, "late_gradients"), 4: SOME, 20: BUSY}
+MANY = {1: (*SOME, "late_gradients"), 20: BUSY}
 
 
 class Failing:

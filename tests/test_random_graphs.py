@@ -33,7 +33,7 @@ def draw(write, seed, dynamic, custom):
 
 @expanded_or_not
 @static_or_not
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_graph(seed, dynamic, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
@@ -46,7 +46,7 @@ def test_random_graph(seed, dynamic, custom, monkeypatch):
 
 @expanded_or_not
 @static_or_not
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("write", [soup, blocks], ids=lambda f: f.__name__)
 def test_random_training_graph(write, seed, dynamic, custom, monkeypatch):
     if custom:
