@@ -56,7 +56,7 @@ def pair(recipe, how="bfloat16", layers=2):
 
 @pytest.mark.parametrize(("recipe", "how"), each_with_some(*CONTEXTS))
 def test_in_float64_without_rounding_it_is_the_same_function(recipe, how):
-    harness, stock, *_ = pair(recipe, how)
+    harness, stock, *_ = pair(recipe, how, layers=1)
     ours, theirs = exact(harness.graph), exact(stock.graph)
     for have, want in zip(ours, theirs, strict=True):
         bound = 1e-10 * want.abs().max().item()
