@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coda_inductor.mainloop.relaunch import Launches, current, key_of
+
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
@@ -91,6 +93,9 @@ def _amax_kernel(
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
+_CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
+
+
 def cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
     q: Tensor, qt: Tensor,
@@ -105,19 +110,23 @@ def cast(
     if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
         x, q, qt = x.t(), qt, q
         scale, scale_t, factor = (v if v is None else v.t() for v in (scale_t, scale, factor))
-    x = x if x.stride(1) == 1 else x.contiguous()
+    vectors = (factor, scale, scale_t)
+    key = (x.device.index, key_of(x, *vectors, q, qt)) if current(x) else None
+    if key is not None and (launch := _CASTS.again(key)) is not None:
+        launch(x, *[x if v is None else v for v in vectors], q, qt)
+        return
     m, k = x.shape
-    vectors = [v if v is None else v.contiguous() for v in (factor, scale, scale_t)]
-    hows = [_how(v, m, k) for v in vectors]
-    turned = scale_t is not None
-    tile_k = _TURNED if turned else min(_STRAIGHT, triton.next_power_of_2(k))
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    laid = [v if v is None else v.contiguous() for v in vectors]
+    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
+        key = None  # copied, which the next one needs as well
+    hows = [_how(v, m, k) for v in laid]
+    tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
-    grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
+    blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
+    args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _cast_kernel[grid](
-            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows,
-            tile_m, tile_k,
-        )  # fmt: skip
+        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -127,14 +136,21 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     Raises:
         ValueError: as for :func:`cast`.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    key = (x.device.index, tile, key_of(x, factor, rows, cols)) if current(x) else None
+    if key is not None and (launch := _MAXIMA.again(key)) is not None:
+        launch(x, x if factor is None else factor, rows, cols)
+        return
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    by = factor if factor is None else factor.contiguous()
+    if lying is not x or by is not factor:
+        key = None
     m, k = x.shape
-    grid = (triton.cdiv(m, tile) * triton.cdiv(k, tile),)
+    blocks = triton.cdiv(m, tile) * triton.cdiv(k, tile)
+    wanted = rows.numel() > 0, cols.numel() > 0
+    args = (lying, lying if by is None else by, rows, cols)
+    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
     with _device(x):
-        _amax_kernel[grid](
-            x, x if factor is None else factor.contiguous(), rows, cols, m, k, x.stride(0),
-            _how(factor, m, k), rows.numel() > 0, cols.numel() > 0, tile, num_warps=8,
-        )  # fmt: skip
+        _MAXIMA.first(key, blocks, args, rest, num_warps=8)
 
 
 def _how(vector: Tensor | None, m: int, k: int) -> int:
