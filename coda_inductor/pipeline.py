@@ -42,6 +42,7 @@ from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import read_columns_once
+from coda_inductor.rewrite.fp8.unfused import scale_in_products
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -147,6 +148,7 @@ ON_ATEN = (
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
     Pass("fp8_rest", read_columns_once),
+    Pass("fp8_unfused", scale_in_products),
     Pass("decompose_rest", decompose, needed=True),
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),
