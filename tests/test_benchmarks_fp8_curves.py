@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -29,7 +30,7 @@ def test_tokens_walk_along_the_chain(small):
     for tokens in (first, second):
         assert tokens.shape == (2, 16)
         for row in tokens.tolist():
-            assert all(b in chain[a] for a, b in zip(row, row[1:], strict=False))
+            assert all(b in chain[a] for a, b in itertools.pairwise(row))
     assert not torch.equal(first, second)
     assert torch.equal(first, curves.batches(chain, 2, 1)[0])
 
@@ -47,7 +48,7 @@ def test_text_and_plot(tmp_path):
     assert curves.text(found).endswith("2.7500, 2.8000; mean 2.7750")
     path = tmp_path / "curves.svg"
     curves.plot({"curves": found, "recipe": "rowwise"}, path)
-    assert "entropy" in path.read_text() or path.stat().st_size > 5000
+    assert path.stat().st_size > 5000
     assert math.log(curves.SUCCESSORS) < 2.5
 
 
