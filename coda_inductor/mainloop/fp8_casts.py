@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``runtime.fp8_casts`` in Triton: each element is read once, in tiles.
 
-Both kernels do nothing but move memory, so what a block holds is as large as leaves four or more on
-a multiprocessor (16 KB of 16 bits: enough reads under way to cover their latency), and 128 long in
-the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
+Both kernels do nothing but move memory, so a tile is as large as leaves four or more blocks on a
+multiprocessor (16 KB of 16 bits each: enough reads under way to cover their latency), and 128 long
+in the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
 There is nothing to tune, and so nothing to measure at run time.
 
 No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
@@ -26,9 +26,9 @@ from coda_inductor.mainloop.relaunch import Launches, current, key_of
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: Rows of a tile whose maxima are taken at a time, and the warps that do: a whole tile in registers
-#: leaves one block on a multiprocessor, which does not read while it compares.
-_CHUNK, _AMAX_WARPS = 32, 4
+#: Warps that take a tile's maxima, with those of columns and without. Measured on an H200: eight take
+#: 1.3 times as long for columns, which they exchange through shared memory (docs/gotchas.md).
+_WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
@@ -78,27 +78,21 @@ def _cast_kernel(
 def _amax_kernel(
     x, factor, over_rows, over_columns, m, k, stride,
     FACTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(k, TILE)
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
-    columns = right * TILE + tl.arange(0, TILE)
-    highest = tl.zeros((CHUNK, TILE), tl.int32)
-    for start in range(0, TILE, CHUNK):
-        rows = down * TILE + start + tl.arange(0, CHUNK)
-        inside = (rows[:, None] < m) & (columns[None, :] < k)
-        loaded = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], inside, 0.0)
-        value = loaded.to(tl.float32)
-        value = _times(value, factor, FACTOR, rows, columns, m, k, False)
-        # Without their sign, floats are ordered like their bits, and a NaN is above infinity.
-        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if ROWS:
-            most = tl.max(bits, 1).to(tl.float32, bitcast=True)
-            tl.store(over_rows + rows.to(tl.int64) * across + right, most, rows < m)
-        if COLUMNS:
-            highest = tl.maximum(highest, bits)
+    rows, columns = down * TILE + tl.arange(0, TILE), right * TILE + tl.arange(0, TILE)
+    inside = (rows[:, None] < m) & (columns[None, :] < k)
+    loaded = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], inside, 0.0)
+    value = loaded.to(tl.float32)
+    value = _times(value, factor, FACTOR, rows, columns, m, k, False)
+    # Without their sign, floats are ordered like their bits, and a NaN is above infinity.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if ROWS:
+        most = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        tl.store(over_rows + rows.to(tl.int64) * across + right, most, rows < m)
     if COLUMNS:
-        most = tl.max(highest, 0).to(tl.float32, bitcast=True)
+        most = tl.max(bits, 0).to(tl.float32, bitcast=True)
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
@@ -157,9 +151,9 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     blocks = triton.cdiv(m, tile) * triton.cdiv(k, tile)
     wanted = rows.numel() > 0, cols.numel() > 0
     args = (lying, lying if by is None else by, rows, cols)
-    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile, _CHUNK)
+    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
     with _device(x):
-        _MAXIMA.first(key, blocks, args, rest, num_warps=_AMAX_WARPS)
+        _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
 
 
 def _how(vector: Tensor | None, m: int, k: int) -> int:
