@@ -26,8 +26,8 @@ from coda_inductor.mainloop.relaunch import Launches, current, key_of
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3 times
-#: as long for columns, which they exchange through shared memory (docs/gotchas.md).
+#: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
+#: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
