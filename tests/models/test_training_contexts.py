@@ -59,11 +59,12 @@ def gemms(harness, part) -> tuple[int, int]:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_float32(dynamic, tied):
-    model, ids = Decoder(LAYERS, tied=tied), tokens()
+    layers = 1 if dynamic else LAYERS  # two with dynamic sizes are below
+    model, ids = Decoder(layers, tied=tied), tokens()
     harness = Harness()
     ours = step(model, ids, functools.partial(harness.train, model, dynamic=dynamic))
     assert_close(ours, step(model, ids), 1e-5)
-    assert fired(harness) == counts(LAYERS)
+    assert fired(harness) == counts(layers)
 
 
 def test_bfloat16_and_autocast_fuse_alike():
