@@ -122,7 +122,7 @@ def test_checkpointed_blocks(name, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
     each, again = CHECKPOINTS[name]
-    layers = 3 if custom else LAYERS  # between the first and the last one recomputations are counted
+    layers = 3 if custom else LAYERS  # what is recomputed is counted between first and last too
     model, ids = Decoder(layers, each=each), tokens()
     harness, ours = train(model, ids)
     stock = Stock()
