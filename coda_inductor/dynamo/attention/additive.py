@@ -15,8 +15,8 @@ from coda_inductor.refusal import Refusal, refuse
 
 
 def condition(mask: Node, constants: Constants) -> tuple[Node, bool] | Refusal:
-    """What ``mask`` says, as a boolean tensor of the same graph, and whether that is True where keys
-    are hidden; or why there is none.
+    """What ``mask`` says, as a boolean tensor of the same graph, and whether that is True where it
+    hides a key; or why there is none.
 
     A boolean mask is itself what it says. Of an additive one, ``where(c, 0, -inf)`` and
     ``zeros.masked_fill(c, -inf)`` are understood, either way round and behind a cast. With the

@@ -11,19 +11,20 @@ After::
     lists = block_lists(mask)           # once
     flex_attention(q, k, v, block_mask=(lists, mask))      # in each layer
 
-Why it is valid: whatever the mask holds. The lists are computed at every call from the mask itself:
-a block of scores is left out where the mask is False all over it, and no mask is applied where it is
-True all over; elsewhere it is read. A row that sees nothing is zero, and so are its gradients, as
-SDPA has it. A mask of 0 and -inf says the same as the boolean one that it was made of.
+Why it is valid: whatever the mask holds. The lists are computed at every call from the mask
+itself: a block of scores is left out where the mask is False all over it, and no mask is applied
+where it is True all over; elsewhere it is read. A row that sees nothing is zero, and so are its
+gradients, as SDPA has it. A mask of 0 and -inf says what the boolean one said that it is made of.
 
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
 
-Refuses: dropout; a mask for each head; numbers that are added (ALiBi, -inf as the dtype's lowest
-number, by which a row that sees nothing sees all); symbolic sizes; a mask that is written to
-after it was made; a region that is called several times, where lists cannot be handed in; heads of
-less than 16 or more than 256 values; other devices and dtypes than ``DEVICE`` and ``DTYPES``; and
-less work, over all calls of one mask, than ``LEAST``, unless the gate is "always".
+Refuses: dropout; a mask for each head; numbers that are added (ALiBi; also a dtype's lowest number
+in place of -inf, by which a row that sees nothing sees all); symbolic sizes; a mask that is written
+to after it was made; a region that is called several times, where lists cannot be handed in; heads
+of less than 16 or more than 256 values, or no multiple of 8; other devices and dtypes than
+``DEVICE`` and ``DTYPES``; and less work, over all calls of one mask, than ``LEAST``, unless the
+gate is "always".
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ NAME = "block_mask"
 DEVICE, DTYPES = "cuda", HALF
 #: Scores of all calls of one mask that make the lists worth it, and queries and keys of each.
 LEAST, SHORTEST = 2**28, 512
-_HEADS = 16, 256
+_HEADS = range(16, 257, 8)
 _SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
-_INDICES = 2**31
+#: Elements of a mask, which kernels count in 32 bits.
+INDICES = 2**31
 
 
 @dataclass
@@ -104,7 +106,8 @@ class _Site:
     @property
     def lengths(self) -> tuple[int, int]:
         """Queries and keys."""
-        return tuple(value(self.arguments[name]).shape[2] for name in ("query", "key"))
+        query, key, _ = (value(self.arguments[name]) for name in _TENSORS)
+        return query.shape[2], key.shape[2]
 
 
 def skip_blocks(graph: Graph, record: Record) -> None:
@@ -113,7 +116,8 @@ def skip_blocks(graph: Graph, record: Record) -> None:
     assert isinstance(module, GraphModule), "Dynamo's graph has an owner"
     if not record.enabled(NAME):
         return
-    dual, scopes = forward_mode(module), {}
+    dual = forward_mode(module)
+    scopes: dict[int, _Scope] = {}
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(module):
         around = None if body.around is None else scopes[id(body.around)]
@@ -170,8 +174,8 @@ def _shapes(query: Any, key: Any, val: Any) -> Refusal | None:
     if key.shape[:3] != val.shape[:3] or len(key) != len(query) or query.shape[1] % key.shape[1]:
         return refuse("mask-shape", "its tensors are broadcast to each other")
     widths = query.shape[-1], val.shape[-1]
-    if not all(_HEADS[0] <= width <= _HEADS[1] for width in widths):
-        return refuse("mask-head", f"heads have {max(widths)} values, FlexAttention's 16 to 256")
+    if any(width not in _HEADS for width in widths):
+        return refuse("mask-head", f"heads have {max(widths)} values, no multiple of 8 up to 256")
     return None
 
 
@@ -193,8 +197,8 @@ def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Re
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
         return refuse("mask-heads", "each head has a mask of its own")
     site = _Site(call, arguments, scope, home, seen, hides)
-    if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= _INDICES:
-        return refuse("mask-large", f"it has more than {_INDICES} elements")
+    if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
+        return refuse("mask-large", f"it has more than {INDICES} elements")
     return site
 
 

@@ -46,6 +46,10 @@ OPTIONS = {
 #: Parts of a BlockMask, in the order of ``block_lists``.
 _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
           "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+#: Functions: their inputs, and what is indexed by what.
+_SCORE = "score", "b", "h", "i", "j"
+_MASK = "b", "h", "i", "j", "plane"
+_ALL, _B = (_MASK, ("plane", "i", "j")), (_MASK, ("plane", "b", "i", "j"))
 #: Meta that a new node has from the one that it is computed from.
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -59,18 +63,19 @@ def block_lists(plane: Tensor, queries: int, keys: int) -> tuple[Tensor, ...]:
     """
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
-    tiles = padded.reshape(-1, 1, rows, BLOCK, columns, BLOCK)
-    seen = tiles.sum((3, 5), dtype=torch.int32)
+    tiles = padded.reshape(-1, rows, BLOCK, columns, BLOCK)
+    seen = tiles.sum((2, 4), dtype=torch.int32)
     full = seen == BLOCK * BLOCK
     mixed = (seen > 0) & ~full
-    turned = (blocks.transpose(2, 3) for blocks in (mixed, full))
+    turned = (blocks.transpose(1, 2) for blocks in (mixed, full))
     return tuple(part for blocks in (mixed, full, *turned) for part in _ordered(blocks))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
-    return counts.contiguous(), order.to(torch.int32).contiguous()
+    # Kernels take a stride from the dimension of heads, whose size is 1: it is made last.
+    return counts.contiguous().unsqueeze(1), order.to(torch.int32).contiguous().unsqueeze(1)
 
 
 def put(function: Callable[[Any], Any], source: Node, before: Node) -> Any:
@@ -115,11 +120,10 @@ def attend(
     graph, known = call.graph, value(call)
     query, key, val = (_cast(t, known.dtype, call) for t in tensors)
     queries, keys = value(query).shape[-2], value(key).shape[-2]
-    score_mod = _function(graph, call, "coda_score_mod", _score)
     batched = value(plane).dim() == 3
-    mask_mod = _function(
-        graph, call, *(("coda_mask_mod_b", _seen_b) if batched else ("coda_mask_mod", _seen))
-    )
+    score_mod = _function(call, "coda_score_mod", _SCORE, ("score",))
+    name, how = ("coda_mask_mod_b", _B) if batched else ("coda_mask_mod", _ALL)
+    mask_mod = _function(call, name, *how)
     args = (
         query, key, val, score_mod, _block_mask(lists, mask_mod, queries, keys),
         1 / math.sqrt(value(query).shape[-1]) if scale is None else scale,
@@ -128,52 +132,47 @@ def attend(
     with graph.inserting_before(call):
         flex = graph.call_function(torch.ops.higher_order.flex_attention, args)
         result = graph.call_function(operator.getitem, (flex, 0))
-    modules = {score_mod: _score, mask_mod: _seen}
     with known.fake_mode, torch.no_grad():
-        flex.meta = {**call.meta, "example_value": flex.target(*_values(args, modules))}
-    result.meta = {**call.meta, "example_value": value(flex)[0]}
+        sample = flex.target(*torch.fx.node.map_arg(args, _known))
+    flex.meta = {**call.meta, "example_value": sample}
+    result.meta = {**call.meta, "example_value": sample[0]}
     return _strided(result, known, call)
 
 
-def _values(args: Any, modules: dict[Node, Any]) -> Any:
-    return torch.fx.node.map_arg(args, lambda n: modules[n] if n in modules else value(n))
+def _known(node: Node) -> Any:
+    """The recorded value of a tensor, and the graph behind a function's name."""
+    if node.op == "get_attr" and value(node) is None:
+        return getattr(node.graph.owning_module, str(node.target))
+    return value(node)
 
 
-def _score(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return score
-
-
-def _seen(b: Any, h: Any, i: Any, j: Any, plane: Any) -> Any:
-    return plane[i, j]
-
-
-def _seen_b(b: Any, h: Any, i: Any, j: Any, plane: Any) -> Any:
-    return plane[b, i, j]
-
-
-def _function(graph: Graph, call: Node, name: str, function: Callable[..., Any]) -> Node:
-    """``function`` as a graph of the module that owns ``graph``."""
-    module = graph.owning_module
+def _function(call: Node, name: str, inputs: Sequence[str], result: Sequence[str]) -> Node:
+    """A function as a graph of the module that ``call`` is in: of ``inputs``, the first of
+    ``result``, indexed by the others."""
+    module = call.graph.owning_module
     if not isinstance(getattr(module, name, None), GraphModule):
-        setattr(module, name, symbolic_trace(function))
-    with graph.inserting_before(call):
-        return graph.get_attr(name)
+        graph = Graph()
+        known = {each: graph.placeholder(each) for each in inputs}
+        first, *indices = (known[each] for each in result)
+        if indices:
+            first = graph.call_function(operator.getitem, (first, tuple(indices)))
+        graph.output(first)
+        setattr(module, name, GraphModule({}, graph))
+    with call.graph.inserting_before(call):
+        return call.graph.get_attr(name)
 
 
-def _block_mask(
-    lists: Sequence[Node], mask_mod: Node, queries: int, keys: int
-) -> tuple[Any, ...]:
+def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) -> tuple[Any, ...]:
     """A BlockMask as the tuple that this version of torch makes of one."""
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     with unset_fake_temporarily():
-        parts = {
+        parts: dict[str, Any] = {
             name: torch.zeros((1,) * (3 + part % 2), dtype=torch.int32, device="cpu")
             for part, name in enumerate(_PARTS)
         }
-        sample = BlockMask(
-            seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_seen, **parts
-        ).as_tuple()
+        lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
+        sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
     known = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
     return (*(known.get(id(part), part) for part in sample[:-1]), mask_mod)
 
@@ -189,7 +188,8 @@ def _strided(result: Node, like: Tensor, call: Node) -> Node:
     """``result``, whose strides follow the queries', with the strides of ``like``."""
     if _strides(value(result)) == _strides(like):
         return result
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
     moved = put(lambda t: t.permute(order).contiguous().permute(back), result, call)
     assert _strides(value(moved)) == _strides(like), "SDPA's result is dense"
