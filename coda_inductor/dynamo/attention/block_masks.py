@@ -97,11 +97,17 @@ class _Site:
     where ``hides``, and shows it otherwise."""
 
     call: Node
-    arguments: Mapping[str, Any]
     scope: _Scope
     home: _Scope
     mask: Node
     hides: bool
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """As they are now: the query may be the result of a call that was replaced."""
+        arguments = arguments_of(self.call)
+        assert arguments is not None, "a site has tensors"
+        return arguments
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -196,7 +202,7 @@ def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Re
     known = value(seen)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
         return refuse("mask-heads", "each head has a mask of its own")
-    site = _Site(call, arguments, scope, home, seen, hides)
+    site = _Site(call, scope, home, seen, hides)
     if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
         return refuse("mask-large", f"it has more than {INDICES} elements")
     return site

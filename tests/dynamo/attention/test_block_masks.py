@@ -215,6 +215,16 @@ def test_lists_are_made_once():
     assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4
 
 
+def test_calls_that_read_each_other():
+    """A regression: the second one still read what the first one had replaced."""
+
+    def chained(q, k, v, mask):
+        y = sdpa(q, k, v, attn_mask=mask)
+        return sdpa(y, y, sdpa(y, k, v, attn_mask=mask[:1]), attn_mask=mask)
+
+    assert compare(chained, *inputs(), MASKS["random"]()).counts["block_mask"] == 3
+
+
 def checkpointed(q, k, v, mask):
     def block(q):
         return sdpa(q, k, v, attn_mask=mask).sin()
