@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``runtime.fp8_casts`` in Triton: each element is read once, in tiles.
 
-Both kernels do nothing but move memory, so a tile is as large as leaves four or more blocks on a
-multiprocessor (16 KB of 16 bits each: enough reads under way to cover their latency), and 128 long
-in the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
+Both kernels do nothing but move memory, so what a block holds is as large as leaves four or more on
+a multiprocessor (16 KB of 16 bits: enough reads under way to cover their latency), and 128 long in
+the direction in which a transposed tile is written: whole lines of 128 bytes of one byte each.
 There is nothing to tune, and so nothing to measure at run time.
 
 No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
@@ -20,10 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coda_inductor.mainloop.relaunch import Launches, current, key_of
+
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
+#: Rows of a tile whose maxima are taken at a time, and the warps that do: a whole tile in registers
+#: leaves one block on a multiprocessor, which does not read while it compares.
+_CHUNK, _AMAX_WARPS = 32, 4
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
@@ -73,22 +78,31 @@ def _cast_kernel(
 def _amax_kernel(
     x, factor, over_rows, over_columns, m, k, stride,
     FACTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(k, TILE)
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
-    rows, columns = down * TILE + tl.arange(0, TILE), right * TILE + tl.arange(0, TILE)
-    inside = (rows[:, None] < m) & (columns[None, :] < k)
-    loaded = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], inside, 0.0)
-    value = loaded.to(tl.float32)
-    value = _times(value, factor, FACTOR, rows, columns, m, k, False)
-    # Without their sign, floats are ordered like their bits, and a NaN is above infinity.
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if ROWS:
-        most = tl.max(bits, 1).to(tl.float32, bitcast=True)
-        tl.store(over_rows + rows.to(tl.int64) * across + right, most, rows < m)
+    columns = right * TILE + tl.arange(0, TILE)
+    highest = tl.zeros((CHUNK, TILE), tl.int32)
+    for start in range(0, TILE, CHUNK):
+        rows = down * TILE + start + tl.arange(0, CHUNK)
+        inside = (rows[:, None] < m) & (columns[None, :] < k)
+        loaded = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], inside, 0.0)
+        value = loaded.to(tl.float32)
+        value = _times(value, factor, FACTOR, rows, columns, m, k, False)
+        # Without their sign, floats are ordered like their bits, and a NaN is above infinity.
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if ROWS:
+            most = tl.max(bits, 1).to(tl.float32, bitcast=True)
+            tl.store(over_rows + rows.to(tl.int64) * across + right, most, rows < m)
+        if COLUMNS:
+            highest = tl.maximum(highest, bits)
     if COLUMNS:
-        most = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        most = tl.max(highest, 0).to(tl.float32, bitcast=True)
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
+
+
+_CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
 
 
 def cast(
@@ -105,19 +119,23 @@ def cast(
     if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
         x, q, qt = x.t(), qt, q
         scale, scale_t, factor = (v if v is None else v.t() for v in (scale_t, scale, factor))
-    x = x if x.stride(1) == 1 else x.contiguous()
+    vectors = (factor, scale, scale_t)
+    key = (x.device.index, key_of(x, *vectors, q, qt)) if current(x) else None
+    if key is not None and (launch := _CASTS.again(key)) is not None:
+        launch(x, *[x if v is None else v for v in vectors], q, qt)
+        return
     m, k = x.shape
-    vectors = [v if v is None else v.contiguous() for v in (factor, scale, scale_t)]
-    hows = [_how(v, m, k) for v in vectors]
-    turned = scale_t is not None
-    tile_k = _TURNED if turned else min(_STRAIGHT, triton.next_power_of_2(k))
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    laid = [v if v is None else v.contiguous() for v in vectors]
+    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
+        key = None  # copied, which the next one needs as well
+    hows = [_how(v, m, k) for v in laid]
+    tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
-    grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
+    blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
+    args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _cast_kernel[grid](
-            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows,
-            tile_m, tile_k,
-        )  # fmt: skip
+        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -127,14 +145,21 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     Raises:
         ValueError: as for :func:`cast`.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    key = (x.device.index, tile, key_of(x, factor, rows, cols)) if current(x) else None
+    if key is not None and (launch := _MAXIMA.again(key)) is not None:
+        launch(x, x if factor is None else factor, rows, cols)
+        return
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    by = factor if factor is None else factor.contiguous()
+    if lying is not x or by is not factor:
+        key = None
     m, k = x.shape
-    grid = (triton.cdiv(m, tile) * triton.cdiv(k, tile),)
+    blocks = triton.cdiv(m, tile) * triton.cdiv(k, tile)
+    wanted = rows.numel() > 0, cols.numel() > 0
+    args = (lying, lying if by is None else by, rows, cols)
+    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile, _CHUNK)
     with _device(x):
-        _amax_kernel[grid](
-            x, x if factor is None else factor.contiguous(), rows, cols, m, k, x.stride(0),
-            _how(factor, m, k), rows.numel() > 0, cols.numel() > 0, tile, num_warps=8,
-        )  # fmt: skip
+        _MAXIMA.first(key, blocks, args, rest, num_warps=_AMAX_WARPS)
 
 
 def _how(vector: Tensor | None, m: int, k: int) -> int:
