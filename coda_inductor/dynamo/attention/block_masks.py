@@ -231,7 +231,8 @@ def _rewrite(group: list[_Site], record: Record) -> None:
     while before.op == "placeholder":
         before = before.next
     plane = put(lambda mask: _plane(mask, value(group[0].mask), hides, lengths), mask, before)
-    lists = put(lambda plane: block_lists(plane, *lengths), plane, before)
+    batch = len(value(plane)) if value(plane).dim() == 3 else 1
+    lists = put(lambda plane: block_lists(plane, batch, *lengths), plane, before)
     for site in group:
         inside = [site.scope.take(node, site.home) for node in (plane, *lists)]
         tensors = _grouped(site, record)

@@ -54,28 +54,46 @@ _ALL, _B = (_MASK, ("plane", "i", "j")), (_MASK, ("plane", "b", "i", "j"))
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
-def block_lists(plane: Tensor, queries: int, keys: int) -> tuple[Tensor, ...]:
-    """The blocks of a boolean mask (queries, keys) or (B, queries, keys) that hold anything.
+def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    """The blocks of a boolean mask that hold anything.
 
-    Returns, for mixed blocks and then for full ones, how many each row of blocks has, (B or 1, 1,
-    rows), and which, (B or 1, 1, rows, columns): a permutation of the columns that begins with
+    Args:
+        plane: the mask, (queries, keys), or (batch, queries, keys).
+        batch: masks; 1 for the former.
+        queries: rows of a mask.
+        keys: columns of a mask.
+
+    Returns, for mixed blocks and then for full ones, how many each row of blocks has, (batch, 1,
+    rows), and which, (batch, 1, rows, columns): a permutation of the columns that begins with
     them, in ascending order. Then the same with rows and columns exchanged. All int32.
     """
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
-    tiles = padded.reshape(-1, rows, BLOCK, columns, BLOCK)
+    tiles = padded.reshape(batch, rows, BLOCK, columns, BLOCK)
     seen = tiles.sum((2, 4), dtype=torch.int32)
     full = seen == BLOCK * BLOCK
     mixed = (seen > 0) & ~full
     turned = (blocks.transpose(1, 2) for blocks in (mixed, full))
-    return tuple(part for blocks in (mixed, full, *turned) for part in _ordered(blocks))
+    return (
+        *(part for blocks in (mixed, full) for part in _ordered(blocks, batch, rows, columns)),
+        *(part for blocks in turned for part in _ordered(blocks, batch, columns, rows)),
+    )
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    counts = blocks.sum(-1, dtype=torch.int32)
+def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """How many each row has, and which: (batch, rows, columns) bool to the shapes of a BlockMask.
+
+    Kernels find a mask of the batch by the stride of the dimension of heads. Its size is 1, so
+    that Inductor may give it any stride; of ``unsqueeze`` it makes 0, by which all read the first
+    mask's blocks. ``as_strided`` says it, and Inductor lays its input out as recorded.
+    """
+    counts = blocks.sum(-1, dtype=torch.int32).contiguous()
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
-    # Kernels take a stride from the dimension of heads, whose size is 1: it is made last.
-    return counts.contiguous().unsqueeze(1), order.to(torch.int32).contiguous().unsqueeze(1)
+    order, size = order.to(torch.int32).contiguous(), rows * columns
+    return (
+        counts.as_strided((batch, 1, rows), (rows, rows, 1)),
+        order.as_strided((batch, 1, rows, columns), (size, size, columns, 1)),
+    )
 
 
 def put(function: Callable[[Any], Any], source: Node, before: Node) -> Any:

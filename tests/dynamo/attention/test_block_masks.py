@@ -119,7 +119,7 @@ def test_the_lists_are_those_of_torch(mask, t):
     """``create_block_mask`` of the same mask; contiguous, as kernels read them."""
     whole = torch.zeros(2, t, t, dtype=torch.bool)
     whole[:, :T, :T] = MASKS[mask]()[..., :, :].reshape(-1, *MASKS[mask]().shape[-2:])
-    lists = block_lists(whole, t, t)
+    lists = block_lists(whole, 2, t, t)
     theirs = create_block_mask(lambda b, h, i, j: whole[b, i, j], 2, None, t, t, device="cpu")
     names = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
              "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]  # fmt: skip
