@@ -142,7 +142,9 @@ def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
         if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(mask, arguments, masks)
             if isinstance(verdict, Refusal):
-                record.refuse("constant_mask", node.name, verdict.within("the mask stays, {}"))
+                record.refuse(
+                    "constant_mask", node.name, verdict.within("no flag for the mask, {}")
+                )
             else:
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL
