@@ -166,6 +166,20 @@ def test_a_scale_and_wider_values():
     assert compare(scaled, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
 
 
+@pytest.mark.parametrize(("d", "tiles"), [(64, 64), (32, None), (128, None)])
+def test_tiles_for_heads_of_64(d, tiles):
+    harness = compare(attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
+    (call,) = calls(harness)
+    assert call.args[6].get("bwd_BLOCK_M1") == call.args[6].get("fwd_BLOCK_N") == tiles
+
+
+def test_constant_mask_does_not_say_that_the_mask_stays():
+    near = reasons(compare(attend, *inputs(), MASKS["random"]())).splitlines()
+    (line,) = {line for line in near if "constant_mask" in line}
+    assert "no flag for the mask, it depends on" in line
+    assert "stays" not in line
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
 def test_the_result_has_the_strides_of_sdpas(order):
     """A view after it counts on them."""
