@@ -60,8 +60,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "coda": ("coda", {}),
     "coda without block_mask": ("coda", {"disable": ["block_mask"]}),
 }
-#: So long a process may compile.
-PATIENCE_S = 480
+#: So long a process may measure.
+PATIENCE_S = 120
+#: Of the processes, unless set: they share one machine, on which nothing can be tuned meanwhile.
+OWN = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4", "CODA_TUNE": "never"}
 
 
 def build(name: str, config: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -122,9 +124,11 @@ def of_model(name: str) -> tuple[dict[str, Step], Callable[[], dict[str, Any]]]:
 
 def compared(values: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
     """The loss, and how far the gradients are off."""
-    pairs = [(v.float(), e) for v, e in zip(values[1:], exact[1:], strict=True)]
-    off = sum((v - e).square().sum().item() for v, e in pairs)
-    size = sum(e.square().sum().item() for _, e in pairs)
+    off = size = 0.0
+    for value, true in zip(values[1:], exact[1:], strict=True):
+        there = true.to(device())
+        off += (value.to(device()).float() - there).square().sum().item()
+        size += there.square().sum().item()
     return {
         "loss": values[0].item(),
         "exact_loss": exact[0].item(),
@@ -204,7 +208,8 @@ def part(name: str, rounds: int) -> None:
     sys.stdin.readline()
     found: dict[str, Any] = {variant: {} for variant in steps}
     for variant, values in interleaved(steps, rounds).items():
-        found[variant] |= {key: round(ms, 3) for key, ms in summary(values).items()}
+        times = summary(values)
+        found[variant] |= {key: round(times[key], 3) for key in ("median_ms", "p20_ms", "p80_ms")}
         found[variant] |= {"peak_mib": peak_mib(steps[variant]), "counters": counts[variant]}
     for variant, errors in checked().items():
         found[variant] |= errors
@@ -218,7 +223,7 @@ def measured(names: list[str], rounds: int = ROUNDS) -> dict[str, Any]:
     workers = {
         name: subprocess.Popen(
             [*command, name, str(rounds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"},
+            env=OWN | os.environ,
         )
         for name in names
     }  # fmt: skip
