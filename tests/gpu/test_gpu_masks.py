@@ -59,8 +59,8 @@ def step(function, tensors, mask, gradient):
      ("window", 1024, (4, 2), 96), ("scattered", 300, (4, 2), 256)],
 )  # fmt: skip
 def test_as_exact_as_sdpa(mask, t, heads, d):
-    """SDPA on cuDNN gives a row that sees nothing the mean of all values, and its gradient to
-    all: it is given none there, and its rows are not compared."""
+    """SDPA on cuDNN shows a row that sees nothing all keys, and hands its gradient on to them: it
+    is given none there, and such rows are not compared."""
     torch.manual_seed(0)
     sizes = [(3, heads[0], t, d), (3, heads[1], t, d), (3, heads[1], t, d)]
     tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in sizes]
