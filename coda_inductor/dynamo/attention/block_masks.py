@@ -14,7 +14,8 @@ After::
 Why it is valid: whatever the mask holds. The lists are computed at every call from the mask
 itself: a block of scores is left out where the mask is False all over it, and no mask is applied
 where it is True all over; elsewhere it is read. A row that sees nothing is zero, and so are its
-gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all). A mask of 0 and -inf says what the boolean one said that it is made of.
+gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all). A mask of 0 and
+-inf says what the boolean one said that it is made of.
 
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
