@@ -29,23 +29,53 @@ _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
 
 @triton.jit
-def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """``value`` times a scale (or the factor). If it is turned, its columns are rows of ``x``."""
+def _beside(pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """Scales (or the factor) as they broadcast against a tile. If that is turned, its columns are
+    rows of ``x``."""
     if HOW == 1:
-        value *= tl.load(pointer)
+        by = tl.load(pointer)
     elif HOW == 2:
-        by = tl.load(pointer + rows, rows < m, 0.0)
-        value *= by[None, :] if TURNED else by[:, None]
-    elif HOW == 3:
-        by = tl.load(pointer + columns, columns < k, 0.0)
-        value *= by[:, None] if TURNED else by[None, :]
+        by = tl.load(pointer + rows, rows < m, 1.0)
+        by = by[None, :] if TURNED else by[:, None]
+    else:
+        by = tl.load(pointer + columns, columns < k, 1.0)
+        by = by[:, None] if TURNED else by[None, :]
+    return by
+
+
+@triton.jit
+def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """``value`` times a scale (or the factor)."""
+    if HOW != 0:
+        value *= _beside(pointer, HOW, rows, columns, m, k, TURNED)
+    return value
+
+
+@triton.jit
+def _over(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """``value`` divided by a scale, rounded as torch does: by the reciprocal, and what that left
+    over corrects it (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", 1990). The instruction itself takes five times as many, and is for scales at the
+    ends of float32."""
+    by = _beside(pointer, HOW, rows, columns, m, k, TURNED)
+    by = by + tl.zeros((1, 1), tl.float32) if HOW == 1 else by
+    size = tl.abs(by)
+    if tl.min(((size > 1e-30) & (size < 1e30)).to(tl.int32)) == 1:
+        reciprocal = tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)
+        inverse = tl.broadcast_to(reciprocal, value.shape)
+        guess = value * inverse
+        rest = tl.fma(guess, tl.broadcast_to(-by, value.shape), value)
+        better = tl.fma(rest, inverse, guess)
+        value = tl.where(tl.abs(guess) < 1e30, better, guess)
+    else:
+        value = tl.div_rn(value, tl.broadcast_to(by, value.shape))
     return value
 
 
 @triton.jit
 def _cast_kernel(
     x, factor, scale, scale_t, q, qt, m, k, stride,
-    FACTOR: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr,
+    FACTOR: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr, DIVIDE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(k, TILE_K)
@@ -56,14 +86,20 @@ def _cast_kernel(
     loaded = tl.load(x + wide_rows[:, None] * stride + columns[None, :], inside, 0.0)
     if SCALE != 0:
         value = _times(loaded.to(tl.float32), factor, FACTOR, rows, columns, m, k, False)
-        value = _times(value, scale, SCALE, rows, columns, m, k, False)
+        if DIVIDE:
+            value = _over(value, scale, SCALE, rows, columns, m, k, False)
+        else:
+            value = _times(value, scale, SCALE, rows, columns, m, k, False)
         straight = value.to(q.dtype.element_ty)
         tl.store(q + wide_rows[:, None] * k + columns[None, :], straight, inside)
     if SCALE_T != 0:
         # Turned before it is cast: there are instructions for that in 16 bits, not in 8.
         value = tl.trans(loaded).to(tl.float32)
         value = _times(value, factor, FACTOR, rows, columns, m, k, True)
-        value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
+        if DIVIDE:
+            value = _over(value, scale_t, SCALE_T, rows, columns, m, k, True)
+        else:
+            value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
         inside = (columns[:, None] < k) & (rows[None, :] < m)
         turned = value.to(qt.dtype.element_ty)
         tl.store(qt + wide_columns[:, None] * m + rows[None, :], turned, inside)
@@ -93,7 +129,7 @@ def _amax_kernel(
 
 def cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
-    q: Tensor, qt: Tensor,
+    q: Tensor, qt: Tensor, divide: bool = False,
 ) -> None:  # fmt: skip
     """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
 
@@ -115,7 +151,7 @@ def cast(
     grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
     with _device(x):
         _cast_kernel[grid](
-            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows,
+            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows, divide,
             tile_m, tile_k,
         )  # fmt: skip
 

@@ -72,6 +72,11 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
     graph.eliminate_dead_code()
 
 
+def divides(node: Node) -> bool:
+    """Does the quantization ``node`` divide by its scale?"""
+    return len(node.args) > 4 and bool(node.args[4])
+
+
 def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
@@ -84,19 +89,21 @@ def _expand(graph: Graph, nodes: list[Node], waiting: Waiting | None, scope: Sco
         None if waiting is None else waiting.factor,
         gemm is not None and reaches(gemm, x, scope),
         x not in scope.graded,
+        fake(nodes[0].args[0]).dtype,
     )
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scales = Scales(put, nodes[0], source, {tuple(node.args[1]) for node in nodes})
     places: dict[tuple, list[Node]] = {}
     for node in nodes:
-        key = (node in scope.forward, node in scope.graded, checkpoint(node))
+        key = (node in scope.forward, node in scope.graded, checkpoint(node), divides(node))
         places.setdefault(key, []).append(node)
     for same in places.values():
         _cast(graph, same, source, scales)
 
 
 def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> None:
-    """One cast for every pair of results of ``nodes``, one as it lies and one transposed."""
+    """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
+    alike in whether they divide."""
     x = nodes[0].args[0] if source.factor is None else source.x
     before, plain, turned = nodes[0], [], []
     for node in nodes:
@@ -109,7 +116,8 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> No
     for pair in itertools.zip_longest(plain, turned):
         given = [(None, None) if one is None else (scale[one[0]], one[0].args[2]) for one in pair]
         with graph.inserting_before(before):
-            both = put(CAST, x, source.factor, *given[0], *given[1])
+            how = [True] if divides(nodes[0]) else []
+            both = put(CAST, x, source.factor, *given[0], *given[1], *how)
             made = [put(operator.getitem, both, i) if given[i][0] else None for i in range(2)]
             back = put.transpose(made[1]) if made[1] is not None else None
         for one, new in zip(pair, (made[0], back), strict=True):

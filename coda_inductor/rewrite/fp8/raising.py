@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's FP8 training, in the joint graph, becomes two semantic ops (``semantic.fp8``).
+"""torchao's FP8, in a joint graph or one for inference, becomes two semantic ops
+(``semantic.fp8``).
 
 Before (one Linear, forward)::
 
@@ -15,8 +16,10 @@ Valid because the ops are defined as these very chains: decomposed, they are wha
 bit. Equal quantizations become one (``merge``); copies that only change a factor's layout go, and
 come back with the decomposition (``products``).
 
-Refuses what it does not know: a cast to FP8 by another chain (a scale from elsewhere: FSDP's, a
-maximum over all ranks), whose product is raised all the same; a product with a bias of its own.
+A cast by a scale that the graph is given stays (``known``).
+
+Refuses what it does not know: a cast to FP8 by another chain (a maximum over all ranks; bounds for
+it), whose product is raised all the same; a product with a scale for its result.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from coda_inductor.graph.nodes import place
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of
+from coda_inductor.rewrite.fp8.known import known_scale, merge_known
 from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
 
@@ -55,11 +59,15 @@ def _products(graph: Graph) -> list[Node]:
 
 
 def _chains(graph: Graph, record: Record) -> list[Chain]:
-    found = []
+    found, known = [], []
     for cast in [n for n in graph.nodes if n.op == "call_function" and casts_to_fp8(n)]:
         if (chain := chain_of(cast)) is not None:
             found.append(chain)
+        elif known_scale(cast) is not None:
+            known.append(cast)
         else:
-            text = f"{cast.name} casts to FP8, and not as torchao's dynamic scaling does"
+            text = f"{cast.name} casts to FP8, and neither as torchao's dynamic scaling does nor"
+            text += " by a scale that is given"
             record.refuse("fp8", place(cast), refuse("fp8-cast", text))
+    merge_known(graph, known)
     return found

@@ -39,12 +39,14 @@ class Source:
         factor: None, or (M, 1), positive: a norm's, which waits.
         in_epilogue: whether a GEMM's epilogue makes x.
         early: whether the forward pass has it.
+        dtype: of what is quantized.
     """
 
     x: Node
     factor: Node | None
     in_epilogue: bool
     early: bool
+    dtype: torch.dtype
 
 
 class Scales:
@@ -56,11 +58,17 @@ class Scales:
             self.maxima = self._maxima(kinds)
         self.made: dict[tuple, Node] = {}
 
-    def __call__(self, dims: Kind, dtype: torch.dtype, power_of_two: bool) -> Node:
+    def __call__(
+        self, dims: Kind, dtype: torch.dtype, power_of_two: bool, divides: bool = False
+    ) -> Node:
         """(M, 1), (1, K) or 0-dim, float32."""
-        key = dims, dtype, power_of_two
+        key = dims, dtype, power_of_two, divides
         if key not in self.made:
-            arguments = [self.maxima[dims], dtype, power_of_two]
+            amax = self.maxima[dims]
+            if divides:
+                with self.put.graph.inserting_before(self.before):
+                    amax = self.put.cast(amax, self.source.dtype)
+            arguments = [amax, dtype, power_of_two, divides]
             scale = splice(self.put.graph, self.before, scale_of, arguments, like=self.put.like)
             if self.source.early:
                 scale.meta[EARLY] = True

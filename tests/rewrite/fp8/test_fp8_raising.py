@@ -156,7 +156,7 @@ def test_it_fires_on_a_single_product_and_not_twice(power_of_two):
     assert str(graph) == before
 
 
-def test_a_product_with_its_own_bias_stays():
+def test_a_product_has_its_own_bias():
     needs_scaled_mm()
     bias = torch.zeros(48, dtype=torch.bfloat16)
 
@@ -165,8 +165,9 @@ def test_a_product_with_its_own_bias_stays():
 
     graph = aten_graph(function, *matrices(), bias)
     record = run_pass(raise_fp8, graph)
-    assert record.fired == {"fp8_quantize": 2}
-    assert codes(record) == {"fp8-form"}
+    assert record.fired == {"fp8_quantize": 2, "fp8_product": 1}
+    (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    assert product.args[7].op == "placeholder"
 
 
 @pytest.mark.parametrize("change", ["eps", "limit", "no clamp", "another amax"])
