@@ -18,6 +18,7 @@ inference are reciprocals already.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +120,7 @@ def raise_product(graph: Graph, product: Product, known: dict[Node, Quantized]) 
     scales = {made.scale: made for made in known.values()}
     put = Put(graph, like=product.node)
     with graph.inserting_before(product.end):
-        factors = [_operand(put, x) for x in product.node.args[:2]]
+        factors = [_operand(put, x, known) for x in product.node.args[:2]]
         rows, columns = (
             _inverse(put, inverse, scales, row=row)
             for inverse, row in zip(product.inverses, (True, False), strict=True)
@@ -129,20 +130,29 @@ def raise_product(graph: Graph, product: Product, known: dict[Node, Quantized]) 
             scaled_mm, *factors, rows, columns, product.out_dtype, product.fast, product.after,
             *extra,
         )  # fmt: skip
-    if is_transpose(factors[0]):
+    if _lies(product.node.args[0])[1]:
         new.meta[WEIGHT_GRADIENT] = True
     product.end.replace_all_uses_with(new)
     return new
 
 
-def _operand(put: Put, node: Node) -> Node:
-    """``node`` without what only lays it out anew: transposes in pairs, copies, views of its own
-    shape."""
-    turned = False
+def _operand(put: Put, factor: Node, known: Collection[Node]) -> Node:
+    """``factor`` without what only lays it out anew: transposes in pairs, views of its own shape
+    and, where it is one of the ``known`` quantizations, whose cast can write it so, copies."""
+    node, turned, copied = _lies(factor)
+    if copied and node not in known:
+        return factor
+    return put.transpose(node) if turned else node
+
+
+def _lies(node: Node) -> tuple[Node, bool, bool]:
+    """(what ``node`` is laid out anew of, whether it is its transpose, whether it is a copy)."""
+    turned = copied = False
     while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
         turned ^= is_transpose(node)
+        copied |= node.target is aten.clone.default
         node = node.args[0]
-    return put.transpose(node) if turned else node
+    return node, turned, copied
 
 
 def _same_view(node: Node) -> bool:

@@ -27,10 +27,11 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.graph.nodes import place
+from coda_inductor.graph.collectives import behind
+from coda_inductor.graph.nodes import fake, place
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of
+from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of, clamped
 from coda_inductor.rewrite.fp8.known import known_scale, merge_known
 from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
@@ -66,8 +67,18 @@ def _chains(graph: Graph, record: Record) -> list[Chain]:
         elif known_scale(cast) is not None:
             known.append(cast)
         else:
-            text = f"{cast.name} casts to FP8, and neither as torchao's dynamic scaling does nor"
-            text += " by a scale that is given"
-            record.refuse("fp8", place(cast), refuse("fp8-cast", text))
+            record.refuse("fp8", place(cast), _stays(cast))
     merge_known(graph, known)
     return found
+
+
+def _stays(cast: Node) -> Refusal:
+    """Why ``cast``, to FP8, is none that the pass knows."""
+    scaled, _ = clamped(cast.args[0])
+    numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
+    collective = next((c for x in numbers if (c := behind(x)) is not None), None)
+    if collective is not None:
+        text = f"{cast.name} casts to FP8 by a maximum over all ranks ({collective.name})"
+        return refuse("fp8-ranks", text)
+    text = f"{cast.name} casts to FP8, and neither as torchao's dynamic scaling does nor by a scale"
+    return refuse("fp8-cast", f"{text} that is given")
