@@ -106,8 +106,8 @@ _DO = {
     "float64-mixed": "Compute in float32, or all in float64.",
     "fp8-cast": "Quantize with torchao's dynamic or static scaling, without reduce_amax or bounds "
     "for the maximum: other casts to FP8 stay with Inductor.",
-    "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other rank "
-    "where rows are not split.",
+    "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other "
+    "rank where rows are not split.",
     "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
     "fp8-small": "options['fp8_small'] = True takes small layers too.",

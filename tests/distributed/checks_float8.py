@@ -87,7 +87,7 @@ def check_float32_master_weights():
 
 
 def check_what_fuses_is_as_exact():
-    """And so does what it does without FP8; each weight is turned for its dgrad, as torchao does."""
+    """What fuses without FP8 does; each weight is turned for its dgrad, as torchao does."""
     how = {"precompute": True}
     ours = stepped(sharded(OPTIONS, mixed=True), **how)
     assert_fired({**QUANTIZED, **BLOCK, "rms_norm_backward": 0})
