@@ -18,7 +18,8 @@ backward pass quantizes what the forward has, the maximum is taken in the forwar
 or makes the tensor anyway; the backward may compute the tensor itself anew, from rounded values,
 and what exceeds the maximum by such a rounding saturates. A norm in front waits (``norms``).
 
-Refuses what is no matrix. Where no kernels run, quantizations are left to be decomposed.
+Refuses what is no matrix. Where no kernels run, quantizations are left to be decomposed; so are
+those of inference by rows of what no epilogue makes (attention's result), which Inductor reads once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from coda_inductor.refusal import refuse
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.merge import origin
 from coda_inductor.rewrite.fp8.norms import Waiting, wait
-from coda_inductor.rewrite.fp8.scales import Scales, Source
+from coda_inductor.rewrite.fp8.scales import ROW, Scales, Source
 from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
@@ -91,6 +92,8 @@ def _expand(graph: Graph, nodes: list[Node], waiting: Waiting | None, scope: Sco
         x not in scope.graded,
         fake(nodes[0].args[0]).dtype,
     )
+    if _in_one_kernel(nodes, source):
+        return
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scales = Scales(put, nodes[0], source, {tuple(node.args[1]) for node in nodes})
     places: dict[tuple, list[Node]] = {}
@@ -99,6 +102,13 @@ def _expand(graph: Graph, nodes: list[Node], waiting: Waiting | None, scope: Sco
         places.setdefault(key, []).append(node)
     for same in places.values():
         _cast(graph, same, source, scales)
+
+
+def _in_one_kernel(nodes: list[Node], source: Source) -> bool:
+    """Are ``nodes`` what one kernel of Inductor's does, that which makes the tensor: maxima of its
+    rows, and the cast? Inference quantizes inputs by rows alone."""
+    by_rows = all(divides(node) and tuple(node.args[1]) == ROW for node in nodes)
+    return by_rows and not source.in_epilogue
 
 
 def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> None:

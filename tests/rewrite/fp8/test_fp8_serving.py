@@ -134,8 +134,10 @@ def test_counts_follow_the_layers(how, layers):
     harness, *_ = both(served(how, layers=layers), batch(), **ALL)
     ops = harness.ops()
     assert ops["aten._scaled_mm.default"] == ops["aten.max.default"] == 0
-    assert ops["coda_inductor.fp8_cast.default"] == 2 * layers
-    assert ops["coda_inductor.fp8_amax.default"] == 1  # of the first norm, whose input is given
+    # The first norm's input is given: by rows, the kernel that makes its result casts it as well.
+    given = int(how == "tensor")
+    assert ops["coda_inductor.fp8_cast.default"] == 2 * layers - 1 + given
+    assert ops["coda_inductor.fp8_amax.default"] == given
     counts = harness.counts
     assert counts["swiglu"] == layers
     assert counts["residual"] == layers
