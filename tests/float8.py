@@ -173,10 +173,12 @@ class _Exact(torch.fx.Interpreter):
             wide = (args[0] if args[1] is None else args[0] * args[1]).abs()
             return wide, wide
         if target is CAST:
-            x, factor, scale, _, scale_t, _, *divide = args
+            x, factor, scale, _, scale_t, _ = args[:6]
+            divide, weight = (*args[6:], None, None)[:2]
             x = x if factor is None else x * factor
+            x = x if weight is None else x * weight
             by = [1 if s is None else s for s in (scale, scale_t)]
-            by = [1 / s for s in by] if any(divide) else by
+            by = [1 / s for s in by] if divide else by
             return x * by[0], (x * by[1]).t()
         return tree_map(_widened, super().call_function(target, args, kwargs))
 

@@ -24,6 +24,8 @@ from torch import Tensor
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
+#: What a weight may have, beside float32.
+_HALVES = (torch.bfloat16, torch.float16)
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
@@ -45,9 +47,9 @@ def _beside(pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexp
 
 @triton.jit
 def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """``value`` times a scale (or the factor)."""
+    """``value`` times a scale (or the factor, or the weight)."""
     if HOW != 0:
-        value *= _beside(pointer, HOW, rows, columns, m, k, TURNED)
+        value *= _beside(pointer, HOW, rows, columns, m, k, TURNED).to(tl.float32)
     return value
 
 
@@ -74,9 +76,9 @@ def _over(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.con
 
 @triton.jit
 def _cast_kernel(
-    x, factor, scale, scale_t, q, qt, m, k, stride,
-    FACTOR: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr, DIVIDE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x, factor, weight, scale, scale_t, q, qt, m, k, stride,
+    FACTOR: tl.constexpr, WEIGHT: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr,
+    DIVIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(k, TILE_K)
     rows = (tl.program_id(0) // across) * TILE_M + tl.arange(0, TILE_M)
@@ -86,6 +88,7 @@ def _cast_kernel(
     loaded = tl.load(x + wide_rows[:, None] * stride + columns[None, :], inside, 0.0)
     if SCALE != 0:
         value = _times(loaded.to(tl.float32), factor, FACTOR, rows, columns, m, k, False)
+        value = _times(value, weight, WEIGHT, rows, columns, m, k, False)
         if DIVIDE:
             value = _over(value, scale, SCALE, rows, columns, m, k, False)
         else:
@@ -96,6 +99,7 @@ def _cast_kernel(
         # Turned before it is cast: there are instructions for that in 16 bits, not in 8.
         value = tl.trans(loaded).to(tl.float32)
         value = _times(value, factor, FACTOR, rows, columns, m, k, True)
+        value = _times(value, weight, WEIGHT, rows, columns, m, k, True)
         if DIVIDE:
             value = _over(value, scale_t, SCALE_T, rows, columns, m, k, True)
         else:
@@ -129,7 +133,7 @@ def _amax_kernel(
 
 def cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
-    q: Tensor, qt: Tensor, divide: bool = False,
+    q: Tensor, qt: Tensor, divide: bool = False, weight: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
 
@@ -140,11 +144,12 @@ def cast(
     """
     if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
         x, q, qt = x.t(), qt, q
-        scale, scale_t, factor = (v if v is None else v.t() for v in (scale_t, scale, factor))
+        others = (scale_t, scale, factor, weight)
+        scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
     x = x if x.stride(1) == 1 else x.contiguous()
     m, k = x.shape
-    vectors = [v if v is None else v.contiguous() for v in (factor, scale, scale_t)]
-    hows = [_how(v, m, k) for v in vectors]
+    vectors = [v if v is None else v.contiguous() for v in (factor, weight, scale, scale_t)]
+    hows = [_how(v, m, k, *(_HALVES if v is vectors[1] else ())) for v in vectors]
     turned = scale_t is not None
     tile_k = _TURNED if turned else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
@@ -173,12 +178,13 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
         )  # fmt: skip
 
 
-def _how(vector: Tensor | None, m: int, k: int) -> int:
+def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
+    dtypes = (torch.float32, *more)
     if vector is None:
         return _NONE
     known = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
     shape = tuple(vector.shape)
-    if vector.dtype != torch.float32 or shape not in known:
+    if vector.dtype not in dtypes or shape not in known:
         raise ValueError(
             f"scales of ({m}, {k}) are float32, one a row or column, not {vector.dtype} {shape}"
         )

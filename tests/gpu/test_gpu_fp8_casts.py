@@ -63,8 +63,8 @@ def test_quotients(dtype):
         for scale in (rows, rows.to(dtype).float(), ends, one, torch.tensor(0.375)):
             for by in (None, factor):
                 want = CAST(x, by, scale, E4M3, scale, E5M2, True)
-                moved = [v if v is None else v.cuda() for v in (x, by, scale)]
-                got = CAST(*moved, E4M3, moved[2], E5M2, True)
+                there = [v if v is None else v.cuda() for v in (x, by, scale)]
+                got = CAST(*there, E4M3, there[2], E5M2, True)
                 for g, w in zip(got, want, strict=True):
                     # Of float32 by float32, one of 2 ** 24 quotients may be off by a bit.
                     if dtype == torch.float32 or by is not None:
@@ -74,6 +74,17 @@ def test_quotients(dtype):
                         assert off.sum() <= 1e-6 * off.numel() + 1
                     else:
                         assert same(g.cpu(), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norms_weight(dtype):
+    for x in layouts(subject(127, 129, dtype))[:3]:
+        on_gpu, factor = moved(x), torch.rand(x.shape[0], 1) + 0.5
+        weight, rows = torch.randn(1, x.shape[1]).to(dtype), scale_of(x, [1], E4M3)
+        want = CAST(x, factor, rows, E4M3, rows, E5M2, False, weight)
+        rows = rows.cuda()
+        got = CAST(on_gpu, factor.cuda(), rows, E4M3, rows, E5M2, False, weight.cuda())
+        assert all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 
 def moved(x: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,18 @@ def check_quotients(x: torch.Tensor, factor: torch.Tensor | None) -> None:
         assert same(cast_of(qt, unit, E5M2), want[1]), (x.shape, x.dtype)
 
 
+def check_weights(x: torch.Tensor, factor: torch.Tensor | None) -> None:
+    m, k = x.shape
+    rows, one = scale_of(x, [1], E4M3), torch.tensor(0.375)
+    unit = torch.ones(())
+    for weight in (torch.randn(1, k), torch.randn(1, k).bfloat16()):
+        q, qt = torch.full((m, k), 7.0), torch.full((k, m), 7.0)
+        fp8_casts.cast(x, factor, rows, one, q, qt, weight=weight)
+        want = CAST(x, factor, rows, E4M3, one, E5M2, False, weight)
+        assert same(cast_of(q, unit, E4M3), want[0]), (x.shape, x.dtype)
+        assert same(cast_of(qt, unit, E5M2), want[1]), (x.shape, x.dtype)
+
+
 def check_maxima(x: torch.Tensor, factor: torch.Tensor | None) -> None:
     for row, col in ((True, True), (True, False), (False, True)):
         want = AMAX(x, factor, row, col)
@@ -80,7 +92,7 @@ def main() -> None:
         for how in hows if dtype == torch.bfloat16 else hows[:1]:
             for factor in (None, torch.rand(how.shape[0], 1) + 0.5):
                 check_casts(how, factor)
-                check_quotients(how, factor)
+                (check_quotients if factor is None else check_weights)(how, factor)
                 check_maxima(how, factor)
                 count += 1
     print(f"{count} tensors agree")  # noqa: T201 (what the test reads)

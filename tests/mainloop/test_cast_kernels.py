@@ -66,13 +66,13 @@ def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path,
     from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = dict.fromkeys(("factor", "scale", "scale_t"), "*fp32")
+    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
     q, qt = (f"*{name}" for name in formats)
     sizes = dict.fromkeys(("m", "k", "stride"), "i32")
     types = {"x": f"*{dtype}", **vectors, "q": q, "qt": qt, **sizes}
     tile_k = _TURNED if hows[2] else _STRAIGHT
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
-    constants |= {"DIVIDE": False, "TILE_M": _TILE // tile_k, "TILE_K": tile_k}
+    constants |= {"WEIGHT": 0, "DIVIDE": False, "TILE_M": _TILE // tile_k, "TILE_K": tile_k}
     ptx = compiled(_cast_kernel, types, constants)
     assert moved(ptx) == {"ld", "st"}
     if hows[2] and dtype != "fp32":
@@ -90,11 +90,11 @@ def test_a_division_by_a_scale_is_a_product_and_its_correction(
     from coda_inductor.mainloop.fp8_casts import _cast_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = dict.fromkeys(("factor", "scale", "scale_t"), "*fp32")
+    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
     sizes = dict.fromkeys(("m", "k", "stride"), "i32")
     types = {"x": "*bf16", **vectors, "q": "*fp8e4nv", "qt": "*fp8e4nv", **sizes}
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
-    constants |= {"DIVIDE": True, "TILE_M": 128, "TILE_K": 64}
+    constants |= {"WEIGHT": 3, "DIVIDE": True, "TILE_M": 128, "TILE_K": 64}
     ptx = compiled(_cast_kernel, types, constants)
     assert moved(ptx) == {"ld", "st"}
     assert ptx.count("fma.rn.f32") == 2 * quotients

@@ -64,6 +64,20 @@ def test_quotients_are_those_of_torchaos_inference(dtype):
             assert same(CAST(x, factor, scale, E4M3, None, None, True)[0], want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_comes_behind_the_factor(dtype):
+    x, factor, weight = subject(30, 20, dtype), torch.rand(30, 1), torch.randn(1, 20).to(dtype)
+    rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E4M3)
+    q, qt = CAST(x, factor, rows, E4M3, cols, E5M2, False, weight)
+    wide = x.float() * factor * weight.float()
+    assert same(q, cast_of(wide, rows, E4M3))
+    assert same(qt, cast_of(wide, cols, E5M2).t())
+    # The maximum of a column's product is that of the column, times the weight.
+    x = x.nan_to_num()
+    cols = AMAX(x, factor, False, True)[1].amax(0, keepdim=True) * weight.float().abs()
+    assert same(cols, (x.float() * factor * weight.float()).abs().amax(0, keepdim=True))
+
+
 def test_special_values():
     x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 449.0, -1e30, 2.0**-9, 2.0**-10]])
     one = torch.ones(())
@@ -155,6 +169,7 @@ def calls():
         yield CAST, (x, factor, one, E4M3, one, E4M3)
         yield CAST, (x, factor, None, None, cols, E5M2)
         yield CAST, (x, factor, rows, E4M3, None, None, True)
+        yield CAST, (x, factor, rows, E4M3, cols, E5M2, False, cols.bfloat16())
         yield CAST, (x.float().t(), None, cols.t(), E4M3, None, None)
         yield AMAX, (x, factor, True, True)
         yield AMAX, (x.t(), None, False, True)

@@ -19,7 +19,7 @@ or makes the tensor anyway; the backward may compute the tensor itself anew, fro
 and what exceeds the maximum by such a rounding saturates. A norm in front waits (``norms``).
 
 Refuses what is no matrix. Where no kernels run, quantizations are left to be decomposed; so are
-those of inference by rows of what no epilogue makes (attention's result), which Inductor reads once.
+those of inference, by rows, of what no epilogue makes (attention's result): Inductor reads it once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _expand(graph: Graph, nodes: list[Node], waiting: Waiting | None, scope: Sco
     gemm = producer(x)
     source = Source(
         x,
+        x if waiting is None else waiting.x,
         None if waiting is None else waiting.factor,
+        None if waiting is None else waiting.weight,
         gemm is not None and reaches(gemm, x, scope),
         x not in scope.graded,
         fake(nodes[0].args[0]).dtype,
@@ -114,7 +116,7 @@ def _in_one_kernel(nodes: list[Node], source: Source) -> bool:
 def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> None:
     """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
     alike in whether they divide."""
-    x = nodes[0].args[0] if source.factor is None else source.x
+    x = nodes[0].args[0] if source.factor is None else source.read
     before, plain, turned = nodes[0], [], []
     for node in nodes:
         q, _ = _results(node)
@@ -126,7 +128,8 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> No
     for pair in itertools.zip_longest(plain, turned):
         given = [(None, None) if one is None else (scale[one[0]], one[0].args[2]) for one in pair]
         with graph.inserting_before(before):
-            how = [True] if divides(nodes[0]) else []
+            how = [divides(nodes[0])] if divides(nodes[0]) or source.weight else []
+            how += [source.weight] if source.weight else []
             both = put(CAST, x, source.factor, *given[0], *given[1], *how)
             made = [put(operator.getitem, both, i) if given[i][0] else None for i in range(2)]
             back = put.transpose(made[1]) if made[1] is not None else None
