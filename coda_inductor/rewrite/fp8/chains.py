@@ -151,8 +151,12 @@ def _divisor(node: Node, limit: float) -> tuple[Node, tuple[int, ...], bool] | N
     if found is None:
         return None
     magnitude, dims = found
-    everything = len(dims) == fake(magnitude).dim()
-    return magnitude, () if everything else dims, False
+    shape = fake(magnitude).shape
+    # torchao leaves out dimensions of size one, a batch of one for instance.
+    others = [size for dim, size in enumerate(shape) if dim not in dims]
+    everything = all(isinstance(size, int) and size == 1 for size in others)
+    by_rows = dims == (len(shape) - 1,)
+    return magnitude, () if everything and not by_rows else dims, False
 
 
 def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:

@@ -7,11 +7,13 @@ Before, for gate and up (``s`` is an input of the graph: one number)::
 
 After::
 
-    q = float8(clamp(float32(x) / s))                  one factor of both products, which may pair
+    q = float8(clamp(float32(x) / s))                                one factor of both products
 
 Why it is valid: they are the same ops of the same tensors. Nothing else is to do: such a cast is
 elementwise, so that the epilogue that makes x stores q itself (``fuse.fp8``), and behind a norm it
-is part of the kernel that normalizes.
+is part of the kernel that normalizes. On Hopper a paired tile stores 16 bits alone: where its
+result is to be stored in FP8, gate's own epilogue reads what up has made, which moves as many bytes
+as a pair and a cast behind it.
 """
 
 from __future__ import annotations

@@ -125,6 +125,8 @@ def raise_product(graph: Graph, product: Product, known: dict[Node, Quantized]) 
             _inverse(put, inverse, scales, row=row)
             for inverse, row in zip(product.inverses, (True, False), strict=True)
         )
+        if _single(rows) and _single(columns):
+            rows, columns = (put.reshape(x, []) if fake(x).dim() else x for x in (rows, columns))
         extra = [] if product.bias is None else [product.bias]
         new = put(
             scaled_mm, *factors, rows, columns, product.out_dtype, product.fast, product.after,

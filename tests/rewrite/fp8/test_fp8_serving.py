@@ -91,7 +91,8 @@ def test_the_op_is_torchaos_function(how, dtype):
 
 CASES = [
     ("row", {}, (2, 16)), ("row", {"bias": True}, (3, 7)), ("row", {}, (1, 1)),
-    ("tensor", {"bias": True}, (2, 16)), ("tensor", {}, (3, 7)), ("static", {}, (3, 7)),
+    ("tensor", {"bias": True}, (2, 16)), ("tensor", {}, (1, 7)), ("static", {}, (3, 7)),
+    ("tensor", {}, (1, 1)), ("static", {}, (1, 1)),
 ]  # fmt: skip
 
 
@@ -129,9 +130,12 @@ def test_in_float64_without_rounding_it_is_the_same_function(how, context):
         torch.testing.assert_close(have, want, rtol=1e-10, atol=bound)
 
 
-@pytest.mark.parametrize(("how", "layers"), [("row", 1), ("row", 3), ("tensor", 2)])
-def test_counts_follow_the_layers(how, layers):
-    harness, *_ = both(served(how, layers=layers), batch(), **ALL)
+@pytest.mark.parametrize(
+    ("how", "layers", "rows"),
+    [("row", 1, (2, 16)), ("row", 3, (1, 16)), ("tensor", 2, (2, 16)), ("tensor", 2, (1, 16))],
+)
+def test_counts_follow_the_layers(how, layers, rows):
+    harness, *_ = both(served(how, layers=layers), batch(rows), **ALL)
     ops = harness.ops()
     assert ops["aten._scaled_mm.default"] == ops["aten.max.default"] == 0
     # The first norm's input is given: by rows, the kernel that makes its result casts it as well.
