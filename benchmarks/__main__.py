@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m benchmarks --out DIR``, ``python -m benchmarks report FILE``, and
-``python -m benchmarks grid --out DIR``, ``families`` or ``fp8`` (``grid_run``).
+``python -m benchmarks grid --out DIR``, ``families`` or ``fp8`` (``grid_run``); ``python -m
+benchmarks account`` (``account``).
 
 Measuring writes into DIR, after every part: ``results.json``, ``tables.txt`` (the tables that are
 also printed last), ``profiles.txt`` (kernels, and what our backend reports) and ``log.txt`` (all
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import environment, grid_run, kernels, layer, llama, models, report, runner
+from . import account, environment, grid_run, kernels, layer, llama, models, report, runner
 from .blocks import BLOCKS
 from .environment import REPOSITORY
 from .runner import Job
@@ -248,6 +249,8 @@ def main() -> None:
         from . import distributed_run  # torch's tensor parallelism takes a second to import
 
         distributed_run.main(arguments[1:])
+    elif arguments[:1] == ["account"]:
+        account.main(arguments[1:])
     else:
         measure(arguments)
 

@@ -63,6 +63,11 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2048,
         _widths(2304, 9216, 8, 8, num_key_value_heads=4, head_dim=256, vocab_size=256000),
     ),
+    "gemma3": (  # 1B
+        "Gemma3ForCausalLM",
+        2048,
+        _widths(1152, 6912, 4, 12, num_key_value_heads=1, head_dim=256, vocab_size=262144),
+    ),
     "phi3": (  # mini
         "Phi3ForCausalLM",
         2048,

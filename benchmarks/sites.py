@@ -31,15 +31,17 @@ from coda_inductor.select.store import Store, store_of
 
 from . import layer
 
-#: Model width, MLP width, width of k and v: no sum of them is another one.
+#: Model width, MLP width, width of k and v: no sum of them is another one, nor the rows.
 _TRACED = (4096, 14336, 1024)
 _ROWS = 8192
 
 
-def layers(widths: Sequence[tuple[int, int, int]], rows: Sequence[int], dtype) -> list[Site]:
+def layers(
+    widths: Sequence[tuple[int, int, int]], rows: Sequence[int], dtype: torch.dtype, recipe=""
+) -> list[Site]:
     """The sites of layers of (model width, MLP width, width of k and v) at so many rows, each
-    once."""
-    found, traced = {}, _traced(dtype)
+    once; in FP8 by `recipe`, if there is one."""
+    found, traced = {}, _traced(dtype, recipe)
     for m in rows:
         for width in widths:
             for site in traced:
@@ -52,8 +54,9 @@ def _resized(site: Site, m: int, width: tuple[int, int, int]) -> Site:
     d, f, kv = width
     old_d, old_f, old_kv = _TRACED
     sizes = {old_d: d, old_f: f, old_kv: kv, 2 * old_f: 2 * f, old_d + 2 * old_kv: d + 2 * kv}
+    sizes[_ROWS] = m  # K of a weight's gradient
     copied = tuple(sizes[k] for k in site.copied)
-    return replace(site, m=m, n=sizes[site.n], k=sizes[site.k], copied=copied)
+    return replace(site, m=sizes[site.m], n=sizes[site.n], k=sizes[site.k], copied=copied)
 
 
 class _Listener:
@@ -89,8 +92,10 @@ def _plan(
     store: Store,
     *,
     train: bool,
+    recipe: str = "",
 ) -> None:
     """Plan one layer with what ``store`` knows; ``tuner`` makes what is asked to measure."""
+    options = {"tune": "always"} | ({"fp8": recipe, "fp8_small": True} if recipe else {})
     with torch.device("meta"):
         block = layer.Block(*width, "hf").to(dtype)
         x0, y = (torch.empty(1, m, width[0], dtype=dtype) for _ in range(2))
@@ -100,7 +105,7 @@ def _plan(
         mock.patch.object(pipeline, "Tuner", tuner),
         torch.set_grad_enabled(train),
     ):
-        capture(block, tuple(inputs), {}, parse(None, {"tune": "always"}), as_if=_device())
+        capture(block, tuple(inputs), {}, parse(None, options), as_if=_device())
 
 
 def _device() -> torch.device:
@@ -131,7 +136,7 @@ class _Answers:
 
 
 @functools.cache
-def _traced(dtype: torch.dtype) -> list[Site]:
+def _traced(dtype: torch.dtype, recipe: str) -> list[Site]:
     """The sites of the traced layer."""
     found: dict[str, Site] = {}
     answers = (lambda _: False, _several, lambda _: True)
@@ -140,7 +145,8 @@ def _traced(dtype: torch.dtype) -> list[Site]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(gpu_of(_device()), Path(folder))
                 made = _Answers(store, found, loses)
-                _plan(_TRACED, _ROWS, dtype, lambda *_, made=made: made, store, train=train)
+                tuner = lambda *_, made=made: made  # noqa: E731
+                _plan(_TRACED, _ROWS, dtype, tuner, store, train=train, recipe=recipe)
     return list(found.values())
 
 

@@ -6,12 +6,11 @@
 
 ``measure`` first times every legal config of the kinds of sites (``select/kinds.py``) at three
 widths, then the sites of layers of all widths of the suite ``grid``, as traced by this torch, with
-the likeliest configs, and at last what these layers' plans still ask for; all as ``python -m
-coda_inductor tune`` does. What was measured before (in
-the cache) is not measured again, and what there is no time for is left out. ``fit`` needs no GPU:
-it fits, for each config, the four constants of ``coda_inductor.select.model`` by weighted least
-squares, prints how far the model's choices are from the measured best, and writes the table, with
-the measured sites.
+the likeliest configs, what these layers' plans still ask for, and the sites of layers in FP8; all
+as ``python -m coda_inductor tune`` does. What was measured before (in the cache) is not measured
+again, and what there is no time for is left out. ``fit`` needs no GPU: it fits, for each config,
+the four constants of ``coda_inductor.select.model`` by weighted least squares, prints how far the
+model's choices are from the measured best, and writes the table, with the measured sites.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from coda_inductor.tune.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import layer
+from benchmarks.cases import RECIPES
 from benchmarks.grid import HALF
 from benchmarks.sites import asked, layers
 
@@ -66,6 +66,8 @@ LAYERS = {
     4096: _ALL,
     16384: ("1B", "3B"),
 }
+#: The same in FP8, by all recipes.
+FP8_LAYERS = {8192: ("8B", "1B"), 4096: ("8B",), 2048: ("8B",)}
 #: How often the layers are planned: what one plan's sites take decides about the next one's.
 PLANS = 3
 #: Configs of a site that ship, and the spread from which on a site does not: something ran beside.
@@ -112,7 +114,7 @@ def sites() -> list[Site]:
 
 def measure(out: Path, seconds: float, only: str) -> None:
     """Measure for at most so many seconds, and write everything that is known of this GPU. ``only``
-    "kinds" or "layers"; "" for both."""
+    "kinds", "layers" or "fp8"; "" for all."""
     device = torch.device("cuda", torch.cuda.current_device())
     store, start = store_of(gpu_of(device)), time.monotonic()
 
@@ -128,13 +130,21 @@ def measure(out: Path, seconds: float, only: str) -> None:
         print(f"{what}: {done} of {len(wanted)}, {time.monotonic() - start:.0f} s", flush=True)
         out.write_text(as_text(store.gpu, store.own(), store.device))
 
-    if only != "layers":
+    if only in ("", "kinds"):
         batch("kinds", sites(), None)
-    for m, names in LAYERS.items() if only != "kinds" else ():
+    for m, names in LAYERS.items() if only in ("", "layers") else ():
         widths = [layer.SIZES[size] for size in names]
         batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), MANY // 2)
-    for turn in range(PLANS) if only != "kinds" else ():
+    for turn in range(PLANS) if only in ("", "layers") else ():
         batch(f"plans, time {turn + 1}", _asked(), MANY // 2)
+    for m, names in FP8_LAYERS.items() if only in ("", "fp8") else ():
+        widths = [layer.SIZES[size] for size in names]
+        found = {
+            key_of(site): site
+            for recipe in RECIPES
+            for site in layers(widths, [m], torch.bfloat16, recipe)
+        }
+        batch(f"layers in FP8 at {m} rows", list(found.values()), MANY // 2)
 
 
 def _asked() -> list[Site]:
@@ -300,7 +310,7 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("out", type=Path)
     measuring.add_argument("--seconds", type=float, default=900.0, help="at most")
-    measuring.add_argument("--only", choices=("kinds", "layers"), default="")
+    measuring.add_argument("--only", choices=("kinds", "layers", "fp8"), default="")
     fitting = commands.add_parser("fit")
     fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)

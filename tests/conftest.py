@@ -7,6 +7,8 @@ for Hopper where there is no GPU; QuACK and CuTeDSL read that once, when they ar
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +19,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("QUACK_ARCH", "90")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    # Inductor starts a process for Triton's kernels when it is imported (3 s of CPU a process).
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
+# Where nobody keeps bytecode, each process that a test starts would compile all of our files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 COMPILER = shutil.which("g++")
 if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is imported
@@ -34,8 +40,21 @@ SLOW = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """By default pytest-xdist starts with the files that hold most tests, however short."""
+    nobody_traces()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    """A tenth of the tests' time went into looking for garbage among modules and tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_unconfigure() -> None:
+    """What was frozen is freed, or nanobind says that somebody forgot it."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,9 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def nobody_traces() -> None:
+    """Pytest 9 listens to loggers that do not propagate: torch would write down every graph."""
+    logging.getLogger("torch.__trace").propagate = True
+
+
 @pytest.fixture(autouse=True)
 def clean_slate():
     """Isolation from the test before; restores the compile caches' settings afterwards."""
+    nobody_traces()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)

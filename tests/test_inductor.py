@@ -99,79 +99,83 @@ if "full disk" in sys.argv:
     pipeline.ON_ATEN = tuple(
         replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
     )
-found = {}
-for how in sys.argv[2].split():
+for what in sys.argv[1].split(";"):
+    how, options = what.split(" ", 1)
+    print(MARK, file=sys.stderr)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
     reports = len(coda_inductor.reports())
     model, x = Block(), torch.randn(4, D)
     with torch.set_grad_enabled(how == "train"):
-        ours = torch.compile(model, backend=coda, options=json.loads(sys.argv[1]))(x)
+        ours = torch.compile(model, backend=coda, options=json.loads(options))(x)
         torch.testing.assert_close(ours, model(x))
         if how == "train":
             ours.sum().backward()
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
     analysed = len(coda_inductor.reports()) - reports
-    found[how] = {"hits": hits, "analysed": analysed, "result": ours.tolist()}
-print(json.dumps(found))
+    print(json.dumps({"hits": hits, "analysed": analysed, "result": ours.tolist()}))
 """
+#: Between what is logged of one compilation and of the next.
+MARK = "-- next --"
 
 
-def in_a_new_process(
-    options: dict, folder: Path, how: str, *faults: str, **environment: str
-) -> tuple[dict, str]:
-    """What SCRIPT found for each word of `how`, "infer" and "train", and its standard error."""
+def in_a_new_process(folder: Path, *whats: str, logs: str = "coda_inductor") -> list[dict]:
+    """What SCRIPT finds for each of ``whats``, "infer" or "train" and options, and its "log".
+    ``full disk`` as the last of them is a fault."""
+    faults = [what for what in whats if what == "full disk"]
+    whats = [what for what in whats if what not in faults]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        **environment,
+        "TORCH_LOGS": logs,
     }
-    command = [sys.executable, "-c", SCRIPT, json.dumps(options), how, *faults]
+    script = SCRIPT.replace("MARK", repr(MARK))
+    command = [sys.executable, "-c", script, ";".join(whats), *faults]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    parts = done.stderr.split(MARK)[1:]
+    return [{**one, "log": log} for one, log in zip(found, parts, strict=True)]
+
+
+BOTH = ("infer {}", "train {}")
 
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
-    found, log = in_a_new_process({}, tmp_path, "infer", TORCH_LOGS="coda_inductor")
-    first = found["infer"]
-    assert (first["hits"], first["analysed"]) == ([0, 0], 1)
+    """And what failed once is not kept there, neither an inference graph nor a training graph.
+    Each process takes seconds to start: one fails, one compiles, one finds."""
+    failed = in_a_new_process(tmp_path, *BOTH, "full disk")
+    assert "No space left on device" in failed[0]["log"]
+    first = in_a_new_process(tmp_path, *BOTH)
+    for before, compiled in zip(failed, first, strict=True):
+        assert (compiled["hits"], compiled["analysed"]) == ([0, 0], 1)
+        assert "No space left" not in compiled["log"]
+        had = torch.tensor(before["result"])
+        torch.testing.assert_close(torch.tensor(compiled["result"]), had)
+    log = first[0]["log"]
     assert "GEMMs: legal, runs as plain ops here (device cpu has no kernels)" in log
     assert "no GEMM becomes a kernel here" in log
-    found, log = in_a_new_process({}, tmp_path, "infer", TORCH_LOGS="coda_inductor")
-    second = found["infer"]
-    assert (second["hits"], second["analysed"]) == ([1, 1], 0)
-    assert second["result"] == first["result"]
+    other = 'infer {"disable": ["swiglu"]}'
+    *second, third = in_a_new_process(tmp_path, *BOTH, other, logs="+coda_inductor")
+    for compiled, hit in zip(first, second, strict=True):
+        assert (hit["hits"][1], hit["analysed"]) == (1, 0)
+        assert hit["result"] == compiled["result"]
+        assert "No space left" not in hit["log"]
+    assert second[0]["hits"] == [1, 1]
+    log = second[0]["log"]
     assert "from torch's compile cache" in log
     assert "GEMMs" not in log
     assert "no GEMM becomes a kernel here" in log  # a warm cache hides nothing
-    options = {"disable": ["swiglu"]}
-    found, log = in_a_new_process(options, tmp_path, "infer", TORCH_LOGS="+coda_inductor")
-    third = found["infer"]
     assert (third["hits"], third["analysed"]) == ([0, 0], 1)  # another option is another graph
-    assert "raise: rms_norm at" in log
-    assert "raise: swiglu at" not in log
-    assert "fuse: o reference" in log
-
-
-def test_what_failed_once_is_not_kept_in_torchs_cache(tmp_path):
-    """Neither an inference graph nor a training graph."""
-    first, log = in_a_new_process({}, tmp_path, "infer train", "full disk")
-    assert "No space left on device" in log
-    for hit in (False, True):
-        found, log = in_a_new_process({}, tmp_path, "infer train")
-        assert "No space left" not in log
-        assert found.keys() == first.keys() == {"infer", "train"}
-        for how, run in found.items():
-            assert (run["hits"][1], run["analysed"]) == (int(hit), int(not hit))
-            had = torch.tensor(first[how]["result"])
-            torch.testing.assert_close(torch.tensor(run["result"]), had)
+    assert "raise: rms_norm at" in third["log"]
+    assert "raise: swiglu at" not in third["log"]
+    assert "fuse: o reference" in third["log"]
 
 
 class LayerNormBlock(nn.Module):

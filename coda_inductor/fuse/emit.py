@@ -22,9 +22,10 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import factors
-from coda_inductor.graph.edit import insert, settle, splice
+from coda_inductor.graph.edit import insert, settle
 from coda_inductor.graph.nodes import aten, base, fake, prims
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.splice import splice
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import direct, op
@@ -98,16 +99,16 @@ def expand(graph: Graph, call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
     as_, bs, operands, text = call.args[:4]
-    program = EpilogueProgram.from_json(text)
-
-    def reference_gemm(as_, bs, operands):
-        return reference.run(program, as_, bs, operands, exact=exact)
-
-    results = splice(graph, call, reference_gemm, (list(as_), list(bs), list(operands)), like=call)
+    args = (EpilogueProgram.from_json(text), exact, list(as_), list(bs), list(operands))
+    results = splice(graph, call, _reference, args, like=call)
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+def _reference(program, exact, as_, bs, operands):
+    return reference.run(program, as_, bs, operands, exact=exact)
 
 
 def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:

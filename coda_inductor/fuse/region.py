@@ -133,10 +133,10 @@ def _ends_alone(node: Node) -> bool:
 def _common_dtype(nodes: list[Node]) -> torch.dtype:
     """The dtype from which every one of ``nodes``, all one value, can be made without loss: of a
     widened copy that of what was widened."""
-    return functools.reduce(torch.promote_types, [_narrowest(node) for node in nodes])
+    return functools.reduce(torch.promote_types, [narrowest(node) for node in nodes])
 
 
-def _narrowest(node: Node) -> torch.dtype:
+def narrowest(node: Node) -> torch.dtype:
     """The 16-bit dtype that ``node`` was rounded to before it was widened, if any; else its own."""
     rounded = base(node, lambda n: fake(n).dtype not in HALF and renames_or_casts(n))
     return fake(rounded).dtype if fake(rounded).dtype in HALF else fake(node).dtype

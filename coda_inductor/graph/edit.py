@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.compat import (
-    select_decomp_table,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from coda_inductor.compat import tree_leaves, tree_map
 from coda_inductor.graph.nodes import aten, erased, fake, prims
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
-_KEPT_META = (
+KEPT_META = (
     "partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "stack_trace", "nn_module_stack",
     "fwd_nn_module_stack", "original_aten", "from_node", "custom", "autograd_backward",
 )  # fmt: skip
@@ -35,7 +28,7 @@ def insert(
     Meta that steers the partitioner and names the source line is copied from ``like``.
     """
     node = graph.call_function(target, args, kwargs or {})
-    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+    node.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
     mode = fake_mode(args) or fake_mode((like,))
     with contextlib.nullcontext() if mode is None else mode:
         node.meta["val"] = target(*tree_map(fake, args), **(kwargs or {}))
@@ -101,50 +94,6 @@ class Put:
             self(aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
             for i, size in enumerate(shape)
         ]
-
-
-def splice(
-    graph: Graph,
-    before: Node,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    like: Node,
-    meta: dict[str, Any] | None = None,
-) -> Any:
-    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
-
-    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
-    Inductor's: the result is what it would have compiled had the user written the function's body.
-    """
-    flat, spec = tree_flatten(list(args))
-    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
-    nodes = [flat[i] for i in slots]
-
-    def call(*tensors: Any) -> Any:
-        values = list(flat)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            values[slot] = tensor
-        return function(*tree_unflatten(values, spec))
-
-    traced = make_fx(call, decomposition_table=select_decomp_table())(*map(fake, nodes))
-    env: dict[Node, Node] = {}
-    inputs = iter(nodes)
-    result: Any = None
-    with graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(inputs)
-            elif node.op == "output":
-                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
-            elif node.op == "get_attr":
-                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
-            else:
-                copied = graph.node_copy(node, env.__getitem__)
-                kept = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-                copied.meta = {**node.meta, **kept, **(meta or {})}
-                env[node] = copied
-    return result
 
 
 class CycleError(RuntimeError):

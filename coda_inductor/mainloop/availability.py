@@ -43,6 +43,15 @@ def unsupported_gpu(major: int, minor: str = "x") -> Refusal | None:
     return refuse("old-gpu", text)
 
 
+def scales_vectors(device: torch.device) -> bool:
+    """Does cuBLAS multiply FP8 products with a scale for each row and column on ``device``? From
+    CUDA 12.9 on, on Hopper (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
     """Why no kernel can be compiled here, device or not, or None."""

@@ -20,12 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coda_inductor.mainloop.relaunch import Launches, current, key_of
+
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
 #: What a weight may have, beside float32.
 _HALVES = (torch.bfloat16, torch.float16)
+#: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
+#: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
+_WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
@@ -131,6 +136,9 @@ def _amax_kernel(
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
+_CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
+
+
 def cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
     q: Tensor, qt: Tensor, divide: bool = False, weight: Tensor | None = None,
@@ -146,19 +154,23 @@ def cast(
         x, q, qt = x.t(), qt, q
         others = (scale_t, scale, factor, weight)
         scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    vectors = (factor, weight, scale, scale_t)
+    key = (x.device.index, divide, key_of(x, *vectors, q, qt)) if current(x) else None
+    if key is not None and (launch := _CASTS.again(key)) is not None:
+        launch(x, *[x if v is None else v for v in vectors], q, qt)
+        return
     m, k = x.shape
-    vectors = [v if v is None else v.contiguous() for v in (factor, weight, scale, scale_t)]
-    hows = [_how(v, m, k, *(_HALVES if v is vectors[1] else ())) for v in vectors]
-    turned = scale_t is not None
-    tile_k = _TURNED if turned else min(_STRAIGHT, triton.next_power_of_2(k))
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    laid = [v if v is None else v.contiguous() for v in vectors]
+    if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
+        key = None  # copied, which the next one needs as well
+    hows = [_how(v, m, k, *(_HALVES if v is laid[1] else ())) for v in laid]
+    tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
-    grid = (triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k),)
+    blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
+    args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _cast_kernel[grid](
-            x, *(x if v is None else v for v in vectors), q, qt, m, k, x.stride(0), *hows, divide,
-            tile_m, tile_k,
-        )  # fmt: skip
+        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -168,14 +180,21 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     Raises:
         ValueError: as for :func:`cast`.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    key = (x.device.index, tile, key_of(x, factor, rows, cols)) if current(x) else None
+    if key is not None and (launch := _MAXIMA.again(key)) is not None:
+        launch(x, x if factor is None else factor, rows, cols)
+        return
+    lying = x if x.stride(1) == 1 else x.contiguous()
+    by = factor if factor is None else factor.contiguous()
+    if lying is not x or by is not factor:
+        key = None
     m, k = x.shape
-    grid = (triton.cdiv(m, tile) * triton.cdiv(k, tile),)
+    blocks = triton.cdiv(m, tile) * triton.cdiv(k, tile)
+    wanted = rows.numel() > 0, cols.numel() > 0
+    args = (lying, lying if by is None else by, rows, cols)
+    rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
     with _device(x):
-        _amax_kernel[grid](
-            x, x if factor is None else factor.contiguous(), rows, cols, m, k, x.stride(0),
-            _how(factor, m, k), rows.numel() > 0, cols.numel() > 0, tile, num_warps=8,
-        )  # fmt: skip
+        _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
 
 
 def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:

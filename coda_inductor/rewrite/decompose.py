@@ -19,8 +19,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import REDUCTIONS
-from coda_inductor.graph.edit import splice
 from coda_inductor.graph.gemms import GEMMS
+from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import DEFINITIONS
 

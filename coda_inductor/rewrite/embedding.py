@@ -34,9 +34,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
-from coda_inductor.graph.edit import prune, splice
+from coda_inductor.graph.edit import prune
 from coda_inductor.graph.nodes import aten, fake, is_cast
 from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 
 #: Passes over the tokens' rows replace passes over the table: about as many of the one as of the

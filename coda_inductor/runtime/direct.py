@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled graphs call the op's implementation, not the dispatcher.
+"""Compiled graphs call our ops' implementations, not the dispatcher.
 
 A call through the dispatcher takes the host about 5 us: arguments are boxed, the program's text is
 copied and hashed again, and an op whose kernel is Python gets new lists of its tensors. Inductor's
@@ -14,15 +14,25 @@ wrapper finds ops by their names and keeps the dispatcher.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from coda_inductor.compat import fallback_handler, register_lowering, virtualized
 from coda_inductor.runtime import op
+from coda_inductor.runtime.fp8_casts import AMAX, CAST
+
+#: Each has an attribute ``direct``.
+OPS = (op.OP, CAST, AMAX)
 
 
 @functools.cache
 def install() -> None:
     """Let Inductor generate such calls, from now on."""
-    fall_back = fallback_handler(op.OP, add_to_fallback_set=False)
+    for each in OPS:
+        _install(each)
+
+
+def _install(overload: Any) -> None:
+    fall_back = fallback_handler(overload, add_to_fallback_set=False)
     if fall_back is None:
         return
 
@@ -30,8 +40,8 @@ def install() -> None:
         outputs = fall_back(*args, **kwargs)
         graph = virtualized.graph
         if not graph.cpp_wrapper:
-            made = [x for x in graph.operations if getattr(x, "op_overload", None) is op.OP]
+            made = [x for x in graph.operations if getattr(x, "op_overload", None) is overload]
             made[-1].python_kernel_name += ".direct"
         return outputs
 
-    register_lowering(op.OP, type_promotion_kind=None)(lower)
+    register_lowering(overload, type_promotion_kind=None)(lower)

@@ -188,6 +188,17 @@ def _has_fp8(device: torch.device) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def _direct_cast(x, *others):
+    """The op without the dispatcher (``runtime.direct``)."""
+    return _cast_cuda(x, *others) if x.is_cuda else CAST(x, *others)
+
+
+def _direct_amax(x, *others):
+    """As :func:`_direct_cast`."""
+    return _amax_cuda(x, *others) if x.is_cuda else AMAX(x, *others)
+
+
+CAST.direct, AMAX.direct = _direct_cast, _direct_amax  # type: ignore[attr-defined]
 _LIBRARY.impl("fp8_cast", fp8_cast, "CompositeExplicitAutograd")
 _LIBRARY.impl("fp8_amax", fp8_amax, "CompositeExplicitAutograd")
 _LIBRARY.impl("fp8_cast", _cast_cuda, "CUDA")

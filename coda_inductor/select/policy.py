@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.graph.gemms import GEMMS, b_major, fast_accumulation, gemm_inputs
+from coda_inductor.graph.gemms import TRACED, b_major, fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
@@ -144,7 +144,7 @@ class Policy:
         ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
-        pairs = [gemm_inputs(node) for node in graph.nodes if node.target in GEMMS]
+        pairs = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
         pairs = [(fake(a), fake(b)) for a, b in pairs if as_if is not None or fake(a).is_cuda]
         if not pairs:
             return Policy(options, dry=dry)

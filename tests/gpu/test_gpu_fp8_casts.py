@@ -124,9 +124,10 @@ def test_in_a_graph_of_cudas():
         by_row, by_col = (448 / v for v in (rows.amax(1, keepdim=True), cols.amax(0, keepdim=True)))
         return CAST(x, None, by_row, E4M3, by_col, E4M3)
 
+    plain = torch.compile(step, fullgraph=True)  # Triton's quotients are not eager's
     replayed = torch.compile(step, fullgraph=True, options={"triton.cudagraphs": True})
     for seed in range(4):
         torch.manual_seed(seed)
         x = torch.randn(256, 384, device="cuda").bfloat16()
-        for ours, eager in zip(replayed(x), step(x), strict=True):
-            assert same(ours, eager)
+        for ours, wanted in zip(replayed(x), plain(x), strict=True):
+            assert same(ours, wanted)

@@ -103,11 +103,12 @@ def test_a_division_by_a_scale_is_a_product_and_its_correction(
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_maxima_compile(wanted, tmp_path, monkeypatch):
-    from coda_inductor.mainloop.fp8_casts import _amax_kernel
+    from coda_inductor.mainloop.fp8_casts import _WARPS, _amax_kernel
     from coda_inductor.runtime.fp8_casts import TILE
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"x": "*bf16", **dict.fromkeys(("factor", "over_rows", "over_columns"), "*fp32")}
     types |= dict.fromkeys(("m", "k", "stride"), "i32")
     constants = {"FACTOR": 2, "ROWS": wanted[0], "COLUMNS": wanted[1], "TILE": TILE}
-    assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=8))
+    warps = _WARPS[wanted[1]]
+    assert "ld" in moved(compiled(_amax_kernel, types, constants, num_warps=warps))

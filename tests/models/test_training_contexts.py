@@ -59,11 +59,12 @@ def gemms(harness, part) -> tuple[int, int]:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_float32(dynamic, tied):
-    model, ids = Decoder(LAYERS, tied=tied), tokens()
+    layers = 1 if dynamic else LAYERS  # two with dynamic sizes are below
+    model, ids = Decoder(layers, tied=tied), tokens()
     harness = Harness()
     ours = step(model, ids, functools.partial(harness.train, model, dynamic=dynamic))
     assert_close(ours, step(model, ids), 1e-5)
-    assert fired(harness) == counts(LAYERS)
+    assert fired(harness) == counts(layers)
 
 
 def test_bfloat16_and_autocast_fuse_alike():
@@ -121,7 +122,7 @@ def test_checkpointed_blocks(name, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
     each, again = CHECKPOINTS[name]
-    layers = 3
+    layers = 3 if custom else LAYERS  # what is recomputed is counted between first and last too
     model, ids = Decoder(layers, each=each), tokens()
     harness, ours = train(model, ids)
     stock = Stock()

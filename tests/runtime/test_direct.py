@@ -14,6 +14,7 @@ from programs import inputs
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.runtime import direct, op
+from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import kinds
@@ -34,6 +35,20 @@ def test_inductor_calls_it_without_the_dispatcher():
     assert code.count(CALL) == 1
     for x, y in zip(got, gemm_epilogue(*tensors, PROGRAM, CONFIG), strict=True):
         assert torch.equal(x, y)
+
+
+def test_casts_too():
+    direct.install()
+
+    def both(x):
+        rows, _ = AMAX(x, None, True, False)
+        return CAST(x, None, rows.amax(1, keepdim=True), torch.float8_e4m3fn, None, None)[0]
+
+    x = torch.randn(40, 64).bfloat16()
+    got, (code,) = run_and_get_code(torch.compile(both, fullgraph=True), x)
+    for op_name in ("fp8_cast", "fp8_amax"):
+        assert code.count(f"torch.ops.coda_inductor.{op_name}.default.direct(") == 1
+    assert torch.equal(got.view(torch.uint8), both(x).view(torch.uint8))
 
 
 def test_a_dynamic_row_count():

@@ -175,14 +175,14 @@ def test_tensors_to_measure_with(name):
     assert (bs[0] == torch.zeros((), dtype=bs[0].dtype)).float().mean() < 0.05
 
 
-def policy_of(a, b, monkeypatch):
+def policy_of(a, b, monkeypatch, op=torch.ops.aten.mm.default):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     graph = Graph()
     with FakeTensorMode():
         nodes = [graph.placeholder(name) for name in "ab"]
         for node, (shape, stride, dtype) in zip(nodes, (a, b), strict=True):
             node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-    gemm = graph.call_function(torch.ops.aten.mm.default, tuple(nodes))
+    gemm = graph.call_function(op, tuple(nodes))
     return Policy.of(parse(None, {}), graph), gemm
 
 
@@ -221,3 +221,11 @@ def test_a_graph_of_fp8_gemms_is_bound_by_the_host_at_twice_the_size(monkeypatch
     eight, _ = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
     assert half.too_small is None
     assert "too small" in eight.too_small.text
+
+
+def test_a_graph_whose_gemms_are_all_scaled_is_decided_as_one_of_a_gpu(monkeypatch):
+    """The policy is made before scaled products are raised."""
+    eight = [((M, K), (K, 1), torch.float8_e4m3fn), ((K, N), (1, K), torch.float8_e4m3fn)]
+    policy, _ = policy_of(*eight, monkeypatch, torch.ops.aten._scaled_mm.default)
+    assert policy.on_gpu
+    assert policy.store is not None

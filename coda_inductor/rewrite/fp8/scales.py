@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.edit import Put, splice
+from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten
 from coda_inductor.graph.sides import EARLY
+from coda_inductor.graph.splice import splice
 from coda_inductor.runtime.fp8_casts import AMAX
 from coda_inductor.semantic.fp8 import scale_of
 

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a training step goes, to the last kernel: ``python -m benchmarks account``.
+
+A step of a stock model (forward and backward, no optimizer) by the profiler: GEMMs, attention,
+collectives, and each kernel that is none of them, with the bytes of its tensors, what these take at
+full bandwidth, and who made it. A kernel's tensors are those of its launch: each counts once,
+whether it is read, written or both, and whole. Kernels of the same name are one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from coda_inductor.select.device import gpu_of
+
+from . import contest, environment, families, models
+from .cases import TRAINING, Case, Way, ways
+from .measure import Call, device, synchronize
+from .tables import table
+
+MODELS = ("1B", "8B", "qwen3", "gemma3")
+CALLS = 3
+#: The kinds, each with the names of its kernels; what matches none is the rest.
+KINDS = {
+    "collectives": re.compile("nccl", re.IGNORECASE),
+    "attention": re.compile("flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
+    "GEMMs": re.compile("nvjet|cublas|cutlass|gemm|splitk", re.IGNORECASE),
+}
+REST = "rest"
+#: Who made the kernels of the rest.
+MAKERS = {
+    "Inductor": re.compile("^triton_"),
+    "coda": re.compile("^_(cast|amax)_kernel|coda"),
+    "CUDA": re.compile("^mem(cpy|set)", re.IGNORECASE),
+    "aten": re.compile("at::|at_cuda|at_op"),
+}
+#: Bytes of an element by the profiler's names of dtypes.
+_BYTES = {
+    "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "bool": 1, "unsigned char": 1,
+    "signed char": 1, "int": 4, "long int": 8, "long": 8,
+    "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Kernel:
+    """All launches of one name in a step.
+
+    Attributes:
+        kind: a key of KINDS, or REST.
+        maker: a key of MAKERS, or "library".
+        us: microseconds on the device.
+        calls: launches.
+        bytes: of the tensors of all launches; 0 where the profiler names none.
+    """
+
+    kind: str
+    maker: str
+    us: float = 0.0
+    calls: float = 0.0
+    bytes: float = 0.0
+
+
+def of_name(kinds: dict[str, re.Pattern[str]], name: str, other: str) -> str:
+    """The first of `kinds` that `name` matches, or `other`."""
+    return next((kind for kind, pattern in kinds.items() if pattern.search(name)), other)
+
+
+def read(events: Iterable[dict], calls: int) -> dict[str, Kernel]:
+    """Name -> :class:`Kernel` of one of `calls` steps, from the events of a Chrome trace with
+    shapes. What launched a kernel is the innermost event of the host with its external id.
+    """
+    launches: dict[Any, dict] = {}
+    kernels = []
+    for event in events:
+        given = event.get("args", {})
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(event)
+        elif "Input Dims" in given and "External id" in given:
+            launches[given["External id"]] = given
+    found: dict[str, Kernel] = {}
+    for event in kernels:
+        name, given = event["name"], event.get("args", {})
+        kind, maker = of_name(KINDS, name, REST), of_name(MAKERS, name, "library")
+        kernel = found.setdefault(name, Kernel(kind, maker))
+        kernel.us += event["dur"] / calls
+        kernel.calls += 1 / calls
+        kernel.bytes += tensor_bytes(launches.get(given.get("External id"), given)) / calls
+    return found
+
+
+def tensor_bytes(launch: dict) -> int:
+    """Bytes of the tensors among the arguments of a launch, or that a copy says it moves."""
+    if "Input Dims" not in launch:
+        return int(launch.get("bytes", 0))
+    total = 0
+    for shape, dtype in zip(launch["Input Dims"], launch.get("Input type", ()), strict=False):
+        if shape and dtype in _BYTES and all(isinstance(size, int) for size in shape):
+            total += _BYTES[dtype] * torch.Size(shape).numel()
+    return total
+
+
+def step(name: str, tokens: int, way: Way) -> Call:
+    """A training step of the model, compiled."""
+    return families.Model(Case(name, tokens, TRAINING)).compiled(way)
+
+
+def profiled(call: Call, calls: int = CALLS) -> dict[str, Kernel]:
+    """The kernels of one call, which is warm."""
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, record_shapes=True) as trace:
+        for _ in range(calls):
+            call()
+        synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        return read(json.loads(path.read_text())["traceEvents"], calls)
+
+
+def shares(kernels: dict[str, Kernel]) -> dict[str, float]:
+    """Milliseconds of each kind, and of all."""
+    found: dict[str, float] = defaultdict(float)
+    for kernel in kernels.values():
+        found[kernel.kind] += kernel.us / 1e3
+    return {**{kind: found[kind] for kind in (*KINDS, REST)}, "all": sum(found.values())}
+
+
+def text(kernels: dict[str, Kernel], bytes_per_us: float, least_us: float = 10.0) -> str:
+    """Two tables: the kinds, and the kernels of the rest of at least so many microseconds."""
+    known = shares(kernels)
+    kinds = [[kind, f"{ms:.2f}", f"{ms / known['all']:.1%}"] for kind, ms in known.items()]
+    rest = sorted(
+        ((name, k) for name, k in kernels.items() if k.kind == REST), key=lambda item: -item[1].us
+    )
+    shown = [(name, k) for name, k in rest if k.us >= least_us]
+    rows = [
+        [
+            name[:90],
+            k.maker,
+            f"{k.calls:.0f}",
+            f"{k.us:.0f}",
+            f"{k.bytes / 1e6:.1f}",
+            f"{k.bytes / bytes_per_us:.0f}",
+        ]
+        for name, k in shown
+    ]
+    less = sum(k.us for _, k in rest) - sum(k.us for _, k in shown)
+    rows.append([f"{len(rest) - len(shown)} shorter ones", "", "", f"{less:.0f}", "", ""])
+    heads = ["kernel", "made by", "calls", "us", "MB", "us at full bandwidth"]
+    return f"{table(kinds, ['', 'ms', 'of the step'], 'simple')}\n\n{table(rows, heads, 'simple')}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the account of each model under each backend; ``--out`` gets it as JSON."""
+    parser = argparse.ArgumentParser("python -m benchmarks account", description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(models.MODELS)}")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--variants", default="coda,compile_causal", help=f"of {', '.join(ways())}")
+    parser.add_argument("--out", type=Path, help="file for the results, JSON")
+    parser.add_argument("--commit", default="", help="measured commit, where there is no .git")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := sorted({*names} - {*models.MODELS}):
+        parser.error(f"--models: no such model: {', '.join(unknown)}")
+    variants = options.variants.split(",")
+    if unknown := sorted({*variants} - {*ways()}):
+        parser.error(f"--variants: no such variant: {', '.join(unknown)}")
+    if device() != "cuda":
+        parser.error("there is no GPU: an account is of kernels on one")
+    full = gpu_of(torch.device("cuda", torch.cuda.current_device())).bytes_per_us
+    found: dict[str, Any] = {}
+    for name in names:
+        for variant in variants:
+            way = ways()[variant]
+            if way.causal and name not in families.CAUSAL:
+                continue
+            contest.forget()
+            call = step(name, options.tokens, way)
+            call()
+            call()
+            kernels = profiled(call)
+            print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, full)}")
+            known = {k: dataclasses.asdict(v) for k, v in kernels.items()}
+            found[f"{name}-{options.tokens}-{variant}"] = {"ms": shares(kernels), "kernels": known}
+    if options.out:
+        about = environment.describe(["account", *arguments], options.commit or None)
+        whole = {"environment": about, "bytes_per_us": full, "account": found}
+        options.out.write_text(json.dumps(whole, indent=1) + "\n")

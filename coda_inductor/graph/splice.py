@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put what a function does into an aten graph.
+
+A function of the same tensors (dtypes, sizes, strides) does the same: it is traced once under a
+fake mode, which is that of a graph, and copied from then on. A layer of FP8 has some thirty scales,
+all alike; tracing each took half of all our time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coda_inductor.compat import schema, select_decomp_table, tree_flatten, tree_map, tree_unflatten
+from coda_inductor.graph.edit import KEPT_META, fake_mode
+from coda_inductor.graph.nodes import fake
+
+#: Attribute of a fake mode: what was traced under it, by function and arguments. A dictionary of
+#: our own would keep the mode alive, which every recorded value holds.
+_TRACED = "coda_traced"
+
+
+def splice(
+    graph: Graph,
+    before: Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    like: Node,
+    meta: dict[str, Any] | None = None,
+) -> Any:
+    """Trace ``function`` on the fake values of ``args``; put its aten nodes before ``before``.
+
+    Returns what the function returns, as nodes; ``meta`` is added to each. Decompositions are
+    Inductor's: the result is what it would have compiled had the user written the function's body.
+
+    Raises:
+        RuntimeError: the function made a constant tensor.
+    """
+    flat, spec = tree_flatten(list(args))
+    nodes = [a for a in flat if isinstance(a, Node)]
+    mode, key = fake_mode(nodes), _key(function, flat, spec)
+    known: dict[Hashable, GraphModule] = {}
+    if mode is not None and key is not None:
+        known = vars(mode).setdefault(_TRACED, known)
+    again = key in known
+    traced = known[key] if again else known.setdefault(key, _trace(function, flat, spec))
+    env: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    result: Any = None
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "output":
+                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+            elif node.op == "get_attr":
+                raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
+            else:
+                copied = graph.node_copy(node, env.__getitem__)
+                kept = {key: like.meta[key] for key in KEPT_META if key in like.meta}
+                copied.meta = {**node.meta, **kept, **(meta or {})}
+                if again:
+                    copied.meta["val"] = _value(copied, mode)
+                env[node] = copied
+    return result
+
+
+def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> GraphModule:
+    slots = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+
+    def call(*tensors: Any) -> Any:
+        values = list(flat)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            values[slot] = tensor
+        return function(*tree_unflatten(values, spec))
+
+    table = select_decomp_table()
+    return make_fx(call, decomposition_table=table)(*(fake(flat[slot]) for slot in slots))
+
+
+def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable | None:
+    """What the trace depends on; None where that is not known: sizes are symbolic, or two tensors
+    share memory, which a function may ask for."""
+    parts: list[Hashable] = [function, spec]
+    storages = []
+    for value in flat:
+        if not isinstance(value, Node):
+            if not isinstance(value, Hashable):
+                return None
+            parts.append((type(value), value))
+            continue
+        x = fake(value)
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            return None
+        sizes = (*x.shape, *x.stride(), x.storage_offset())
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            return None
+        parts.append((sizes, x.dtype, x.device, x.requires_grad))
+        storages.append(x.untyped_storage()._cdata)
+    return tuple(parts) if len({*storages}) == len(storages) else None
+
+
+def _value(node: Node, mode: Any) -> Any:
+    """A value of its own for a copied node: recorded ones tell which tensors share memory."""
+    old, known = node.meta["val"], schema(node.target)
+    views = known is None or any(argument.alias_info is not None for argument in known.arguments)
+    with mode:
+        if views or not isinstance(old, torch.Tensor):
+            return node.target(*tree_map(fake, node.args), **tree_map(fake, node.kwargs))
+        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+        return new.requires_grad_(old.requires_grad)

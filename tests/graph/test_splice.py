@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function does is traced once for the same tensors, and copied."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+from coda_inductor.graph import splice as module
+from coda_inductor.graph.splice import splice
+
+
+def function(x, y, scale):
+    z = (x.t().float() * scale).relu()
+    return z.t() + y, z.amax(1, keepdim=True)
+
+
+class Traces:
+    """How often a function was traced."""
+
+    def __init__(self, monkeypatch):
+        self.count, trace = 0, module._trace
+
+        def counted(*args):
+            self.count += 1
+            return trace(*args)
+
+        monkeypatch.setattr(module, "_trace", counted)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    return Traces(monkeypatch)
+
+
+def graph_of(*values, mode=None):
+    graph = Graph()
+    with mode or FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
+        for node, value in zip(nodes, values, strict=True):
+            node.meta["val"] = fakes.from_tensor(value)
+    return graph, nodes, graph.output(tuple(nodes))
+
+
+def put(graph, nodes, output, *more):
+    return splice(graph, output, function, (*nodes, *more), like=nodes[0])
+
+
+X, Y = torch.randn(6, 4), torch.randn(6, 4)
+
+
+def test_a_copy_is_what_tracing_gives(traces):
+    graph, (x, y), output = graph_of(X, Y)
+    first, again = (put(graph, (x, y), output, 2.0) for _ in range(2))
+    other = put(graph, (x, y), output, 3.0)
+    assert traces.count == 2
+    output.args = ((first, again, other),)
+    graph.lint()
+    run = torch.fx.GraphModule({}, graph)
+    one, two, three = run(X, Y)
+    for have, want in zip((*one, *two, *three), (*function(X, Y, 2.0),) * 2, strict=False):
+        assert torch.equal(have, want)
+    assert torch.equal(three[0], function(X, Y, 3.0)[0])
+
+
+def test_recorded_values_are_alike_and_share_memory_as_traced(traces):
+    graph, nodes, output = graph_of(X, Y)
+    before = len(graph.nodes)
+    put(graph, nodes, output, 2.0)
+    made = len(graph.nodes) - before
+    put(graph, nodes, output, 2.0)
+    assert traces.count == 1
+    first, again = (list(graph.nodes)[2 + i * made : 2 + (i + 1) * made] for i in range(2))
+    seen = {node.meta["val"].untyped_storage()._cdata for node in first}
+    for old, new in zip(first, again, strict=True):
+        a, b = old.meta["val"], new.meta["val"]
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        assert b.fake_mode is a.fake_mode
+        of_input = a.untyped_storage()._cdata == nodes[0].meta["val"].untyped_storage()._cdata
+        assert (b.untyped_storage()._cdata in seen) == of_input
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        X.bfloat16(),
+        X.t().contiguous().t(),
+        torch.randn(6, 8)[:, :4],
+        torch.randn(25)[1:].view(6, 4),
+    ],
+    ids=["dtype", "strides", "width", "offset"],
+)
+def test_other_tensors_are_traced_anew(traces, other):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for value in (X, other):
+        put(*graph_of(value, Y, mode=mode), 2.0)
+    assert traces.count == 2
+
+
+def test_one_memory_twice_is_traced_each_time(traces):
+    graph, (x, _), output = graph_of(X, Y)
+    for _ in range(2):
+        splice(graph, output, function, (x, x, 2.0), like=x)
+    assert traces.count == 2
+
+
+def test_symbolic_sizes_are_traced_each_time(traces):
+    def dynamic(x, y):
+        return x + y
+
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(dynamic, backend=backend, dynamic=True)(X, Y)
+    nodes = [n for n in graphs[0].nodes if n.op == "placeholder" and "s" not in n.name[:1]]
+    for node in nodes:
+        node.meta["val"] = node.meta["example_value"]
+    tensors = [n for n in nodes if isinstance(n.meta["val"], torch.Tensor)][:2]
+    output = next(n for n in graphs[0].nodes if n.op == "output")
+    with tensors[0].meta["val"].fake_mode:
+        for _ in range(2):
+            splice(graphs[0], output, function, (*tensors, 2.0), like=tensors[0])
+    assert traces.count == 2
+
+
+def test_nothing_outlives_its_graph():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    alive = weakref.ref(mode)
+    put(*graph_of(X, Y, mode=mode), 2.0)
+    del mode
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_constant_tensor_is_an_error():
+    graph, (x, _), output = graph_of(X, Y)
+    with pytest.raises(RuntimeError, match="captured a constant"):
+        splice(graph, output, lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), (x,), like=x)

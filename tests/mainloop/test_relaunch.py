@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch is made again only with what a compiled Triton kernel was specialized for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from coda_inductor.mainloop import fp8_casts, relaunch
+from coda_inductor.mainloop.relaunch import Launches
+
+M, K = 32, 64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class Kernel:
+    """Counts what Triton would bind (``first``) and what it would not (``again``)."""
+
+    def __init__(self):
+        self.first, self.again = [], []
+
+    def __getitem__(self, grid):
+        def bind(*args, **options):
+            self.first.append((grid, args, options))
+            return {grid: lambda *others: self.again.append((grid, others))}
+
+        return bind
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    made = Kernel()
+    monkeypatch.setattr(fp8_casts, "_CASTS", Launches(made))
+    monkeypatch.setattr(fp8_casts, "_MAXIMA", Launches(made))
+    monkeypatch.setattr(fp8_casts, "current", lambda _: True)
+    return made
+
+
+def cast(x=None, scale=None, scale_t=None, factor=None, dtype=E4M3, **how):
+    x = torch.randn(M, K).bfloat16() if x is None else x
+    m, k = x.shape
+    scale = torch.ones(m, 1) if scale is None else scale
+    q = torch.empty(m, k, dtype=dtype)
+    qt = torch.empty(k, m, dtype=dtype) if scale_t is not None else torch.empty(0, dtype=E4M3)
+    fp8_casts.cast(x, factor, scale, scale_t, q, qt, **how)
+    return x, scale, q, qt
+
+
+def test_the_next_launch_has_its_own_tensors_and_the_same_constants(kernel):
+    cast()
+    x, scale, q, qt = cast()
+    ((grid, bound, _),), ((same, args),) = kernel.first, kernel.again
+    assert grid == same
+    assert [id(a) for a in args[:7]] == [id(v) for v in (x, x, x, scale, x, q, qt)]
+    assert args[7:] == bound[7:]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.randn(M, 2 * K).bfloat16()},
+        {"x": torch.randn(2 * M, K).bfloat16()},
+        {"x": torch.randn(M, K).half()},
+        {"x": torch.randn(M, 2 * K).bfloat16()[:, :K]},
+        {"x": torch.randn(M * K + 1).bfloat16()[1:].view(M, K)},
+        {"scale": torch.ones(1, K)},
+        {"scale": torch.ones(())},
+        {"scale": torch.ones(M + 1, 1)[1:]},
+        {"scale_t": torch.ones(1, K)},
+        {"factor": torch.ones(M, 1)},
+        {"dtype": E5M2},
+        {"divide": True},
+        {"weight": torch.ones(1, K)},
+    ],
+    ids=[
+        *("K", "M", "dtype", "stride", "alignment of x", "columns' scales", "one scale"),
+        *("alignment of a scale", "two layouts", "a factor", "FP8's dtype", "division", "a weight"),
+    ],
+)
+def test_another_launch_is_bound_anew(kernel, other):
+    cast()
+    cast(**other)
+    assert (len(kernel.first), len(kernel.again)) == (2, 0)
+    cast(**other)
+    assert (len(kernel.first), len(kernel.again)) == (2, 1)
+
+
+def test_what_was_copied_is_bound_each_time(kernel):
+    for _ in range(2):
+        cast(x=torch.randn(2 * M, 2 * K).bfloat16()[::2, ::2])
+        cast(scale=torch.ones(M, 2)[:, :1].as_strided((M, 1), (2, 1)))
+    assert (len(kernel.first), len(kernel.again)) == (4, 0)
+
+
+def test_the_current_device_is_looked_at(kernel, monkeypatch):
+    cast()
+    monkeypatch.setattr(fp8_casts, "current", lambda _: False)
+    cast()
+    assert (len(kernel.first), len(kernel.again)) == (2, 0)
+
+
+def test_maxima_too(kernel):
+    for rows, cols in ((True, True), (True, True), (True, False)):
+        x = torch.randn(M, K).bfloat16()
+        given = [torch.empty(size if wanted else 0) for wanted, size in ((rows, M), (cols, K))]
+        fp8_casts.amax(x, None, *given, 128)
+    assert (len(kernel.first), len(kernel.again)) == (2, 1)
+
+
+def test_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
+    monkeypatch.setattr(relaunch, "_MOST", 4)
+    for m in range(1, 10):
+        cast(x=torch.randn(m, K).bfloat16())
+        assert len(fp8_casts._CASTS.known) <= 4
