@@ -104,14 +104,16 @@ _DO = {
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
-    "fp8-cast": "Quantize with torchao's dynamic scaling (convert_to_float8_training), without "
-    "reduce_amax: other casts to FP8 stay with Inductor.",
+    "fp8-cast": "Quantize with torchao's dynamic or static scaling, without reduce_amax or bounds "
+    "for the maximum: other casts to FP8 stay with Inductor.",
+    "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other "
+    "rank where rows are not split.",
     "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
     "fp8-small": "options['fp8_small'] = True takes small layers too.",
     "fp8-shape": "Give each linear layer a contiguous input: only matrices are quantized for it.",
     "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
-    "and add a bias after it.",
+    "and none for its result.",
     # the loss
     "logits-read": "Something between the loss and the LM head (a penalty on them, say) reads the "
     "gradient of all logits: it is then made in one piece.",

@@ -76,6 +76,18 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Packed(nn.Module):
+    """A gated MLP with gate and up in one weight."""
+
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.both, self.down = nn.Linear(D, 2 * HIDDEN, bias=bias), nn.Linear(HIDDEN, D)
+
+    def forward(self, x):
+        g, u = self.both(x).chunk(2, -1)
+        return x + self.down(F.silu(g) * u)
+
+
 class Stack(nn.Module):
     """Layers, each in a checkpoint if wanted."""
 
@@ -88,6 +100,34 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return x
+
+
+def serve(model: nn.Module, how: str, batch: torch.Tensor | None = None, **given: Any) -> nn.Module:
+    """``model`` after torchao's ``quantize_`` for inference: ``row`` and ``tensor`` scale inputs
+    dynamically, ``static`` by what they are in ``batch``. torchao asks for a GPU, which this does
+    without."""
+    pytest.importorskip("torchao.quantization")
+    needs_scaled_mm()
+    import torchao.quantization as ao
+    from torchao.prototype.quantization import quant_api as prototype
+    from torchao.quantization import quant_api
+
+    given = {"set_inductor_config": False, **given}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (quant_api, prototype):
+            patch.setattr(module, "_check_hardware_support", lambda _: None, raising=False)
+        if how == "static":
+            config = prototype.Float8StaticActivationFloat8WeightConfig
+            ao.quantize_(model, config(step="prepare", **given))
+            with torch.no_grad():
+                model(batch)
+            ao.quantize_(model, config(step="convert", **given))
+        else:
+            by = {"row": ao.PerRow, "tensor": ao.PerTensor}[how]()
+            ao.quantize_(
+                model, ao.Float8DynamicActivationFloat8WeightConfig(granularity=by, **given)
+            )
+    return model
 
 
 def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn.Module:
@@ -125,16 +165,21 @@ class _Exact(torch.fx.Interpreter):
             if dtype.is_floating_point and args[0].is_floating_point():
                 return args[0].double().clone()
         if target in (aten._scaled_mm.default, scaled_mm):
-            return args[0] @ args[1] * args[2] * args[3]
+            bias = args[4:5] if target is not scaled_mm else args[7:8]
+            return args[0] @ args[1] * args[2] * args[3] + (
+                bias[0] if bias and bias[0] is not None else 0
+            )
         if target is AMAX:
             wide = (args[0] if args[1] is None else args[0] * args[1]).abs()
             return wide, wide
         if target is CAST:
-            x, factor, scale, _, scale_t, _ = args
+            x, factor, scale, _, scale_t, _ = args[:6]
+            divide, weight = (*args[6:], None, None)[:2]
             x = x if factor is None else x * factor
-            return x * (1 if scale is None else scale), (
-                x * (1 if scale_t is None else scale_t)
-            ).t()
+            x = x if weight is None else x * weight
+            by = [1 if s is None else s for s in (scale, scale_t)]
+            by = [1 / s for s in by] if divide else by
+            return x * by[0], (x * by[1]).t()
         return tree_map(_widened, super().call_function(target, args, kwargs))
 
 

@@ -34,6 +34,7 @@ from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
 from coda_inductor.graph.nodes import (
     aten,
+    base,
     constant,
     fake,
     is_transpose,
@@ -134,15 +135,16 @@ class _Grower:
 
     def _begin(self, node: Node, acc: Value) -> Refusal | None:
         """What a GEMM does to its product itself: the scales of one of FP8, a bias."""
-        shape, bias = fake(node).shape, bias_of(node)
-        for op, operand in [("mul", scale) for scale in scales_of(node)] + [("add", bias)]:
+        shape, bias, scales = fake(node).shape, bias_of(node), scales_of(node)
+        for op, operand in [("mul", scale) for scale in scales] + [("add", bias)]:
             if operand is None:
                 continue
             plain = all(value == 1 for value in node.kwargs.values())
             if not plain or self._check(operand, shape) is not None:
                 return refuse("bias-form", "its bias, scales or alpha/beta are not supported")
             self.origin = "aten.addmm (bias)" if operand is bias else str(node.target)
-            acc = self._emit(op, acc, self._operand(operand, shape))
+            through = base if operand in scales else source  # unfused, it takes float32
+            acc = self._emit(op, acc, self._operand(operand, shape, through))
         self.region.values[node] = acc
         return None
 
@@ -371,7 +373,7 @@ class _Grower:
             return self._emit("where", value, 1.0, 0.0)
         return self._emit("ne", value, 0.0) if wants_bool and not is_bool else value
 
-    def _operand(self, arg: Any, full: tuple) -> Any:
+    def _operand(self, arg: Any, full: tuple, through: Any = source) -> Any:
         if not isinstance(arg, Node):
             return float(arg) if isinstance(arg, (int, float)) else arg
         if (value := self._value(arg)) is not None:
@@ -380,7 +382,7 @@ class _Grower:
             return literal
         kind = operands.classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
-        node = source(arg)
+        node = through(arg)
         known = self.region.operands.get((node, kind))
         if known is None:
             letter = {"tile": "t", "row": "w", "col": "r", "scalar": "s"}[kind]

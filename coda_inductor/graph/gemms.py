@@ -62,12 +62,14 @@ def multiplies_after(gemm: Node) -> bool:
 
 
 def bias_of(gemm: Node) -> Node | None:
-    """What an ``addmm`` adds, whatever its shape; None for an ``mm``."""
+    """What a GEMM adds to its product, whatever its shape; None for one that adds nothing."""
+    if gemm.target is scaled_mm:
+        return gemm.args[7] if len(gemm.args) > 7 else None
     return gemm.args[0] if gemm.target is aten.addmm.default else None
 
 
 def plain_bias(gemm: Node) -> bool:
-    """Is ``gemm`` an ``addmm`` that adds one value a column, unscaled?"""
+    """Is ``gemm`` one that adds one value a column, unscaled?"""
     bias = bias_of(gemm)
     return bias is not None and not gemm.kwargs and fake(bias).dim() == 1
 

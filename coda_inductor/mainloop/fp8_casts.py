@@ -26,6 +26,8 @@ from coda_inductor.mainloop.relaunch import Launches, current, key_of
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
+#: What a weight may have, beside float32.
+_HALVES = (torch.bfloat16, torch.float16)
 #: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
 #: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
 _WARPS = {True: 2, False: 8}
@@ -34,24 +36,54 @@ _NONE, _ONE, _ROWS, _COLUMNS = range(4)
 
 
 @triton.jit
-def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
-    """``value`` times a scale (or the factor). If it is turned, its columns are rows of ``x``."""
+def _beside(pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """Scales (or the factor) as they broadcast against a tile. If that is turned, its columns are
+    rows of ``x``."""
     if HOW == 1:
-        value *= tl.load(pointer)
+        by = tl.load(pointer)
     elif HOW == 2:
-        by = tl.load(pointer + rows, rows < m, 0.0)
-        value *= by[None, :] if TURNED else by[:, None]
-    elif HOW == 3:
-        by = tl.load(pointer + columns, columns < k, 0.0)
-        value *= by[:, None] if TURNED else by[None, :]
+        by = tl.load(pointer + rows, rows < m, 1.0)
+        by = by[None, :] if TURNED else by[:, None]
+    else:
+        by = tl.load(pointer + columns, columns < k, 1.0)
+        by = by[:, None] if TURNED else by[None, :]
+    return by
+
+
+@triton.jit
+def _times(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """``value`` times a scale (or the factor, or the weight)."""
+    if HOW != 0:
+        value *= _beside(pointer, HOW, rows, columns, m, k, TURNED).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _over(value, pointer, HOW: tl.constexpr, rows, columns, m, k, TURNED: tl.constexpr):
+    """``value`` divided by a scale, rounded as torch does: by the reciprocal, and what that left
+    over corrects it (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", 1990). The instruction itself takes five times as many, and is for scales at the
+    ends of float32."""
+    by = _beside(pointer, HOW, rows, columns, m, k, TURNED)
+    by = by + tl.zeros((1, 1), tl.float32) if HOW == 1 else by
+    size = tl.abs(by)
+    if tl.min(((size > 1e-30) & (size < 1e30)).to(tl.int32)) == 1:
+        reciprocal = tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)
+        inverse = tl.broadcast_to(reciprocal, value.shape)
+        guess = value * inverse
+        rest = tl.fma(guess, tl.broadcast_to(-by, value.shape), value)
+        better = tl.fma(rest, inverse, guess)
+        value = tl.where(tl.abs(guess) < 1e30, better, guess)
+    else:
+        value = tl.div_rn(value, tl.broadcast_to(by, value.shape))
     return value
 
 
 @triton.jit
 def _cast_kernel(
-    x, factor, scale, scale_t, q, qt, m, k, stride,
-    FACTOR: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x, factor, weight, scale, scale_t, q, qt, m, k, stride,
+    FACTOR: tl.constexpr, WEIGHT: tl.constexpr, SCALE: tl.constexpr, SCALE_T: tl.constexpr,
+    DIVIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(k, TILE_K)
     rows = (tl.program_id(0) // across) * TILE_M + tl.arange(0, TILE_M)
@@ -61,14 +93,22 @@ def _cast_kernel(
     loaded = tl.load(x + wide_rows[:, None] * stride + columns[None, :], inside, 0.0)
     if SCALE != 0:
         value = _times(loaded.to(tl.float32), factor, FACTOR, rows, columns, m, k, False)
-        value = _times(value, scale, SCALE, rows, columns, m, k, False)
+        value = _times(value, weight, WEIGHT, rows, columns, m, k, False)
+        if DIVIDE:
+            value = _over(value, scale, SCALE, rows, columns, m, k, False)
+        else:
+            value = _times(value, scale, SCALE, rows, columns, m, k, False)
         straight = value.to(q.dtype.element_ty)
         tl.store(q + wide_rows[:, None] * k + columns[None, :], straight, inside)
     if SCALE_T != 0:
         # Turned before it is cast: there are instructions for that in 16 bits, not in 8.
         value = tl.trans(loaded).to(tl.float32)
         value = _times(value, factor, FACTOR, rows, columns, m, k, True)
-        value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
+        value = _times(value, weight, WEIGHT, rows, columns, m, k, True)
+        if DIVIDE:
+            value = _over(value, scale_t, SCALE_T, rows, columns, m, k, True)
+        else:
+            value = _times(value, scale_t, SCALE_T, rows, columns, m, k, True)
         inside = (columns[:, None] < k) & (rows[None, :] < m)
         turned = value.to(qt.dtype.element_ty)
         tl.store(qt + wide_columns[:, None] * m + rows[None, :], turned, inside)
@@ -101,7 +141,7 @@ _CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
 
 def cast(
     x: Tensor, factor: Tensor | None, scale: Tensor | None, scale_t: Tensor | None,
-    q: Tensor, qt: Tensor,
+    q: Tensor, qt: Tensor, divide: bool = False, weight: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``q`` (M, K) and ``qt`` (K, M), both contiguous; see ``runtime.fp8_casts.fp8_cast``.
 
@@ -112,9 +152,10 @@ def cast(
     """
     if x.stride(1) != 1 and x.stride(0) == 1:  # of its transpose, which is what lies in rows
         x, q, qt = x.t(), qt, q
-        scale, scale_t, factor = (v if v is None else v.t() for v in (scale_t, scale, factor))
-    vectors = (factor, scale, scale_t)
-    key = (x.device.index, key_of(x, *vectors, q, qt)) if current(x) else None
+        others = (scale_t, scale, factor, weight)
+        scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
+    vectors = (factor, weight, scale, scale_t)
+    key = (x.device.index, divide, key_of(x, *vectors, q, qt)) if current(x) else None
     if key is not None and (launch := _CASTS.again(key)) is not None:
         launch(x, *[x if v is None else v for v in vectors], q, qt)
         return
@@ -123,13 +164,13 @@ def cast(
     laid = [v if v is None else v.contiguous() for v in vectors]
     if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
         key = None  # copied, which the next one needs as well
-    hows = [_how(v, m, k) for v in laid]
+    hows = [_how(v, m, k, *(_HALVES if v is laid[1] else ())) for v in laid]
     tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
     blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
     args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, tile_m, tile_k))
+        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -156,12 +197,13 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
         _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
 
 
-def _how(vector: Tensor | None, m: int, k: int) -> int:
+def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:
+    dtypes = (torch.float32, *more)
     if vector is None:
         return _NONE
     known = {(m, 1): _ROWS, (1, k): _COLUMNS, (1, 1): _ONE, (1,): _ONE, (): _ONE}
     shape = tuple(vector.shape)
-    if vector.dtype != torch.float32 or shape not in known:
+    if vector.dtype not in dtypes or shape not in known:
         raise ValueError(
             f"scales of ({m}, {k}) are float32, one a row or column, not {vector.dtype} {shape}"
         )

@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_view
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.gemms import GEMMS, bias_of, gemm_inputs, plain_bias
+from coda_inductor.graph.gemms import GEMMS, bias_of, gemm_inputs, plain_bias, scales_of
 from coda_inductor.graph.nodes import (
     aten,
     base,
@@ -49,6 +49,7 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
+from coda_inductor.semantic.fp8 import scaled_mm
 
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 
@@ -152,22 +153,32 @@ def _elementwise_readers(nodes: list[Node]) -> set[Node]:
 def _split(graph: Graph, found: _Packed) -> tuple[Node, Node]:
     """Put the two products in the place of one; returns the halves of the weight, each (F, K)."""
     gemm, f = found.gemm, fake(found.gemm).shape[-1] // 2
-    a, _ = gemm_inputs(gemm)
     put = Put(graph, like=gemm)
     weights = []
     with graph.inserting_before(gemm):
         for i, half in enumerate(found.halves):
             weight = put(aten.slice.Tensor, found.weight, 0, i * f, (i + 1) * f)
             turned = put(aten.permute.default, weight, [1, 0])
-            if (bias := bias_of(gemm)) is None:
-                product = put(aten.mm.default, a, turned)
-            else:
-                part = put(aten.slice.Tensor, bias, 0, i * f, (i + 1) * f)
-                product = put(aten.addmm.default, part, a, turned)
             weights.append(weight)
-            _replace(graph, half, product)
+            _replace(graph, half, _product(put, gemm, turned, i * f, (i + 1) * f))
     settle(weights)
     return weights[0], weights[1]
+
+
+def _product(put: Put, gemm: Node, weight: Node, start: int, end: int) -> Node:
+    """Columns ``start`` to ``end`` of ``gemm``, whose weight's columns are ``weight``."""
+    a, bias = gemm_inputs(gemm)[0], bias_of(gemm)
+    if bias is not None:
+        bias = put(aten.slice.Tensor, bias, 0, start, end)
+    if gemm.target is scaled_mm:
+        rows, columns = scales_of(gemm)
+        if fake(columns).dim():
+            columns = put(aten.slice.Tensor, columns, 1, start, end)
+        extra = [] if bias is None else [bias]
+        return put(scaled_mm, a, weight, rows, columns, *gemm.args[4:7], *extra)
+    if bias is None:
+        return put(aten.mm.default, a, weight)
+    return put(aten.addmm.default, bias, a, weight)
 
 
 def _replace(graph: Graph, half: list[Node], product: Node) -> None:

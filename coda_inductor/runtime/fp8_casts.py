@@ -23,7 +23,8 @@ _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _LIBRARY.define(
     "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
-    "Tensor? scale_t, ScalarType? dtype_t) -> (Tensor q, Tensor qt)",
+    "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
+    "-> (Tensor q, Tensor qt)",
     tags=_TAGS,
 )
 _LIBRARY.define(
@@ -47,6 +48,8 @@ def fp8_cast(
     dtype: torch.dtype | None,
     scale_t: Tensor | None,
     dtype_t: torch.dtype | None,
+    divide: bool = False,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``x`` (M, K), of 16 or 32 bits, in FP8, in one or two layouts.
 
@@ -58,20 +61,24 @@ def fp8_cast(
         dtype: the first result's, an FP8 dtype; None where ``scale`` is.
         scale_t: as ``scale``, in terms of ``x``'s rows and columns, for the second result.
         dtype_t: the second result's.
+        divide: whether to divide by the scales instead, as inference does.
+        weight: (1, K) of 16 or 32 bits, a column factor of ``x`` (a norm's weight), or None.
 
     Returns:
-        q (M, K) row-major and qt (K, M) row-major: ``float32(x) * factor * scale``, clamped to
-        the dtype's finite values (inf too; NaN stays) and rounded to the nearest. One that is not
-        wanted has the shape (0,).
+        q (M, K) row-major and qt (K, M) row-major: ``float32(x) * factor * weight * scale``,
+        clamped to the dtype's finite values (inf too; NaN stays) and rounded to the nearest. One
+        that is not wanted has the shape (0,).
     """
     wide = x.to(torch.float32)
     if factor is not None:
         wide = wide * factor
+    if weight is not None:
+        wide = wide * weight.to(torch.float32)
     q, qt = _outputs(x, scale, dtype, scale_t, dtype_t)
     if scale is not None:
-        q.copy_(_round(wide * scale, q.dtype))
+        q.copy_(_round(wide / scale if divide else wide * scale, q.dtype))
     if scale_t is not None:
-        qt.copy_(_round(wide * scale_t, qt.dtype).t())
+        qt.copy_(_round(wide / scale_t if divide else wide * scale_t, qt.dtype).t())
     return q, qt
 
 
@@ -138,7 +145,7 @@ def _outputs(
 
 
 @torch.library.register_fake("coda_inductor::fp8_cast", lib=_LIBRARY)
-def _fake_cast(x, factor, scale, dtype, scale_t, dtype_t):  # noqa: ARG001 (the op's signature)
+def _fake_cast(x, factor, scale, dtype, scale_t, dtype_t, divide=False, weight=None):  # noqa: ARG001
     return _outputs(x, scale, dtype, scale_t, dtype_t)
 
 
@@ -147,10 +154,10 @@ def _fake_amax(x, factor, row, col):  # noqa: ARG001 (the op's signature)
     return _partials(x, row, col)
 
 
-def _cast_cuda(x, factor, scale, dtype, scale_t, dtype_t):
+def _cast_cuda(x, factor, scale, dtype, scale_t, dtype_t, divide=False, weight=None):
     q, qt = _outputs(x, scale, dtype, scale_t, dtype_t)
-    if x.numel() and not _launched("cast", x, factor, scale, scale_t, q, qt):
-        return fp8_cast(x, factor, scale, dtype, scale_t, dtype_t)
+    if x.numel() and not _launched("cast", x, factor, scale, scale_t, q, qt, divide, weight):
+        return fp8_cast(x, factor, scale, dtype, scale_t, dtype_t, divide, weight)
     return q, qt
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 training in the semantic vocabulary, as torchao 0.18 defines it: one quantization, and one
-product of two quantized tensors. Neither differentiates: AOTAutograd has run before they appear."""
+"""FP8 in the semantic vocabulary, as torchao 0.18 defines it in training and in inference: one
+quantization, and one product of two quantized tensors. Neither differentiates: AOTAutograd has run
+before they appear."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ EPS = 1e-12
 
 
 def quantize_definition(
-    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool
+    x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``q = cast(x * scale)`` in FP8 ``dtype``, shaped and laid out like x, and the scale, float32.
 
@@ -26,18 +27,26 @@ def quantize_definition(
     0-dim scale, where there are none. ``power_of_two``: rounded down to one. Op for op what torchao
     does (``tensor_to_scale``, ``_ToFloat8ConstrFunc``, ``to_fp8_saturated``): rows of zeros, NaN
     and inf come out the same.
+
+    ``divides``, which inference does (``_choose_scale_float8``, ``_quantize_affine_float8``):
+    ``q = cast(x / scale)``, ``scale = amax(|x|) / max`` in the dtype of x. Zeros alone have the
+    scale 0 then, and become NaN.
     """
     magnitude = torch.abs(x)
     amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
-    scale = scale_of(amax, dtype, power_of_two)
+    scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
-    q = (x.to(torch.float32) * scale).clamp(min=-limit, max=limit).to(dtype)
+    wide = x.to(torch.float32)
+    q = (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype)
     return q, scale
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """The scale, float32, of what has the maximum ``amax``, in any floating dtype."""
+def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:
+    """The scale, float32, of what has the maximum ``amax``, in any floating dtype; where it
+    ``divides``, in that of x."""
     limit = torch.finfo(dtype).max
+    if divides:
+        return (amax / limit).to(torch.float32)
     scale = (limit / torch.clamp(amax.to(torch.float64), min=EPS)).to(torch.float32)
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
@@ -50,9 +59,11 @@ def scaled_mm_definition(
     out_dtype: torch.dtype,
     fast: bool,
     after: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """``(a @ b) * inv_a * inv_b`` in ``out_dtype``; a (M, K) and b (K, N) FP8 in any layout, inv_a
-    float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: the reciprocals of quantization scales.
+    """``(a @ b) * inv_a * inv_b + bias`` in ``out_dtype``; a (M, K) and b (K, N) FP8 in any layout,
+    inv_a float32 (M, 1) or 0-dim, inv_b (1, N) or 0-dim: what undoes the scales of quantizations;
+    bias (N,), added before the only rounding, or None.
 
     ``fast``: the tensor cores' own accumulation all along K. ``after``: scales of one are given to
     ``torch._scaled_mm``, which rounds, and the true ones multiply its result. Op for op what
@@ -67,7 +78,7 @@ def scaled_mm_definition(
         second = inv_b.repeat(b.shape[1]).reshape(1, -1)
     elif inv_b.dim() and not inv_a.dim():
         first = inv_a.repeat(a.shape[0]).reshape(-1, 1)
-    product = multiply(a, b, first, second, None, None, out_dtype, fast)
+    product = multiply(a, b, first, second, bias, None, out_dtype, fast)
     return (product * (inv_a * inv_b)).to(out_dtype) if after else product
 
 
@@ -75,17 +86,17 @@ def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
 
 
-def _quantize_fake(x, dims, dtype, power_of_two):  # noqa: ARG001 (the op's schema)
+def _quantize_fake(x, dims, dtype, power_of_two, divides=False):  # noqa: ARG001 (the schema)
     kept = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
     return torch.empty_like(x, dtype=dtype), x.new_empty(kept, dtype=torch.float32)
 
 
-def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after):  # noqa: ARG001 (the schema)
+def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # noqa: ARG001
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 quantize = define(
-    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) "
+    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides=False) "
     "-> (Tensor q, Tensor scale)",
     quantize_definition,
     fake=_quantize_fake,
@@ -93,7 +104,7 @@ quantize = define(
 )
 scaled_mm = define(
     "scaled_mm(Tensor a, Tensor b, Tensor inv_a, Tensor inv_b, ScalarType out_dtype, bool fast, "
-    "bool after) -> Tensor",
+    "bool after, Tensor? bias=None) -> Tensor",
     scaled_mm_definition,
     fake=_scaled_mm_fake,
     counted_by_rewrite=True,

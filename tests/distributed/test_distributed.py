@@ -7,6 +7,7 @@ The checks are in the modules ``checks_...``. Graphs run op by op behind our pas
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import time
 
@@ -24,6 +25,10 @@ GROUPS = (
     ((checks_ddp, checks_fsdp, checks_tensor, checks_inductor), 2, 540),
     ((checks_four,), 4, 150),
 )
+if importlib.util.find_spec("torchao") is not None:
+    import checks_float8
+
+    GROUPS = (*GROUPS, ((checks_float8,), 2, 300))
 NAMED = [(tuple(m.__name__ for m in modules), *how) for modules, *how in GROUPS]
 CHECKS = [
     pytest.param(*named, check, id=check)

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import checks_cuda
+import checks_float8_cuda
 import ranks
 
 pytestmark = [
@@ -19,11 +20,19 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SECONDS = 300
+FLOAT8 = ranks.checks(checks_float8_cuda)
 
 
 @pytest.mark.parametrize("check", ranks.checks(checks_cuda))
 def test_ranks(check):
     if errors := ranks.group(("checks_cuda",), 2, SECONDS).errors(check):
+        pytest.fail(errors, pytrace=False)
+
+
+@pytest.mark.parametrize("check", FLOAT8)
+def test_ranks_in_fp8(check):
+    pytest.importorskip("torchao.float8")
+    if errors := ranks.group(("checks_float8_cuda",), 2, SECONDS).errors(check):
         pytest.fail(errors, pytrace=False)
 
 

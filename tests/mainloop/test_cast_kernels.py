@@ -66,13 +66,13 @@ def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path,
     from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = dict.fromkeys(("factor", "scale", "scale_t"), "*fp32")
+    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
     q, qt = (f"*{name}" for name in formats)
     sizes = dict.fromkeys(("m", "k", "stride"), "i32")
     types = {"x": f"*{dtype}", **vectors, "q": q, "qt": qt, **sizes}
     tile_k = _TURNED if hows[2] else _STRAIGHT
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
-    constants |= {"TILE_M": _TILE // tile_k, "TILE_K": tile_k}
+    constants |= {"WEIGHT": 0, "DIVIDE": False, "TILE_M": _TILE // tile_k, "TILE_K": tile_k}
     ptx = compiled(_cast_kernel, types, constants)
     assert moved(ptx) == {"ld", "st"}
     if hows[2] and dtype != "fp32":
@@ -80,6 +80,25 @@ def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path,
     for name, instruction in FORMATS.items():  # 64 values a thread, two an instruction
         want = sum(n for f, n in zip(formats, conversions, strict=True) if f == name)
         assert ptx.count(instruction) == want
+
+
+@pytest.mark.parametrize(("hows", "quotients"), [((2, 2, 0), 64), ((0, 1, 1), 128)])
+def test_a_division_by_a_scale_is_a_product_and_its_correction(
+    hows, quotients, tmp_path, monkeypatch
+):
+    """Two for each of 64 elements, and in each result; divisions are for scales at the ends."""
+    from coda_inductor.mainloop.fp8_casts import _cast_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
+    sizes = dict.fromkeys(("m", "k", "stride"), "i32")
+    types = {"x": "*bf16", **vectors, "q": "*fp8e4nv", "qt": "*fp8e4nv", **sizes}
+    constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
+    constants |= {"WEIGHT": 3, "DIVIDE": True, "TILE_M": 128, "TILE_K": 64}
+    ptx = compiled(_cast_kernel, types, constants)
+    assert moved(ptx) == {"ld", "st"}
+    assert ptx.count("fma.rn.f32") == 2 * quotients
+    assert quotients < ptx.count("div.rn.f32") < 2 * quotients
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])

@@ -38,13 +38,13 @@ def kernel(monkeypatch):
     return made
 
 
-def cast(x=None, scale=None, scale_t=None, factor=None, dtype=E4M3):
+def cast(x=None, scale=None, scale_t=None, factor=None, dtype=E4M3, **how):
     x = torch.randn(M, K).bfloat16() if x is None else x
     m, k = x.shape
     scale = torch.ones(m, 1) if scale is None else scale
     q = torch.empty(m, k, dtype=dtype)
     qt = torch.empty(k, m, dtype=dtype) if scale_t is not None else torch.empty(0, dtype=E4M3)
-    fp8_casts.cast(x, factor, scale, scale_t, q, qt)
+    fp8_casts.cast(x, factor, scale, scale_t, q, qt, **how)
     return x, scale, q, qt
 
 
@@ -53,8 +53,8 @@ def test_the_next_launch_has_its_own_tensors_and_the_same_constants(kernel):
     x, scale, q, qt = cast()
     ((grid, bound, _),), ((same, args),) = kernel.first, kernel.again
     assert grid == same
-    assert [id(a) for a in args[:6]] == [id(v) for v in (x, x, scale, x, q, qt)]
-    assert args[6:] == bound[6:]
+    assert [id(a) for a in args[:7]] == [id(v) for v in (x, x, x, scale, x, q, qt)]
+    assert args[7:] == bound[7:]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,12 @@ def test_the_next_launch_has_its_own_tensors_and_the_same_constants(kernel):
         {"scale_t": torch.ones(1, K)},
         {"factor": torch.ones(M, 1)},
         {"dtype": E5M2},
+        {"divide": True},
+        {"weight": torch.ones(1, K)},
     ],
     ids=[
         *("K", "M", "dtype", "stride", "alignment of x", "columns' scales", "one scale"),
-        *("alignment of a scale", "two layouts", "a factor", "FP8's dtype"),
+        *("alignment of a scale", "two layouts", "a factor", "FP8's dtype", "division", "a weight"),
     ],
 )
 def test_another_launch_is_bound_anew(kernel, other):

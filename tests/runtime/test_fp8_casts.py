@@ -48,6 +48,36 @@ def test_the_chain_of_these_tests_is_torchaos(power, target):
         assert same(q, cast_of(x, theirs, target))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quotients_are_those_of_torchaos_inference(dtype):
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    for shape in [s for s in SHAPES if min(s) > 1]:
+        x = subject(*shape, dtype)
+        for block in ((1, shape[1]), (shape[0], 1), shape):
+            scale = primitives._choose_scale_float8(x, block, E4M3)
+            want = primitives._quantize_affine_float8(x, scale, E4M3)
+            q, qt = CAST(x, None, scale, E4M3, scale, E4M3, True)
+            assert same(q, want)
+            assert same(qt, want.t())
+            factor = torch.rand(shape[0], 1)
+            want = primitives._quantize_affine_float8(x.float() * factor, scale, E4M3)
+            assert same(CAST(x, factor, scale, E4M3, None, None, True)[0], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_comes_behind_the_factor(dtype):
+    x, factor, weight = subject(30, 20, dtype), torch.rand(30, 1), torch.randn(1, 20).to(dtype)
+    rows, cols = scale_of(x, [1], E4M3), scale_of(x, [0], E4M3)
+    q, qt = CAST(x, factor, rows, E4M3, cols, E5M2, False, weight)
+    wide = x.float() * factor * weight.float()
+    assert same(q, cast_of(wide, rows, E4M3))
+    assert same(qt, cast_of(wide, cols, E5M2).t())
+    # The maximum of a column's product is that of the column, times the weight.
+    x = x.nan_to_num()
+    cols = AMAX(x, factor, False, True)[1].amax(0, keepdim=True) * weight.float().abs()
+    assert same(cols, (x.float() * factor * weight.float()).abs().amax(0, keepdim=True))
+
+
 def test_special_values():
     x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, 449.0, -1e30, 2.0**-9, 2.0**-10]])
     one = torch.ones(())
@@ -138,6 +168,8 @@ def calls():
         yield CAST, (x, None, rows, E4M3, cols, E5M2)
         yield CAST, (x, factor, one, E4M3, one, E4M3)
         yield CAST, (x, factor, None, None, cols, E5M2)
+        yield CAST, (x, factor, rows, E4M3, None, None, True)
+        yield CAST, (x, factor, rows, E4M3, cols, E5M2, False, cols.bfloat16())
         yield CAST, (x.float().t(), None, cols.t(), E4M3, None, None)
         yield AMAX, (x, factor, True, True)
         yield AMAX, (x.t(), None, False, True)

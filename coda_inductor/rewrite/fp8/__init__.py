@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 training graphs: torchao's chains of ops become semantic ops, and these what kernels run.
+"""FP8 in graphs: torchao's chains of ops become semantic ops, and these what kernels run.
 
 recipes   torchao's recipes: which factor of which product has which scales
 linears   the pass that quantizes the linear layers of an unmodified model
 chains    what one quantization looks like in an aten graph
 merge     the pass's first half: equal quantizations become one node
+known     casts by scales that the graph is given
 products  its second half: scaled products, without the copies in front of them
 raising   the pass that does both, right after noops
 scales    a tensor's maxima, in the epilogue that makes it or read once; its scales

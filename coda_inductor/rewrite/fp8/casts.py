@@ -18,7 +18,8 @@ backward pass quantizes what the forward has, the maximum is taken in the forwar
 or makes the tensor anyway; the backward may compute the tensor itself anew, from rounded values,
 and what exceeds the maximum by such a rounding saturates. A norm in front waits (``norms``).
 
-Refuses what is no matrix. Where no kernels run, quantizations are left to be decomposed.
+Refuses what is no matrix. Where no kernels run, quantizations are left to be decomposed; so are
+those of inference, by rows, of what no epilogue makes (attention's result): Inductor reads it once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from coda_inductor.refusal import refuse
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.merge import origin
 from coda_inductor.rewrite.fp8.norms import Waiting, wait
-from coda_inductor.rewrite.fp8.scales import Scales, Source
+from coda_inductor.rewrite.fp8.scales import ROW, Scales, Source
 from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
@@ -72,6 +73,11 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
     graph.eliminate_dead_code()
 
 
+def divides(node: Node) -> bool:
+    """Does the quantization ``node`` divide by its scale?"""
+    return len(node.args) > 4 and bool(node.args[4])
+
+
 def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
@@ -81,23 +87,36 @@ def _expand(graph: Graph, nodes: list[Node], waiting: Waiting | None, scope: Sco
     gemm = producer(x)
     source = Source(
         x,
+        x if waiting is None else waiting.x,
         None if waiting is None else waiting.factor,
+        None if waiting is None else waiting.weight,
         gemm is not None and reaches(gemm, x, scope),
         x not in scope.graded,
+        fake(nodes[0].args[0]).dtype,
     )
+    if _in_one_kernel(nodes, source):
+        return
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scales = Scales(put, nodes[0], source, {tuple(node.args[1]) for node in nodes})
     places: dict[tuple, list[Node]] = {}
     for node in nodes:
-        key = (node in scope.forward, node in scope.graded, checkpoint(node))
+        key = (node in scope.forward, node in scope.graded, checkpoint(node), divides(node))
         places.setdefault(key, []).append(node)
     for same in places.values():
         _cast(graph, same, source, scales)
 
 
+def _in_one_kernel(nodes: list[Node], source: Source) -> bool:
+    """Are ``nodes`` what one kernel of Inductor's does, that which makes the tensor: maxima of its
+    rows, and the cast? Inference quantizes inputs by rows alone."""
+    by_rows = all(divides(node) and tuple(node.args[1]) == ROW for node in nodes)
+    return by_rows and not source.in_epilogue
+
+
 def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> None:
-    """One cast for every pair of results of ``nodes``, one as it lies and one transposed."""
-    x = nodes[0].args[0] if source.factor is None else source.x
+    """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
+    alike in whether they divide."""
+    x = nodes[0].args[0] if source.factor is None else source.read
     before, plain, turned = nodes[0], [], []
     for node in nodes:
         q, _ = _results(node)
@@ -109,7 +128,9 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scales: Scales) -> No
     for pair in itertools.zip_longest(plain, turned):
         given = [(None, None) if one is None else (scale[one[0]], one[0].args[2]) for one in pair]
         with graph.inserting_before(before):
-            both = put(CAST, x, source.factor, *given[0], *given[1])
+            how = [divides(nodes[0])] if divides(nodes[0]) or source.weight else []
+            how += [source.weight] if source.weight else []
+            both = put(CAST, x, source.factor, *given[0], *given[1], *how)
             made = [put(operator.getitem, both, i) if given[i][0] else None for i in range(2)]
             back = put.transpose(made[1]) if made[1] is not None else None
         for one, new in zip(pair, (made[0], back), strict=True):

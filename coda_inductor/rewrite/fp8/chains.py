@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one quantization in an aten graph, as torchao 0.18 writes it::
+"""Read one quantization in an aten graph, as torchao 0.18 writes it. In training::
 
     m = amax(abs(x), dims, keepdim)                            or max(abs(x)), of everything
     scale = float32(reciprocal(clamp_min(float64(m), 1e-12)) * max)     [exp2(floor(log2(scale)))]
     q = float8(clamp_max(clamp_min(float32(x) * scale, -max), max))
+
+and in inference::
+
+    scale = float32(amax(abs(x), dims, keepdim) / max)
+    q = float8(clamp_max(clamp_min(float32(x) / scale, -max), max))
 
 Every number is compared: a chain with another eps or maximum is another function.
 """
@@ -17,10 +22,11 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import to_copy
-from coda_inductor.graph.nodes import aten, base, fake, prims
+from coda_inductor.graph.nodes import aten, base, fake, prims, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.semantic.fp8 import EPS, FP8
 
+_HALVES = (torch.bfloat16, torch.float16)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
@@ -33,6 +39,7 @@ class Chain:
         dims: what the amax is taken over, counted from the front; none: everything.
         dtype: of the result, in FP8.
         power_of_two: whether the scale is rounded down to one.
+        divides: whether x is divided by the scale, as in inference.
         magnitude: the first node, ``abs(x)``.
         scale: the node that holds the scale.
         q: the last node.
@@ -42,6 +49,7 @@ class Chain:
     dims: tuple[int, ...]
     dtype: torch.dtype
     power_of_two: bool
+    divides: bool
     magnitude: Node
     scale: Node
     q: Node
@@ -74,20 +82,22 @@ def chain_of(q: Node) -> Chain | None:
     dtype = fake(q).dtype
     limit = torch.finfo(dtype).max
     product, bounds = clamped(q.args[0])
-    if bounds != (-limit, limit) or product.target is not aten.mul.Tensor:
+    divides = product.target is aten.div.Tensor
+    if bounds != (-limit, limit) or not (divides or product.target is aten.mul.Tensor):
         return None
-    for wide, scale in (product.args, product.args[::-1]):
+    for wide, scale in (product.args, product.args[::-1])[: 1 if divides else 2]:
         if not isinstance(wide, Node) or not isinstance(scale, Node):
             return None
         if fake(wide).dtype != torch.float32 or not same(fake(product).shape, fake(wide).shape):
             continue
-        if (found := _scale(scale, limit)) is None:
+        found = (_divisor if divides else _scale)(scale, limit)
+        if found is None:
             continue
         magnitude, dims, power_of_two = found
         x = magnitude.args[0]
         source = base(wide.args[0]) if converts(wide) and base(wide) is not base(x) else base(wide)
         if source is base(x) and same(fake(x).shape, fake(wide).shape):
-            return Chain(x, dims, dtype, power_of_two, magnitude, scale, q)
+            return Chain(x, dims, dtype, power_of_two, divides, magnitude, scale, q)
     return None
 
 
@@ -125,12 +135,37 @@ def _scale(node: Node, limit: float) -> tuple[Node, tuple[int, ...], bool] | Non
     wide, bounds = clamped(least)
     if bounds != (EPS, None) or not converts(wide) or fake(wide).dtype != torch.float64:
         return None
-    amax = wide.args[0]
-    magnitude = amax.args[0] if amax.args else None
+    found = _maximum(wide.args[0])
+    return None if found is None else (*found, power_of_two)
+
+
+def _divisor(node: Node, limit: float) -> tuple[Node, tuple[int, ...], bool] | None:
+    """The same, of the node that holds what inference divides by."""
+    if fake(node).dtype != torch.float32:
+        return None
+    while renames(node) or (converts(node) and fake(node.args[0]).dtype in _HALVES):
+        node = node.args[0]
+    if node.target is not aten.div.Tensor or node.args[1] != limit:
+        return None
+    found = _maximum(node.args[0])
+    if found is None:
+        return None
+    magnitude, dims = found
+    shape = fake(magnitude).shape
+    # torchao leaves out dimensions of size one, a batch of one for instance.
+    others = [size for dim, size in enumerate(shape) if dim not in dims]
+    everything = all(isinstance(size, int) and size == 1 for size in others)
+    by_rows = dims == (len(shape) - 1,)
+    return magnitude, () if everything and not by_rows else dims, False
+
+
+def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
+    """(abs(x), dims) of the node that holds its maximum over ``dims``."""
+    magnitude = amax.args[0] if isinstance(amax, Node) and amax.args else None
     if not isinstance(magnitude, Node) or magnitude.target is not aten.abs.default:
         return None
     dims = _dims(amax, fake(magnitude).dim())
-    return None if dims is None else (magnitude, dims, power_of_two)
+    return None if dims is None else (magnitude, dims)
 
 
 def _dims(amax: Node, rank: int) -> tuple[int, ...] | None:

@@ -48,13 +48,15 @@ class Quantized:
         node: the ``quantize`` node.
         q: its result in FP8.
         scale: its scale.
-        inverse: the reciprocal of the scale.
+        inverse: what undoes the scale: its reciprocal, or itself where it divides.
+        divides: whether x is divided by the scale.
     """
 
     node: Node
     q: Node
     scale: Node
     inverse: Node
+    divides: bool
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,8 @@ def merge(graph: Graph, chains: Iterable[Chain]) -> dict[Node, Quantized]:
     for chain in sorted(chains, key=lambda c: c.magnitude):
         form = form_of(chain)
         place = (chain.q in scope.forward, chain.q in scope.graded, checkpoint(chain.q))
-        key = (
-            origin(form.x), _matrix(form), form.dims, chain.dtype, chain.power_of_two, place,
-        )  # fmt: skip
+        kind = chain.dtype, chain.power_of_two, chain.divides
+        key = (origin(form.x), _matrix(form), form.dims, kind, place)
         if key not in known:
             known[key] = _put(graph, chain, form)
         made = known[key]
@@ -129,10 +130,11 @@ def _put(graph: Graph, chain: Chain, form: Form) -> Quantized:
             width = fake(x).shape[-1]
             alike = fake(source).dim() == 2 and same(fake(source).shape[1], width)
             x = source if alike else put(aten.view.default, x, [-1, width])
-        node = put(quantize, x, list(form.dims), chain.dtype, chain.power_of_two)
+        kind = [chain.dtype, chain.power_of_two] + [True] * chain.divides
+        node = put(quantize, x, list(form.dims), *kind)
         q, scale = (put(operator.getitem, node, i) for i in range(2))
-        inverse = put(aten.reciprocal.default, scale)
-    return Quantized(node, q, scale, inverse)
+        inverse = scale if chain.divides else put(aten.reciprocal.default, scale)
+    return Quantized(node, q, scale, inverse, chain.divides)
 
 
 def _replace(graph: Graph, old: Node, new: Node, form: Form) -> None:
@@ -154,5 +156,7 @@ def _replace(graph: Graph, old: Node, new: Node, form: Form) -> None:
             elif form.flat and len(target) == 2:
                 width = fake(old).shape[-1]
                 new = put(aten.view.default, new, [*put.sizes(form.x)[:-1], width])
+            elif not target and fake(old).dim():  # inference keeps all dimensions
+                new = put(aten.view.default, new, [1] * fake(old).dim())
         old.replace_all_uses_with(new)
     prune([old])

@@ -8,14 +8,15 @@ Before::
 After::
 
     x = x0 + y @ Wo; h = x * gamma; r = rsqrt(mean(x * x) + eps)        as for other GEMMs
-    s = scale(r * amax(abs(h), 1)); q = fp8_cast(h, r, s)
+    s = scale(r * amax(abs(h), 1)); q = fp8_cast(x, r, gamma, s)
 
 Why it is valid: n = r h with one positive r a row, so that max |n| = r max |h|, and the cast
-multiplies with r and s at once. Nothing is left of r in the product: its scale is that of n. What
-rounds otherwise: eager rounds n to 16 bits before it is quantized, this rounds h, once as well.
-Maxima of columns need r first: h is read once for them. The norm's gradient stays as it is; its row
+multiplies with r, gamma and s at once. Nothing is left of r in the product: its scale is that of n.
+What rounds otherwise: eager rounds n to 16 bits before it is quantized, this rounds x alone. Only
+maxima read h, so that it stays on the tile, and memory has x, which others read as well. Maxima of
+columns need r first: x is read once for them. The norm's gradient stays as it is; its row
 sums are those of the gradient that is there (rule R3 holds of exact operands only). Another reader
-in the backward pass (a weight's gradient in 16 bits) reads n, made anew of h and r.
+in the backward pass (a weight's gradient in 16 bits) reads n, made anew.
 
 Refuses, beside what ``rewrite.norm`` refuses: another reader in the forward pass.
 """
@@ -39,11 +40,14 @@ from coda_inductor.semantic.norms import rms_norm
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a norm's result is made of: ``h`` (M, K) times the ``factor`` (M, 1). ``others``: what
-    reads it in the backward pass beside quantizations, each with the name that it reads."""
+    """What a norm's result is made of: ``x`` (M, K) times the ``factor`` (M, 1) and the ``weight``
+    (1, K) or None; without the factor it is ``h``. ``others``: what reads it in the backward pass
+    beside quantizations, each with the name that it reads."""
 
+    x: Node
     h: Node
     factor: Node
+    weight: Node | None
     others: list[tuple[Node, Node]]
 
     def make_again(self, graph: Graph) -> None:
@@ -53,7 +57,10 @@ class Waiting:
             if (key := checkpoint(user)) not in made:
                 put = Put(graph, like=user)
                 with graph.inserting_before(user):
-                    wide = put.mul(put.cast(self.h, fake(self.factor).dtype), self.factor)
+                    dtype = fake(self.factor).dtype
+                    wide = put.mul(put.cast(self.x, dtype), self.factor)
+                    if self.weight is not None:
+                        wide = put.mul(wide, put.cast(self.weight, dtype))
                     made[key] = put.cast(wide, fake(name).dtype)
             user.replace_input_with(name, made[key])
 
@@ -78,7 +85,10 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiti
         if user.args[1] == 1:
             user.replace_all_uses_with(made.rstd)
             prune([user])
-    return Waiting(made.h, made.flat, others)
+    with graph.inserting_before(norm):
+        x = put.reshape(norm.args[0], [-1, fake(norm.args[0]).shape[-1]])
+        weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
+    return Waiting(x, made.h, made.flat, weight, others)
 
 
 def _refusal(

@@ -8,15 +8,17 @@ Before (the second form where torchao's rowwise kernel would be slow)::
 
 After::
 
-    p = scaled_mm(q.t(), r, 1 / s, 1 / t, bfloat16, fast, after)
+    p = scaled_mm(q.t(), r, 1 / s, 1 / t, bfloat16, fast, after, bias)
 
 Why it is valid: the op's definition makes the copies again where ``_scaled_mm`` wants them, and
 multiplies after the product where ``after`` says so. A tensor's scale that torchao repeats for
-every column stays one number: the definition repeats it where the other one is a vector.
+every column stays one number: the definition repeats it where the other one is a vector. Scales of
+inference are reciprocals already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,7 @@ class Product:
         out_dtype: of the result.
         fast: whether it accumulates fast.
         after: whether torchao multiplies after the product.
+        bias: what is added to columns, or None.
     """
 
     node: Node
@@ -55,31 +58,38 @@ class Product:
     out_dtype: torch.dtype
     fast: bool
     after: bool
+    bias: Node | None = None
 
 
 def product_of(node: Node) -> Product | Refusal:
     """What the ``_scaled_mm`` node means, or why it stays as it is."""
     given = {**dict(zip(_NAMES, node.args[2:], strict=False)), **node.kwargs}
-    extra = [name for name in ("bias", "scale_result") if given.get(name) is not None]
-    if extra:
-        return refuse("fp8-form", f"{node.name} has a {extra[0]}")
+    if given.get("scale_result") is not None:
+        return refuse("fp8-form", f"{node.name} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return refuse("fp8-form", f"{node.name} makes {fake(node).dtype}")
     if not isinstance(fake(node).shape[1], int) or not isinstance(fake(node.args[1]).shape[1], int):
         return refuse("symbolic-features", f"{node.name} has a symbolic width")
     one, other = given["scale_a"], given["scale_b"]
     fast = bool(given.get("use_fast_accum", False))
-    if constant(one) == 1 and constant(other) == 1 and (found := _multiplied(node)) is not None:
+    bias = given.get("bias")
+    ones = bias is None and constant(one) == 1 and constant(other) == 1
+    if ones and (found := _multiplied(node)) is not None:
         end, inverses = found
         return Product(node, end, inverses, fake(node).dtype, fast, True)
     shape = fake(node).shape
     for scale, wanted in ((one, (shape[0], 1)), (other, (1, shape[1]))):
         if fake(scale).dtype != torch.float32 or not (
-            fake(scale).dim() == 0 or same(fake(scale).shape, wanted)
+            _single(scale) or same(fake(scale).shape, wanted)
         ):
             text = f"{scale.name} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
             return refuse("fp8-form", f"{node.name}: {text}, no scale of rows or columns")
-    return Product(node, node, (one, other), fake(node).dtype, fast, False)
+    return Product(node, node, (one, other), fake(node).dtype, fast, False, bias)
+
+
+def _single(node: Node) -> bool:
+    """Is ``node`` one number, whatever its shape?"""
+    return all(isinstance(size, int) and size == 1 for size in fake(node).shape)
 
 
 def _multiplied(node: Node) -> tuple[Node, tuple[Node, Node]] | None:
@@ -110,28 +120,41 @@ def raise_product(graph: Graph, product: Product, known: dict[Node, Quantized]) 
     scales = {made.scale: made for made in known.values()}
     put = Put(graph, like=product.node)
     with graph.inserting_before(product.end):
-        factors = [_operand(put, x) for x in product.node.args[:2]]
+        factors = [_operand(put, x, known) for x in product.node.args[:2]]
         rows, columns = (
             _inverse(put, inverse, scales, row=row)
             for inverse, row in zip(product.inverses, (True, False), strict=True)
         )
+        if _single(rows) and _single(columns):
+            rows, columns = (put.reshape(x, []) if fake(x).dim() else x for x in (rows, columns))
+        extra = [] if product.bias is None else [product.bias]
         new = put(
-            scaled_mm, *factors, rows, columns, product.out_dtype, product.fast, product.after
-        )
-    if is_transpose(factors[0]):
+            scaled_mm, *factors, rows, columns, product.out_dtype, product.fast, product.after,
+            *extra,
+        )  # fmt: skip
+    if _lies(product.node.args[0])[1]:
         new.meta[WEIGHT_GRADIENT] = True
     product.end.replace_all_uses_with(new)
     return new
 
 
-def _operand(put: Put, node: Node) -> Node:
-    """``node`` without what only lays it out anew: transposes in pairs, copies, views of its own
-    shape."""
-    turned = False
+def _operand(put: Put, factor: Node, known: Collection[Node]) -> Node:
+    """``factor`` without what only lays it out anew: transposes in pairs, views of its own shape
+    and, where it is one of the ``known`` quantizations, whose cast can write it so, copies."""
+    node, turned, copied = _lies(factor)
+    if copied and node not in known:
+        return factor
+    return put.transpose(node) if turned else node
+
+
+def _lies(node: Node) -> tuple[Node, bool, bool]:
+    """(what ``node`` is laid out anew of, whether it is its transpose, whether it is a copy)."""
+    turned = copied = False
     while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
         turned ^= is_transpose(node)
+        copied |= node.target is aten.clone.default
         node = node.args[0]
-    return put.transpose(node) if turned else node
+    return node, turned, copied
 
 
 def _same_view(node: Node) -> bool:
@@ -139,11 +162,11 @@ def _same_view(node: Node) -> bool:
 
 
 def _inverse(put: Put, node: Node, scales: dict[Node, Quantized], *, row: bool) -> Node:
-    """``node``, the factors of rows or columns, as a view of a quantization's reciprocal scale
-    where it is one."""
+    """``node``, the factors of rows or columns, as a view of what undoes a quantization's scale
+    where it is that; one number for all is 0-dim."""
     source = _inverted(node, scales)
     if source is None:
-        return node
+        return put.reshape(node, []) if fake(node).dim() and _single(node) else node
     inverse = source.inverse
     if fake(inverse).dim() < 2:
         return inverse
@@ -154,7 +177,7 @@ def _inverse(put: Put, node: Node, scales: dict[Node, Quantized], *, row: bool) 
 
 
 def _inverted(node: Any, scales: dict[Node, Quantized]) -> Quantized | None:
-    """The quantization whose reciprocal scale ``node`` is, laid out in some way."""
+    """The quantization whose scale ``node`` undoes, laid out in some way."""
     size, times = fake(node).numel(), 0
     while isinstance(node, Node) and node not in scales:
         single = node.args and isinstance(node.args[0], Node) and fake(node.args[0]).numel() == 1
@@ -163,7 +186,7 @@ def _inverted(node: Any, scales: dict[Node, Quantized]) -> Quantized | None:
         elif not (renames(node) or is_transpose(node) or (single and node.target in _REPEATS)):
             return None
         node = node.args[0]
-    if not isinstance(node, Node) or times != 1:
+    if not isinstance(node, Node) or times != (0 if scales[node].divides else 1):
         return None
     found = scales[node]
     alike = same(fake(node).numel(), size) or fake(node).dim() == 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's FP8 training, in the joint graph, becomes two semantic ops (``semantic.fp8``).
+"""torchao's FP8, in a joint graph or one for inference, becomes two semantic ops
+(``semantic.fp8``).
 
 Before (one Linear, forward)::
 
@@ -15,8 +16,10 @@ Valid because the ops are defined as these very chains: decomposed, they are wha
 bit. Equal quantizations become one (``merge``); copies that only change a factor's layout go, and
 come back with the decomposition (``products``).
 
-Refuses what it does not know: a cast to FP8 by another chain (a scale from elsewhere: FSDP's, a
-maximum over all ranks), whose product is raised all the same; a product with a bias of its own.
+A cast by a scale that the graph is given stays (``known``).
+
+Refuses what it does not know: a cast to FP8 by another chain (a maximum over all ranks; bounds for
+it), whose product is raised all the same; a product with a scale for its result.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.graph.nodes import place
+from coda_inductor.graph.collectives import behind
+from coda_inductor.graph.nodes import fake, place
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of
+from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of, clamped
+from coda_inductor.rewrite.fp8.known import known_scale, merge_known
 from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
 
@@ -55,11 +60,25 @@ def _products(graph: Graph) -> list[Node]:
 
 
 def _chains(graph: Graph, record: Record) -> list[Chain]:
-    found = []
+    found, known = [], []
     for cast in [n for n in graph.nodes if n.op == "call_function" and casts_to_fp8(n)]:
         if (chain := chain_of(cast)) is not None:
             found.append(chain)
+        elif known_scale(cast) is not None:
+            known.append(cast)
         else:
-            text = f"{cast.name} casts to FP8, and not as torchao's dynamic scaling does"
-            record.refuse("fp8", place(cast), refuse("fp8-cast", text))
+            record.refuse("fp8", place(cast), _stays(cast))
+    merge_known(graph, known)
     return found
+
+
+def _stays(cast: Node) -> Refusal:
+    """Why ``cast``, to FP8, is none that the pass knows."""
+    scaled, _ = clamped(cast.args[0])
+    numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
+    collective = next((c for x in numbers if (c := behind(x)) is not None), None)
+    if collective is not None:
+        text = f"{cast.name} casts to FP8 by a maximum over all ranks ({collective.name})"
+        return refuse("fp8-ranks", text)
+    text = f"{cast.name} casts to FP8, and neither as torchao's dynamic scaling does nor by a scale"
+    return refuse("fp8-cast", f"{text} that is given")

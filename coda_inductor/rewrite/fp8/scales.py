@@ -33,19 +33,26 @@ ALL: Kind = ()
 
 @dataclass(frozen=True)
 class Source:
-    """What is quantized: ``x * factor``.
+    """What is quantized: ``x``, or behind a norm that waits ``read * factor * weight``, with
+    ``x = read * weight``.
 
     Attributes:
-        x: (M, K).
-        factor: None, or (M, 1), positive: a norm's, which waits.
+        x: (M, K), what the maxima of rows are of.
+        read: (M, K), what is in memory.
+        factor: None, or (M, 1), positive.
+        weight: None, or (1, K).
         in_epilogue: whether a GEMM's epilogue makes x.
         early: whether the forward pass has it.
+        dtype: of what is quantized.
     """
 
     x: Node
+    read: Node
     factor: Node | None
+    weight: Node | None
     in_epilogue: bool
     early: bool
+    dtype: torch.dtype
 
 
 class Scales:
@@ -57,11 +64,17 @@ class Scales:
             self.maxima = self._maxima(kinds)
         self.made: dict[tuple, Node] = {}
 
-    def __call__(self, dims: Kind, dtype: torch.dtype, power_of_two: bool) -> Node:
+    def __call__(
+        self, dims: Kind, dtype: torch.dtype, power_of_two: bool, divides: bool = False
+    ) -> Node:
         """(M, 1), (1, K) or 0-dim, float32."""
-        key = dims, dtype, power_of_two
+        key = dims, dtype, power_of_two, divides
         if key not in self.made:
-            arguments = [self.maxima[dims], dtype, power_of_two]
+            amax = self.maxima[dims]
+            if divides:
+                with self.put.graph.inserting_before(self.before):
+                    amax = self.put.cast(amax, self.source.dtype)
+            arguments = [amax, dtype, power_of_two, divides]
             scale = splice(self.put.graph, self.before, scale_of, arguments, like=self.put.like)
             if self.source.early:
                 scale.meta[EARLY] = True
@@ -82,10 +95,15 @@ class Scales:
         missing = [kind for kind in missing if kind not in found]
         if missing:
             wanted = [kind in missing for kind in (ROW, COLUMN)]
-            parts = self.put(AMAX, self.source.x, self.source.factor, *wanted)
+            alone = ROW not in missing  # a weight is a factor of maxima of columns
+            x = self.source.read if alone else self.source.x
+            parts = self.put(AMAX, x, self.source.factor, *wanted)
             for kind in missing:
                 part = self.put(operator.getitem, parts, 1 - kind[0])
                 found[kind] = self.put(aten.amax.default, part, list(kind), True)
+            if alone and self.source.weight is not None:
+                size = self.put(aten.abs.default, self.source.weight)
+                found[COLUMN] = self.put.mul(found[COLUMN], size)
         if ALL in kinds:
             found[ALL] = self.put(aten.amax.default, found[ROW if rows else COLUMN])
         return found

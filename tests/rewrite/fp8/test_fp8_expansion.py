@@ -16,7 +16,9 @@ import torch
 from float8 import (
     RECIPES,
     D,
+    Packed,
     Stack,
+    convert,
     each_with_some,
     exact,
     needs_scaled_mm,
@@ -188,6 +190,19 @@ def test_rows_of_what_has_no_scale_come_out_as_torchaos(recipe, value):
     for have, want in zip(ours, theirs, strict=True):
         assert torch.equal(have.isnan(), want.isnan())
         assert torch.equal(have.isinf(), want.isinf())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_halves_of_a_packed_weight_have_their_scales(recipe):
+    results, x = [], batch()
+    for harness in (Harness(**ALL), Stock()):
+        torch.manual_seed(0)
+        trained(harness, convert(Packed().bfloat16(), recipe), x)
+        results.append(exact(harness.graph))
+        assert harness.counts["swiglu"] == (not isinstance(harness, Stock))
+    for have, want in zip(*results, strict=True):
+        bound = 1e-10 * want.abs().max().item()
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=bound)
 
 
 def test_columns_that_no_epilogue_takes_are_read_with_the_rows():

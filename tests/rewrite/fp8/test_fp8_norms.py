@@ -12,6 +12,7 @@ from harness import Harness, Stock
 from passes import codes
 from torch import nn
 
+from coda_inductor.graph.nodes import base
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 
 ALL = {"gate": "always", "reference": True}
@@ -58,6 +59,12 @@ def test_the_factor_is_that_of_the_cast(recipe, gamma):
     casts = harness.graph.find_nodes(op="call_function", target=CAST)
     factors = {n.args[1] for n in casts if n.args[1] is not None}
     assert len(factors) == 1
+    weights = {base(n.args[7]) for n in casts if len(n.args) > 7}
+    assert len(weights) == gamma
+    # The norm's input is in memory, once, and nothing else: h never leaves the tile.
+    (first,) = [s for s in harness.fused if s.site == "first" and s.role == "forward"]
+    assert [store.dtype for store in first.program.stores] == ["bfloat16"]
+    assert "amax" in first.absorbed
     # In the forward pass and, where the weight's gradient is FP8, in the backward.
     assert sum(n.args[1] is not None for n in casts) == 1 + (recipe != "rowwise_with_gw_hp")
     read = [n for n in harness.graph.find_nodes(op="call_function", target=AMAX) if n.args[1]]

@@ -156,7 +156,26 @@ def test_it_fires_on_a_single_product_and_not_twice(power_of_two):
     assert str(graph) == before
 
 
-def test_a_product_with_its_own_bias_stays():
+@pytest.mark.parametrize("given", [True, False])
+def test_a_copy_that_no_cast_of_the_graph_can_write_stays(given):
+    """Of a weight that arrives in FP8 (FSDP's): kernels read along K alone."""
+
+    def function(a, b):
+        q, s = quantize_definition(a, [1], E4M3, True)
+        r, t = (b, s.new_ones(())) if given else quantize_definition(b, [], E4M3, True)
+        turned = r.permute(1, 0).contiguous().permute(1, 0)
+        inverse = t.reciprocal().repeat(64)[None]
+        return aten._scaled_mm(q, turned, s.reciprocal(), inverse, None, None, torch.bfloat16)
+
+    needs_scaled_mm()
+    a, b = torch.randn(32, 48).bfloat16(), torch.randn(48, 64).bfloat16()
+    graph = aten_graph(function, a, b.to(E4M3) if given else b)
+    run_pass(raise_fp8, graph)
+    (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    assert product.args[1].meta["val"].stride() == ((1, 48) if given else (64, 1))
+
+
+def test_a_product_has_its_own_bias():
     needs_scaled_mm()
     bias = torch.zeros(48, dtype=torch.bfloat16)
 
@@ -165,8 +184,9 @@ def test_a_product_with_its_own_bias_stays():
 
     graph = aten_graph(function, *matrices(), bias)
     record = run_pass(raise_fp8, graph)
-    assert record.fired == {"fp8_quantize": 2}
-    assert codes(record) == {"fp8-form"}
+    assert record.fired == {"fp8_quantize": 2, "fp8_product": 1}
+    (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    assert product.args[7].op == "placeholder"
 
 
 @pytest.mark.parametrize("change", ["eps", "limit", "no clamp", "another amax"])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's FP8 over ranks: FSDP2 gathers weights in FP8, tensor parallelism what it multiplies."""
+
+from __future__ import annotations
+
+import torch
+from checks_fsdp import BLOCK, assert_fired, distance
+from checks_tensor import mesh
+from decoder import (
+    OPTIONS,
+    batches,
+    decoder,
+    fresh,
+    full,
+    loss_of,
+    mine,
+    single,
+    train,
+)
+from float8 import convert, needs_scaled_mm, quantizations
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import coda_inductor
+
+LAYERS, LINEARS, INPUTS = 2, 7, 4
+#: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
+PLAIN = {"strict": True, "disable": ["idioms", "fuse", "collectives", "embedding"]}
+#: Weights arrive in FP8: neither the forward pass nor the backward quantizes one.
+QUANTIZED = {
+    "fp8_quantize": quantizations("tensorwise", LINEARS, INPUTS) - 2 * LINEARS,
+    "fp8_product": 3 * LINEARS,
+}
+
+
+def sharded(options, *, backend="coda", mixed=False):
+    """All but the LM head in FP8, blocks compiled; eager without a ``backend``."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    fresh()
+    needs_scaled_mm()
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    model = decoder(LAYERS).to(torch.float32 if mixed else torch.bfloat16)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n != "head")
+    for block in model.layers if backend else ():
+        block.compile(backend=backend, options=options)
+    how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh(), **how)
+    return model
+
+
+def stepped(model, precompute):
+    """Steps; ``precompute``: all scales of weights are computed together after each, as torchao
+    advises."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for tokens in map(mine, batches(2)):
+        loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    return model
+
+
+def as_eager(precompute, **how):
+    ours = stepped(sharded(PLAIN, **how), precompute)
+    assert_fired(QUANTIZED)
+    assert not [r for report in coda_inductor.reports() for r in report.refusals if r.what == "fp8"]
+    theirs = stepped(sharded(None, backend=None, **how), precompute)
+    for have, want in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(have.full_tensor(), want.full_tensor(), rtol=0, atol=0)
+
+
+def check_weights_that_arrive_in_fp8():
+    as_eager(precompute=False)
+
+
+def check_scales_that_are_computed_after_the_step():
+    as_eager(precompute=True)
+
+
+def check_float32_master_weights():
+    as_eager(precompute=True, mixed=True)
+
+
+def check_what_fuses_is_as_exact():
+    """What fuses without FP8 does; each weight is turned for its dgrad, as torchao does."""
+    how = {"precompute": True}
+    ours = stepped(sharded(OPTIONS, mixed=True), **how)
+    assert_fired({**QUANTIZED, **BLOCK, "rms_norm_backward": 0})
+    fused = [s for s in coda_inductor.reports()[-1].sites if s.fused]
+    assert {s.program.a_dtype for s in fused} == {"float8_e4m3fn", "float8_e5m2"}
+    assert {s.role for s in fused} == {"forward", "input gradient"}
+    theirs = stepped(sharded(None, backend=None, mixed=True), **how)
+    exact = single(batches(2), LAYERS)
+    errors = [distance(model, exact) for model in (ours, theirs)]
+    assert errors[0] <= 1.1 * errors[1], errors
+
+
+def tensor_parallel():
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    fresh()
+    model = convert(decoder(LAYERS).bfloat16(), "tensorwise", lambda _, name: name != "head")
+    plan = {name: Float8ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+    plan |= {name: Float8RowwiseParallel() for name in ("o", "down")}
+    for block in model.layers:
+        parallelize_module(block, mesh(), dict(plan))
+    return model
+
+
+def parallel(options):
+    """Trained by us, and by eager under the same wrapping; with the last report."""
+    ours, data = tensor_parallel(), batches(1, 2)
+    train(ours, data, torch.compile(ours, backend="coda", options=options))
+    assert_fired({"fp8_product": 3 * LINEARS * LAYERS})
+    report = coda_inductor.reports()[-1]
+    theirs = tensor_parallel()
+    train(theirs, data)
+    return ours, theirs, report
+
+
+def check_tensor_parallelism():
+    """Maxima over all ranks stay torch's, and say so; products are ours all the same."""
+    ours, theirs, report = parallel(PLAIN)
+    for have, want in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(full(have), full(want), rtol=0, atol=0)
+    said = [r for r in report.refusals if r.what == "fp8"]
+    assert {r.code for r in said} == {"fp8-ranks"}, said
+
+
+def check_tensor_parallelism_that_fuses():
+    ours, theirs, report = parallel(OPTIONS)
+    fused = [s for s in report.sites if s.fused and s.program.fp8]
+    assert sum(s.program.paired for s in fused) == LAYERS
+    exact = single(batches(1, 2), LAYERS)
+    errors = [distance(model, exact) for model in (ours, theirs)]
+    assert errors[0] <= 1.1 * errors[1], errors

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's FP8 inference with kernels: as exact as torch.compile, NaN and inf where it has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from float8 import D, Packed, Stack, serve
+
+import coda_inductor
+from coda_inductor.mainloop.availability import kernel_stack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(300),
+]
+EVERY = ("row", "tensor", "static")
+HOW = {"gate": "always", "strict": True}
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(fresh, caplog):
+    """What does not run would be torch's ops after a warning."""
+    yield
+    assert not [said for said in caplog.messages if "falls back" in said]
+
+
+def batch(rows: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, rows, D, device="cuda").bfloat16()
+
+
+def plain(**how) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Stack(layers=LAYERS, **how).cuda().bfloat16()
+
+
+def run(model, x, backend, options=None):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(model, backend=backend, options=options)(x)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 1024])
+@pytest.mark.parametrize("how", EVERY)
+def test_it_is_as_exact_as_torch_compile(how, rows):
+    x = batch(rows)
+    x[:, ::4, 5] *= 100
+    model = plain(bias=rows == 127)
+    with torch.no_grad():
+        want = copy.deepcopy(model).float()(x.float())
+    model = serve(model, how, x)
+    theirs = run(model, x, "inductor")
+    ours = run(model, x, "coda", HOW)
+    assert coda_inductor.reports()[-1].kernels == 2 * LAYERS
+    errors = [(y.float() - want).norm().item() for y in (ours, theirs)]
+    assert errors[0] <= 1.1 * errors[1], errors
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("how", EVERY)
+def test_rows_of_what_has_no_scale(how, value):
+    x = batch(200)
+    model = serve(plain(), how, x)
+    x[0, 3] = value
+    theirs, ours = run(model, x, "inductor"), run(model, x, "coda", HOW)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.isinf(), theirs.isinf())
+
+
+@pytest.mark.parametrize("how", EVERY)
+def test_halves_of_a_packed_weight(how):
+    torch.manual_seed(0)
+    x = batch(200)
+    model = serve(Packed().cuda().bfloat16(), how, x)
+    theirs, ours = run(model, x, "inductor"), run(model, x, "coda", HOW)
+    fused = [s for s in coda_inductor.reports()[-1].sites if s.fused]
+    static = how == "static"  # a paired tile stores 16 bits
+    assert [s.program.paired for s in fused] == [not static, False]
+    assert fused[0].program.stores[0].dtype == ("float8_e4m3fn" if static else "bfloat16")
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
