@@ -128,6 +128,7 @@ ON_DYNAMO = (
     Pass("spelling", respell, spelled_in_aten, stage="0_before"),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
+    Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
     Pass("late_gradients", late_gradients.separate, _wraps),
 )
 #: On the aten graph, joint or inference, before it is partitioned.

@@ -132,6 +132,12 @@ _DO = {
     # attention
     "mask-size": "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
     "sequences to a few fixed lengths.",
+    "mask-dtype": f"{_BFLOAT16}.",
+    "mask-dropout": "Leave attention's dropout at 0 (attention_dropout, dropout_p).",
+    "mask-heads": "Give all heads one mask: of shape (batch or 1, 1, queries, keys).",
+    "mask-region": "Use torch.utils.checkpoint in place of torch.compiler.nested_compile_region.",
+    "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
+    "query heads a multiple of that of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
     "heads-mutated": "Repeat the heads right before the call, from keys and values that nothing "
     "writes to.",
@@ -199,6 +205,11 @@ _NOTHING = {
     "mask-form": "scaled_dot_product_attention has no flag for such a mask",
     "mask-lengths": "with other queries than keys, causal means something else to SDPA",
     "mask-bias": "the mask is a bias, which SDPA adds",
+    "mask-device": "FlexAttention, which skips what a mask hides, has kernels for both directions "
+    "on CUDA only",
+    "mask-gradient": "a mask that is learned is a bias",
+    "mask-head": "FlexAttention has no kernels for such heads",
+    "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
     "mask-random": "the mask is another one at every call",
     "mask-large": "the mask is too large to be evaluated while compiling, and its proof fails",
     "mask-unknown": "the mask's values are not known while compiling",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.compat import schema
 from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
@@ -17,7 +18,7 @@ from coda_inductor.semantic.fp8 import scaled_mm
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
 GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
 #: What multiplies in a graph as it was traced: scaled products are raised by a pass.
-TRACED = (*GEMMS, aten._scaled_mm.default)
+TRACED = (*GEMMS, aten_scaled_mm)
 
 #: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
 #: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.

@@ -16,8 +16,8 @@ def snapshot(graph: Graph) -> Graph:
 
 def restore(graph: Graph, kept: Graph) -> None:
     """Make ``graph`` again what it was at ``kept = snapshot(graph)``, whatever state it is in:
-    between two steps of a pass nodes may stand before what they read. Placeholders, which no
-    pass of ours touches, stay the nodes they are: torch keeps more of them than their meta."""
+    between two steps of a pass nodes may stand before what they read. Placeholders stay the nodes
+    they are, for torch keeps more of them than their meta; those that a pass added go."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     others = [n for n in graph.nodes if n.op != "placeholder"]
     for node in others:
@@ -25,7 +25,10 @@ def restore(graph: Graph, kept: Graph) -> None:
     for node in others:
         graph.erase_node(node)
     known: dict[Node, Node] = {}
-    for old, node in zip(kept.find_nodes(op="placeholder"), inputs, strict=True):
+    olds = list(kept.find_nodes(op="placeholder"))
+    for added in inputs[len(olds) :]:
+        graph.erase_node(added)
+    for old, node in zip(olds, inputs, strict=False):
         node.meta = dict(old.meta)
         known[old] = node
     output = graph.output(graph.graph_copy(kept, known))

@@ -15,7 +15,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.compat import schema, select_decomp_table, tree_flatten, tree_map, tree_unflatten
+from coda_inductor.compat import (
+    schema,
+    select_decomp_table,
+    storage,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from coda_inductor.graph.edit import KEPT_META, fake_mode
 from coda_inductor.graph.nodes import fake
 
@@ -101,7 +108,7 @@ def _key(function: Callable[..., Any], flat: list[Any], spec: Any) -> Hashable |
         if any(isinstance(size, torch.SymInt) for size in sizes):
             return None
         parts.append((sizes, x.dtype, x.device, x.requires_grad))
-        storages.append(x.untyped_storage()._cdata)
+        storages.append(storage(x))
     return tuple(parts) if len({*storages}) == len(storages) else None
 
 

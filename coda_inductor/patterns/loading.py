@@ -27,6 +27,7 @@ ENTRY_POINTS = "coda_inductor.patterns"
 
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
+    "block_mask",
     "collective",
     "constant_mask",
     "cross_entropy",

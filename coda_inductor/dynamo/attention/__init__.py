@@ -6,8 +6,13 @@ index_calls   how a node is called
 index_proof   what a tensor is made of, for every size
 constants     what a tensor's values are, where sizes are numbers
 calls         masks become flags, repeated heads become grouped ones
+additive      what a mask of 0 and -inf was made of
+blocks        a mask's blocks, and the call of FlexAttention that walks along them
+block_masks   which calls it takes
 """
 
+from coda_inductor.dynamo.attention.block_masks import NAME as BLOCK_MASK
+from coda_inductor.dynamo.attention.block_masks import skip_blocks
 from coda_inductor.dynamo.attention.calls import NAMES, simplify_attention
 
-__all__ = ["NAMES", "simplify_attention"]
+__all__ = ["BLOCK_MASK", "NAMES", "simplify_attention", "skip_blocks"]

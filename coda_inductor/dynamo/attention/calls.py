@@ -135,20 +135,22 @@ def _why_a_proof(mask: Node, queries: Any, keys: Any) -> Refusal:
 
 def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
-        arguments = _arguments(node)
+        arguments = arguments_of(node)
         if arguments is None:
             continue
         mask = arguments.get("attn_mask")
         if mask is not None and record.enabled("constant_mask"):
             verdict = _verdict(mask, arguments, masks)
             if isinstance(verdict, Refusal):
-                record.refuse("constant_mask", node.name, verdict.within("the mask stays, {}"))
+                record.refuse(
+                    "constant_mask", node.name, verdict.within("no flag for the mask, {}")
+                )
             else:
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL
                 record.fire("constant_mask")
         if record.enabled("grouped_heads") and _flash(arguments):
-            chains = [_repetition(arguments[name]) for name in ("key", "value")]
+            chains = [repetition(arguments[name]) for name in ("key", "value")]
             if chains[0] is not None and chains[1] is not None:
                 why = next((why for c in chains if c and (why := c.hazard(node))), None)
                 if why is None:
@@ -162,7 +164,8 @@ def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
         node.kwargs = arguments
 
 
-def _arguments(node: Node) -> dict[str, Any] | None:
+def arguments_of(node: Node) -> dict[str, Any] | None:
+    """What an SDPA is called with, by name; None unless its tensors have 3 dimensions or more."""
     named = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     tensors = [value(named.get(name)) for name in _ARGUMENTS[:3]]
     return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
@@ -314,7 +317,7 @@ class _Repetition:
         return new
 
 
-def _repetition(repeated: Any) -> _Repetition | None:
+def repetition(repeated: Any) -> _Repetition | None:
     """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
     not."""
     full = value(repeated).shape

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention beside a mask that no flag of SDPA stands for: blocks that hold nothing are skipped.
+
+Before::
+
+    mask = ...                          # from data: padding, packed documents; or a sliding window
+    sdpa(q, k, v, attn_mask=mask)       # in each layer; reads the mask, computes what it hides
+
+After::
+
+    lists = block_lists(mask)           # once
+    flex_attention(q, k, v, block_mask=(lists, mask))      # in each layer
+
+Why it is valid: whatever the mask holds. The lists are computed at every call from the mask
+itself: a block of scores is left out where the mask is False all over it, and no mask is applied
+where it is True all over; elsewhere it is read. A row that sees nothing is zero, and so are its
+gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all). A mask of 0 and
+-inf says what the boolean one said that it is made of.
+
+Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
+each head; ``docs/attention.md`` has measurements.
+
+Refuses: dropout; a mask for each head; numbers that are added (ALiBi; also a dtype's lowest number
+in place of -inf, by which a row that sees nothing sees all); symbolic sizes; a mask that is written
+to after it was made; a region that is called several times, where lists cannot be handed in; heads
+of less than 16 or more than 256 values, or no multiple of 8; other devices and dtypes than
+``DEVICE`` and ``DTYPES``; and less work, over all calls of one mask, than ``LEAST``, unless the
+gate is "always".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.compat import virtualized
+from coda_inductor.dynamo.attention.additive import condition
+from coda_inductor.dynamo.attention.blocks import attend, block_lists, put
+from coda_inductor.dynamo.attention.calls import arguments_of, repetition
+from coda_inductor.dynamo.attention.constants import Constants
+from coda_inductor.matching import Body, bodies, forward_mode, value, writes_to
+from coda_inductor.matching.bodies import nested
+from coda_inductor.program.dtypes import HALF
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+
+NAME = "block_mask"
+#: Where FlexAttention has kernels for both directions, and for what they are made.
+DEVICE, DTYPES = "cuda", HALF
+#: Scores of all calls of one mask that make the lists worth it, and queries and keys of each.
+LEAST, SHORTEST = 2**28, 512
+_HEADS = range(16, 257, 8)
+_SDPA = F.scaled_dot_product_attention
+_TENSORS = "query", "key", "value"
+#: Elements of a mask, which kernels count in 32 bits.
+INDICES = 2**31
+
+
+@dataclass
+class _Scope:
+    """One graph, and what was handed into it: (node outside) -> its placeholder."""
+
+    body: Body
+    around: _Scope | None
+    constants: Constants
+    given: dict[Node, Node] = field(default_factory=dict)
+
+    def take(self, node: Node, home: _Scope) -> Node:
+        """``node`` of the graph ``home`` around this one, as a node of this one."""
+        if self is home or node in self.given:
+            return self.given.get(node, node)
+        assert self.around is not None, "the home is around"
+        outside = self.around.take(node, home)
+        regions = [n for n in self.around.body.graph.nodes if _calls(n, self.body.module)]
+        last = [n for n in self.body.graph.nodes if n.op == "placeholder"][-1]
+        with self.body.graph.inserting_after(last):
+            inside = self.body.graph.placeholder(f"coda_{outside.name}")
+        inside.meta["example_value"] = value(outside)
+        for region in regions:
+            region.args = (*region.args, outside)
+        self.given[node] = inside
+        return inside
+
+
+def _calls(node: Node, module: GraphModule) -> bool:
+    return node.op == "call_function" and module in nested(node).values()
+
+
+@dataclass(frozen=True)
+class _Site:
+    """An attention call; ``mask``, a boolean one of the graph ``home``, hides what it is True for
+    where ``hides``, and shows it otherwise."""
+
+    call: Node
+    scope: _Scope
+    home: _Scope
+    mask: Node
+    hides: bool
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """As they are now: the query may be the result of a call that was replaced."""
+        arguments = arguments_of(self.call)
+        assert arguments is not None, "a site has tensors"
+        return arguments
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        query, key, _ = (value(self.arguments[name]) for name in _TENSORS)
+        return query.shape[2], key.shape[2]
+
+
+def skip_blocks(graph: Graph, record: Record) -> None:
+    """Rewrite the attention calls of ``graph`` and its checkpointed regions, in place."""
+    module = graph.owning_module
+    assert isinstance(module, GraphModule), "Dynamo's graph has an owner"
+    if not record.enabled(NAME):
+        return
+    dual = forward_mode(module)
+    scopes: dict[int, _Scope] = {}
+    groups: dict[tuple[Any, ...], list[_Site]] = {}
+    for body in bodies(module):
+        around = None if body.around is None else scopes[id(body.around)]
+        constants = Constants(body.graph, body.outer, around.constants if around else None)
+        scope = scopes[id(body)] = _Scope(body, around, constants)
+        for call in body.graph.nodes:
+            arguments = arguments_of(call) if call.target is _SDPA else None
+            if arguments is None or arguments.get("attn_mask") is None:
+                continue
+            found = _why_not(call, arguments, dual) or _site(call, arguments, scope)
+            if isinstance(found, Refusal):
+                record.refuse(NAME, call.name, found)
+            else:
+                groups.setdefault((found.mask, found.hides, *found.lengths), []).append(found)
+    for group in groups.values():
+        if (why := _too_small(group, record)) is None:
+            _rewrite(group, record)
+        else:
+            for site in group:
+                record.refuse(NAME, site.call.name, why)
+    for scope in scopes.values():
+        scope.body.module.recompile()
+
+
+def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:
+    """Why FlexAttention does not take ``call``, whatever the mask is made of."""
+    query, key, val, mask = (value(arguments[name]) for name in (*_TENSORS, "attn_mask"))
+    result, scale = value(call), arguments.get("scale")
+    if dual is not None:
+        return refuse("forward-mode", f"{dual} differentiates forward")
+    if getattr(virtualized, "aot_compilation", False):
+        return refuse("aot-inductor", "programs of AOTInductor's keep SDPA's own kernels")
+    tensors = (query, key, val, mask, result)
+    if not all(getattr(t, "fake_mode", None) is not None for t in tensors):
+        return refuse("not-recorded", "not all of its tensors are plain ones")
+    if not all(isinstance(size, int) for t in tensors for size in t.shape):
+        return refuse("mask-size", "its size is symbolic")
+    if scale is not None and not isinstance(scale, (int, float)):
+        return refuse("mask-size", "its scale is symbolic")
+    if query.device.type != DEVICE or mask.device != query.device:
+        return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
+    if result.dtype not in DTYPES:
+        return refuse("mask-dtype", f"in {result.dtype} FlexAttention is not known to be faster")
+    if arguments.get("dropout_p"):
+        return refuse("mask-dropout", "FlexAttention drops nothing")
+    if arguments.get("is_causal"):
+        return refuse("mask-unknown", "is_causal is set beside it")
+    return _shapes(query, key, val)
+
+
+def _shapes(query: Any, key: Any, val: Any) -> Refusal | None:
+    if query.dim() != 4 or key.dim() != 4 or val.dim() != 4:
+        return refuse("mask-shape", "queries, keys and values have not 4 dimensions each")
+    if key.shape[:3] != val.shape[:3] or len(key) != len(query) or query.shape[1] % key.shape[1]:
+        return refuse("mask-shape", "its tensors are broadcast to each other")
+    widths = query.shape[-1], val.shape[-1]
+    if any(width not in _HEADS for width in widths):
+        return refuse("mask-head", f"heads have {max(widths)} values, no multiple of 8 up to 256")
+    return None
+
+
+def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Refusal:
+    mask, home = arguments["attn_mask"], scope
+    while mask in home.body.outer and home.around is not None:
+        if _written_to(mask, home.body.graph):
+            return refuse("mask-mutated", "an in-place op changes it")
+        mask, home = home.body.outer[mask], home.around
+    if home.around is not None and mask.op == "placeholder":
+        return refuse("mask-region", "it is handed to a region that is called several times")
+    found = condition(mask, home.constants)
+    if isinstance(found, Refusal):
+        return found
+    seen, hides = found
+    if any(_written_to(node, home.body.graph) for node in {mask, seen}):
+        return refuse("mask-mutated", "an in-place op changes it")
+    known = value(seen)
+    if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
+        return refuse("mask-heads", "each head has a mask of its own")
+    site = _Site(call, scope, home, seen, hides)
+    if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
+        return refuse("mask-large", f"it has more than {INDICES} elements")
+    return site
+
+
+def _written_to(mask: Node, graph: Graph) -> bool:
+    """May something change ``mask`` after it was made?"""
+    return any(node > mask and writes_to(node, (mask,)) for node in graph.nodes)
+
+
+def _too_small(group: list[_Site], record: Record) -> Refusal | None:
+    queries, keys = group[0].lengths
+    heads = sum(math.prod(value(site.arguments["query"]).shape[:2]) for site in group)
+    if record.options.gate == "always":
+        return None
+    if min(queries, keys) >= SHORTEST and heads * queries * keys >= LEAST:
+        return None
+    text = f"{len(group)} calls with {queries} queries and {keys} keys gain less than lists cost"
+    return refuse("mask-small", text)
+
+
+def _rewrite(group: list[_Site], record: Record) -> None:
+    """Make the lists once, and use them in each call of ``group``."""
+    mask, hides, lengths = group[0].mask, group[0].hides, group[0].lengths
+    before = mask.next
+    while before.op == "placeholder":
+        before = before.next
+    plane = put(lambda mask: _plane(mask, value(group[0].mask), hides, lengths), mask, before)
+    batch = len(value(plane)) if value(plane).dim() == 3 else 1
+    lists = put(lambda plane: block_lists(plane, batch, *lengths), plane, before)
+    for site in group:
+        inside = [site.scope.take(node, site.home) for node in (plane, *lists)]
+        tensors = _grouped(site, record)
+        new = attend(site.call, tensors, site.arguments.get("scale"), inside[0], inside[1:])
+        site.call.replace_all_uses_with(new)
+        site.call.graph.erase_node(site.call)
+        record.fire(NAME)
+
+
+def _plane(mask: Any, known: torch.Tensor, hides: bool, lengths: tuple[int, int]) -> Any:
+    """``mask``, which ``known`` describes, as (Tq, Tk), or (B, Tq, Tk) where that makes a
+    difference; True is seen."""
+    sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
+    batched = sizes[0] > 1 and known.stride(0) > 0
+    wide = mask.expand(*sizes[:2], *lengths)
+    plane = wide[:, 0] if batched else wide[0, 0]
+    return plane.logical_not() if hides else plane
+
+
+def _grouped(site: _Site, record: Record) -> tuple[Node, Node, Node]:
+    """Queries, keys and values, these with their heads not repeated, if they were."""
+    query, key, val = (site.arguments[name] for name in _TENSORS)
+    chains = repetition(key), repetition(val)
+    if record.enabled("grouped_heads") and chains[0] is not None and chains[1] is not None:
+        same = value(chains[0].source).shape == value(chains[1].source).shape
+        if same and not any(c.hazard(site.call) for c in chains if c):
+            record.fire("grouped_heads")
+            return query, chains[0].heads(site.call), chains[1].heads(site.call)
+    return query, key, val

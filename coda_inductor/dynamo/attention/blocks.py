@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mask's blocks, found inside the graph, and the call of FlexAttention that walks along them.
+
+Before::
+
+    sdpa(q, k, v, attn_mask=mask)                            # mask: (B or 1, 1, Tq, Tk), bool
+
+After::
+
+    plane = mask[:, 0]                                       # or mask[0, 0]
+    lists = block_lists(plane)                               # once, however many calls read it
+    flex_attention(q, k, v, block_mask=(lists, lambda b, h, i, j: plane[b, i, j]))[0]
+
+A block is 128 queries by 128 keys. Those that hold nothing are in no list, so that nobody computes
+them; in those that are full nobody reads the mask. ``flex_attention`` is torch's own operator as
+Dynamo records it: with functions as graphs, and a ``BlockMask`` as a tuple of its parts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
+
+from coda_inductor.compat import unset_fake_temporarily
+from coda_inductor.matching import value
+
+#: Queries and keys of a block. Kernels' tiles divide it.
+BLOCK = 128
+#: What FlexAttention's own front end would have said, and which kernel: never the decoding one.
+OPTIONS = {
+    "BACKEND": "TRITON",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+#: Kernels' tiles for heads of 64 values, measured on an H200 (docs/attention.md): at any other
+#: width torch's own choice was best.
+WIDTH_64 = {
+    "fwd_BLOCK_N": 64,
+    **{f"bwd_BLOCK_{size}": 64 for size in ("M1", "N1", "M2", "N2")},
+    "bwd_num_stages": 3,
+    "bwd_num_warps": 4,
+}
+#: Parts of a BlockMask, in the order of ``block_lists``.
+_PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+#: Functions: their inputs, and what is indexed by what.
+_SCORE = "score", "b", "h", "i", "j"
+_MASK = "b", "h", "i", "j", "plane"
+_ALL, _B = (_MASK, ("plane", "i", "j")), (_MASK, ("plane", "b", "i", "j"))
+#: Meta that a new node has from the one that it is computed from.
+_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    """The blocks of a boolean mask that hold anything.
+
+    Args:
+        plane: the mask, (queries, keys), or (batch, queries, keys).
+        batch: masks; 1 for the former.
+        queries: rows of a mask.
+        keys: columns of a mask.
+
+    Returns, for mixed blocks and then for full ones, how many each row of blocks has, (batch, 1,
+    rows), and which, (batch, 1, rows, columns): a permutation of the columns that begins with
+    them, in ascending order. Then the same with rows and columns exchanged. All int32.
+    """
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    padded = F.pad(plane, (0, columns * BLOCK - keys, 0, rows * BLOCK - queries))
+    tiles = padded.reshape(batch, rows, BLOCK, columns, BLOCK)
+    seen = tiles.sum((2, 4), dtype=torch.int32)
+    full = seen == BLOCK * BLOCK
+    mixed = (seen > 0) & ~full
+    turned = (blocks.transpose(1, 2) for blocks in (mixed, full))
+    return (
+        *(part for blocks in (mixed, full) for part in _ordered(blocks, batch, rows, columns)),
+        *(part for blocks in turned for part in _ordered(blocks, batch, columns, rows)),
+    )
+
+
+def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """How many each row has, and which: (batch, rows, columns) bool to the shapes of a BlockMask.
+
+    Kernels find a mask of the batch by the stride of the dimension of heads. Its size is 1, so
+    that Inductor may give it any stride; of ``unsqueeze`` it makes 0, by which all read the first
+    mask's blocks. ``as_strided`` says it, and Inductor lays its input out as recorded.
+    """
+    counts = blocks.sum(-1, dtype=torch.int32).contiguous()
+    order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    order, size = order.to(torch.int32).contiguous(), rows * columns
+    return (
+        counts.as_strided((batch, 1, rows), (rows, rows, 1)),
+        order.as_strided((batch, 1, rows, columns), (size, size, columns, 1)),
+    )
+
+
+def put(function: Callable[[Any], Any], source: Node, before: Node) -> Any:
+    """Write ``function(source)``, plain torch code, into the graph in front of ``before``; returns
+    nodes for what it returns."""
+    graph, known = source.graph, {}
+    for step in symbolic_trace(function).graph.nodes:
+        if step.op == "placeholder":
+            known[step] = source
+        elif step.op == "output":
+            return torch.fx.node.map_arg(step.args[0], known.__getitem__)
+        else:
+            with graph.inserting_before(before):
+                node = graph.node_copy(step, known.__getitem__)
+            node.meta = {key: source.meta[key] for key in _KEPT if key in source.meta}
+            node.meta["example_value"] = _run(node, value(source).fake_mode)
+            known[step] = node
+    raise AssertionError("a traced function has an output")
+
+
+def _run(node: Node, mode: Any) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    with mode, torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+
+def attend(
+    call: Node, tensors: Sequence[Node], scale: float | None, plane: Node, lists: Sequence[Node]
+) -> Node:
+    """FlexAttention in front of ``call``, an SDPA of the same result, which stays.
+
+    Args:
+        call: says where, and what the result is like: its dtype (autocast decides it) and strides,
+            which a view after it counts on.
+        tensors: query, key and value, 4-dimensional; keys and values may have fewer heads.
+        scale: of the scores; None for torch's default.
+        plane: the mask, (Tq, Tk) or (B, Tq, Tk), bool.
+        lists: ``block_lists`` of it.
+    """
+    graph, known = call.graph, value(call)
+    query, key, val = (_cast(t, known.dtype, call) for t in tensors)
+    queries, keys = value(query).shape[-2], value(key).shape[-2]
+    batched = value(plane).dim() == 3
+    score_mod = _function(call, "coda_score_mod", _SCORE, ("score",))
+    name, how = ("coda_mask_mod_b", _B) if batched else ("coda_mask_mod", _ALL)
+    mask_mod = _function(call, name, *how)
+    widths = {value(query).shape[-1], value(val).shape[-1]}
+    args = (
+        query, key, val, score_mod, _block_mask(lists, mask_mod, queries, keys),
+        1 / math.sqrt(value(query).shape[-1]) if scale is None else scale,
+        OPTIONS | (WIDTH_64 if widths == {64} else {}), (), (plane,),
+    )  # fmt: skip
+    with graph.inserting_before(call):
+        flex = graph.call_function(torch.ops.higher_order.flex_attention, args)
+        result = graph.call_function(operator.getitem, (flex, 0))
+    with known.fake_mode, torch.no_grad():
+        sample = flex.target(*torch.fx.node.map_arg(args, _known))
+    flex.meta = {**call.meta, "example_value": sample}
+    result.meta = {**call.meta, "example_value": sample[0]}
+    return _strided(result, known, call)
+
+
+def _known(node: Node) -> Any:
+    """The recorded value of a tensor, and the graph behind a function's name."""
+    if node.op == "get_attr" and value(node) is None:
+        return getattr(node.graph.owning_module, str(node.target))
+    return value(node)
+
+
+def _function(call: Node, name: str, inputs: Sequence[str], result: Sequence[str]) -> Node:
+    """A function as a graph of the module that ``call`` is in: of ``inputs``, the first of
+    ``result``, indexed by the others."""
+    module = call.graph.owning_module
+    if not isinstance(getattr(module, name, None), GraphModule):
+        graph = Graph()
+        known = {each: graph.placeholder(each) for each in inputs}
+        first, *indices = (known[each] for each in result)
+        if indices:
+            first = graph.call_function(operator.getitem, (first, tuple(indices)))
+        graph.output(first)
+        setattr(module, name, GraphModule({}, graph))
+    with call.graph.inserting_before(call):
+        return call.graph.get_attr(name)
+
+
+def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) -> tuple[Any, ...]:
+    """A BlockMask as the tuple that this version of torch makes of one."""
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    with unset_fake_temporarily():
+        parts: dict[str, Any] = {
+            name: torch.zeros((1,) * (3 + part % 2), dtype=torch.int32, device="cpu")
+            for part, name in enumerate(_PARTS)
+        }
+        lengths: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
+        sample = BlockMask(mask_mod=noop_mask, **lengths, **parts).as_tuple()
+    known = {id(parts[name]): node for name, node in zip(_PARTS, lists, strict=True)}
+    return (*(known.get(id(part), part) for part in sample[:-1]), mask_mod)
+
+
+def _cast(tensor: Node, dtype: torch.dtype, call: Node) -> Node:
+    """What autocast gives SDPA."""
+    if value(tensor).dtype == dtype:
+        return tensor
+    return put(lambda t: t.to(dtype), tensor, call)
+
+
+def _strided(result: Node, like: Tensor, call: Node) -> Node:
+    """``result``, whose strides follow the queries', with the strides of ``like``."""
+    if _strides(value(result)) == _strides(like):
+        return result
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    back = [order.index(d) for d in range(like.dim())]
+    moved = put(lambda t: t.permute(order).contiguous().permute(back), result, call)
+    assert _strides(value(moved)) == _strides(like), "SDPA's result is dense"
+    return moved
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lists of blocks as Inductor compiles them, and as FlexAttention's kernels find them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import randn
+from torch._dynamo.utils import counters
+from torch._inductor import config, lowering
+from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
+
+from coda_inductor.dynamo.attention import block_masks, blocks
+from coda_inductor.dynamo.attention.blocks import block_lists
+
+T = 384
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(monkeypatch):
+    """Scalar code builds faster; nothing comes from a cache."""
+    monkeypatch.setattr(block_masks, "DEVICE", "cpu")
+    monkeypatch.setattr(block_masks, "DTYPES", (torch.float32,))
+    with config.patch({"cpp.simdlen": 0, "force_disable_caches": True}):
+        yield
+
+
+def padded(batch):
+    """Each row of the batch has other blocks, full ones too; of some, a row has none."""
+    begins = torch.arange(batch) * 150
+    seen = torch.ones(T, T, dtype=torch.bool).tril() & (torch.arange(T) >= begins[:, None, None])
+    return seen[:, None]
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """(direction, name of a list) -> (sizes, strides) of what kernels would be given. Nothing
+    runs: there are no kernels for the CPU's gradients."""
+    found = {}
+
+    def note(direction, block_mask):
+        parts = maybe_realize(list(block_mask[2:10]))
+        freeze_irnodes(parts)
+        names = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+                 "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]  # fmt: skip
+        for name, part in zip(names, parts, strict=True):
+            found[direction, name] = tuple(
+                tuple(map(int, numbers)) for numbers in (part.get_size(), part.get_stride())
+            )
+
+    def copy(tensor):
+        return lowering.lowerings[aten.clone](tensor)
+
+    def forward(query, key, value, score_mod, block_mask, *_):
+        note("forward", block_mask)
+        rows = lowering.lowerings[aten.select](query, 3, 0)
+        return copy(query), copy(rows), copy(rows)
+
+    def backward(query, key, value, *rest):  # out, lse, their gradients, two graphs, block mask
+        note("backward", rest[6])
+        return copy(query), copy(key), copy(value), ()
+
+    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention, forward)
+    monkeypatch.setitem(lowering.lowerings, higher_order.flex_attention_backward, backward)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_find_each_mask_of_a_batch(read, batch):
+    """A kernel takes the lists of batch ``z`` from ``z * stride(1)``, though dimension 1, the
+    heads', has the size 1. A regression: it was 0, so that all read the blocks of the first."""
+
+    def attend(q, k, v, mask):
+        q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    tensors = [randn(batch, 2, T, 16, dtype=torch.float32).requires_grad_() for _ in range(3)]
+    compiled = torch.compile(attend, backend="coda", options={"gate": "always", "strict": True})
+    compiled(*tensors, padded(batch)).sum().backward()
+    assert counters["coda"]["block_mask"] == 2
+    assert len(read) == 16
+    for where, (sizes, strides) in read.items():
+        dense = torch.empty(sizes).stride()
+        assert sizes[:2] == (batch, 1), where
+        assert strides[2:] == dense[2:], where
+        assert batch == 1 or strides[:2] == dense[:2], where
+
+
+def test_compiled_lists_are_those_of_eager():
+    planes = padded(3)[:, 0]
+    compiled = torch.compile(lambda planes: block_lists(planes, 3, T, T))(planes)
+    for ours, want in zip(compiled, block_lists(planes, 3, T, T), strict=True):
+        assert torch.equal(ours, want)
+        assert ours.stride() == want.stride() == torch.empty(want.shape).stride()
+
+
+def test_what_is_read_are_the_blocks_that_the_mask_shows():
+    """As a kernel walks: counts and lists by the strides of dimension 1, full and mixed ones."""
+    planes, n = padded(3)[:, 0], T // blocks.BLOCK
+    lists = block_lists(planes, 3, T, T)
+    parts = dict(zip(blocks._PARTS, lists, strict=True))
+    want = planes.view(3, n, blocks.BLOCK, n, blocks.BLOCK).sum((2, 4))
+    for z in range(3):
+        for row in range(n):
+            for name, shown in (("kv", False), ("full_kv", True)):
+                counts, found = parts[f"{name}_num_blocks"], parts[f"{name}_indices"]
+                count = counts.as_strided((1,), (1,), z * counts.stride(1) + row).item()
+                start = z * found.stride(1) + row * found.stride(2)
+                walked = found.as_strided((count,), (1,), start).tolist()
+                seen = want[z, row]
+                full = seen == blocks.BLOCK**2
+                expected = full if shown else (seen > 0) & ~full
+                assert walked == expected.nonzero().flatten().tolist()

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention beside a mask of any content becomes FlexAttention, which skips its empty blocks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn, reasons, replace_pass
+from harness import Harness
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.dynamo.attention import block_masks
+from coda_inductor.dynamo.attention.blocks import block_lists
+
+T = 300
+sdpa = F.scaled_dot_product_attention
+flex = torch.ops.higher_order.flex_attention
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Where torch runs it as its plain products, in every dtype and both directions."""
+    monkeypatch.setattr(block_masks, "DEVICE", "cpu")
+    monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))
+
+
+def inputs(heads=2, groups=2, t=T, keys=None, batch=2, d=16, dtype=torch.float64):
+    q = randn(batch, heads, t, d, dtype=dtype)
+    kv = [randn(batch, groups, keys or t, d, dtype=dtype) for _ in range(2)]
+    return [x.requires_grad_() for x in (q, *kv)]
+
+
+def calls(harness, target=flex):
+    return [n for n in harness.raised.nodes if n.target is target]
+
+
+def attend(q, k, v, mask):
+    return sdpa(q, k, v, attn_mask=mask)
+
+
+def compare(function, *args, **options):
+    """Outputs and gradients are eager's; returns what was compiled."""
+    return check_gradients(function, *args, gate="always", **options)
+
+
+def causal(t=T, keys=None):
+    return torch.ones(t, keys or t, dtype=torch.bool).tril()
+
+
+def padded():
+    """Two rows of a batch with padding on the left: its queries see nothing."""
+    begins = torch.tensor([0, 200])
+    return causal() & (torch.arange(T) >= begins[:, None])[:, None, None]
+
+
+def packed():
+    documents = (torch.arange(T)[None] >= torch.tensor([[70], [128], [260]])).sum(0)
+    return (causal() & (documents[:, None] == documents))[None, None]
+
+
+def window():
+    return causal().triu(-60)
+
+
+MASKS = {
+    "random": lambda: torch.rand(2, 1, T, T) > 0.5,
+    "sparse": lambda: torch.rand(2, 1, T, T) > 0.99,
+    "for both rows of the batch": lambda: torch.rand(1, 1, T, T) > 0.5,
+    "two dimensions": lambda: torch.rand(T, T) > 0.5,
+    "three dimensions": lambda: torch.rand(1, T, T) > 0.5,
+    "expanded over the batch": lambda: (torch.rand(T, T) > 0.5).expand(2, 1, T, T),
+    "expanded over the heads": lambda: (torch.rand(2, 1, T, T) > 0.5).expand(2, 2, T, T),
+    "keys only": lambda: torch.rand(2, 1, 1, T) > 0.5,
+    "queries only": lambda: torch.rand(2, 1, T, 1) > 0.5,
+    "padded": padded,
+    "packed": packed,
+    "window": window,
+    "nothing": lambda: torch.zeros(2, 1, T, T, dtype=torch.bool),
+    "everything": lambda: torch.ones(2, 1, T, T, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_any_mask(mask):
+    harness = compare(attend, *inputs(), MASKS[mask]())
+    assert harness.counts["block_mask"] == 1
+    assert not calls(harness, sdpa)
+
+
+def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
+    """As in SDPA. A mean of all values, or NaN, would be neither."""
+    q, k, v = inputs()
+    mask = MASKS["random"]()
+    mask[:, :, 7] = mask[1, :, 130:260] = False
+    harness = Harness(gate="always")
+    y = harness.train(attend, q, k, v, mask)
+    y.sum().backward()
+    assert harness.counts["block_mask"] == 1
+    assert not y[:, :, 7].any()
+    assert not y[1, :, 130:260].any()
+    assert not q.grad[:, :, 7].any()
+
+
+@pytest.mark.parametrize("t", [1, 127, 128, 129, 256, 300])
+@pytest.mark.parametrize("keys", [7, 128, 200])
+def test_lengths_that_no_block_divides(t, keys):
+    mask = torch.rand(2, 1, t, keys) > 0.3
+    assert compare(attend, *inputs(t=t, keys=keys), mask).counts["block_mask"] == 1
+
+
+@pytest.mark.parametrize("mask", ["random", "two dimensions", "padded", "packed", "keys only"])
+@pytest.mark.parametrize("t", [T, 384])
+def test_the_lists_are_those_of_torch(mask, t):
+    """``create_block_mask`` of the same mask; contiguous, as kernels read them."""
+    whole = torch.zeros(2, t, t, dtype=torch.bool)
+    whole[:, :T, :T] = MASKS[mask]()[..., :, :].reshape(-1, *MASKS[mask]().shape[-2:])
+    lists = block_lists(whole, 2, t, t)
+    theirs = create_block_mask(lambda b, h, i, j: whole[b, i, j], 2, None, t, t, device="cpu")
+    names = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+             "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"]  # fmt: skip
+    for name, ours in zip(names, lists, strict=True):
+        assert torch.equal(ours, getattr(theirs, name)), name
+        assert ours.stride() == torch.empty(ours.shape).stride(), name
+
+
+def hugging_face(k, n):
+    b, h, t, d = k.shape
+    return k[:, :, None, :, :].expand(b, h, n, t, d).reshape(b, h * n, t, d)
+
+
+@pytest.mark.parametrize("how", ["repeated", "enable_gqa", "neither"])
+def test_grouped_heads(how):
+    def grouped(q, k, v, mask):
+        if how == "repeated":
+            k, v = hugging_face(k, 2), hugging_face(v, 2)
+        return sdpa(q, k, v, attn_mask=mask, enable_gqa=how == "enable_gqa")
+
+    groups = 4 if how == "neither" else 2
+    harness = compare(grouped, *inputs(heads=4, groups=groups), MASKS["random"]())
+    (call,) = calls(harness)
+    assert call.args[1].meta["example_value"].shape[1] == groups
+    assert harness.counts["grouped_heads"] == (how == "repeated")
+
+
+def test_repeated_heads_stay_where_something_is_written_between():
+    def grouped(q, k, v, mask):
+        k, v = k * 1, v * 1
+        k4, v4 = hugging_face(k, 2), hugging_face(v, 2)
+        k[:, :, 0] = 0
+        return sdpa(q, k4, v4, attn_mask=mask)
+
+    harness = compare(grouped, *inputs(heads=4), MASKS["random"]())
+    assert harness.counts["block_mask"] == 1
+    assert not harness.counts["grouped_heads"]
+
+
+def test_a_scale_and_wider_values():
+    def scaled(q, k, v, mask):
+        return sdpa(q, k, torch.cat([v, v], -1), attn_mask=mask, scale=0.5)
+
+    assert compare(scaled, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
+
+
+@pytest.mark.parametrize(("d", "tiles"), [(64, 64), (32, None), (128, None)])
+def test_tiles_for_heads_of_64(d, tiles):
+    harness = compare(attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
+    (call,) = calls(harness)
+    assert call.args[6].get("bwd_BLOCK_M1") == call.args[6].get("fwd_BLOCK_N") == tiles
+
+
+def test_constant_mask_does_not_say_that_the_mask_stays():
+    near = reasons(compare(attend, *inputs(), MASKS["random"]())).splitlines()
+    (line,) = {line for line in near if "constant_mask" in line}
+    assert "no flag for the mask, it depends on" in line
+    assert "stays" not in line
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_the_result_has_the_strides_of_sdpas(order):
+    """A view after it counts on them."""
+    back = [order.index(d) for d in range(4)]
+
+    def strided(q, k, v, mask):
+        q = q.permute(order).contiguous().permute(back)
+        y = sdpa(q, k, v, attn_mask=mask)
+        return y, y.stride()
+
+    harness = compare(strided, *inputs(), MASKS["random"]())
+    assert harness.counts["block_mask"] == 1
+
+
+def additive(mask):
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
+
+
+ADDITIVE = {
+    "masked_fill": additive,
+    "where": lambda mask: torch.where(mask, 0.0, -math.inf).double(),
+    "where, the other way": lambda mask: torch.where(~mask, -math.inf, torch.zeros(T, T)).to(
+        torch.float64
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ADDITIVE)
+def test_masks_of_zero_and_minus_infinity(how):
+    def added(q, k, v, mask):
+        return sdpa(q, k, v, attn_mask=ADDITIVE[how](mask))
+
+    mask = MASKS["random"]()
+    mask[:, :, 7] = False
+    assert compare(added, *inputs(), mask).counts["block_mask"] == 1
+
+
+def layers(q, k, v, mask, n=3):
+    for _ in range(n):
+        q = sdpa(q, k, v, attn_mask=mask).sin()
+    return q
+
+
+def test_lists_are_made_once():
+    harness = compare(layers, *inputs(), MASKS["random"]())
+    assert harness.counts["block_mask"] == 3
+    assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4
+
+
+def test_calls_that_read_each_other():
+    """A regression: the second one still read what the first one had replaced."""
+
+    def chained(q, k, v, mask):
+        y = sdpa(q, k, v, attn_mask=mask)
+        return sdpa(y, y, sdpa(y, k, v, attn_mask=mask[:1]), attn_mask=mask)
+
+    assert compare(chained, *inputs(), MASKS["random"]()).counts["block_mask"] == 3
+
+
+def checkpointed(q, k, v, mask):
+    def block(q):
+        return sdpa(q, k, v, attn_mask=mask).sin()
+
+    for _ in range(3):
+        q = checkpoint(block, q, use_reentrant=False)
+    return block(q)
+
+
+def test_lists_are_handed_to_checkpointed_layers():
+    harness = compare(checkpointed, *inputs(), MASKS["random"]())
+    assert harness.counts["block_mask"] == 4
+    assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4
+    assert len(calls(harness)) == 1
+
+
+def test_a_pass_that_fails_puts_checkpointed_layers_back(monkeypatch):
+    """With the placeholders that were added to them."""
+
+    def fail(run):
+        def failing(graph, record):
+            run(graph, record)
+            raise IndexError("a bug of ours")
+
+        return failing
+
+    replace_pass(monkeypatch, "block_masks", fail)
+    harness = check_gradients(
+        checkpointed, *inputs(), MASKS["random"](), gate="always", strict=False
+    )
+    assert not harness.counts["block_mask"]
+
+
+def test_twice_does_nothing_the_second_time(monkeypatch):
+    replace_pass(monkeypatch, "block_masks", lambda run: lambda *a: [run(*a), run(*a)])
+    assert compare(checkpointed, *inputs(), MASKS["random"]()).counts["block_mask"] == 4
+
+
+def test_under_autocast():
+    """SDPA gets what autocast makes of its inputs."""
+
+    def cast(q, k, v, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sdpa(q, k, v.bfloat16(), attn_mask=mask)
+
+    args = [*inputs(dtype=torch.float32), MASKS["random"]()]
+    assert compare(cast, *args, tolerance=2e-2).counts["block_mask"] == 1
+
+
+def test_inference():
+    harness = check(attend, *inputs(), MASKS["random"](), gate="always")
+    assert harness.counts["block_mask"] == 1
+
+
+def test_disabled():
+    harness = compare(attend, *inputs(), MASKS["random"](), disable=["block_mask"])
+    assert len(calls(harness, sdpa)) == 1
+    assert "block_mask" not in reasons(harness)
+
+
+# What stays, and why.
+
+
+def stays(reason, function, *args, **options):
+    harness = check_gradients(function, *args, **{"gate": "always", **options})
+    assert not harness.counts["block_mask"]
+    assert len(calls(harness, sdpa)) >= 1
+    assert reason in next(line for line in reasons(harness).splitlines() if "block_mask" in line)
+
+
+def slopes(mask):
+    distance = torch.arange(T) - torch.arange(T)[:, None]
+    return torch.where(mask, distance.double(), -math.inf)
+
+
+LOWEST = torch.finfo(torch.float32).min
+BIASES = {
+    "slopes": (slopes, "adds other numbers than 0"),
+    "lowest number": (lambda m: torch.where(m, 0.0, LOWEST).double(), "adds other numbers than 0"),
+    "product": (lambda m: m * -3.0, "not made of 0 and -inf"),
+    "integers": (lambda m: m.to(torch.float64).long().double(), "not made of 0 and -inf"),
+}
+
+
+@pytest.mark.parametrize("how", BIASES)
+def test_biases_stay(how):
+    make, reason = BIASES[how]
+
+    def biased(q, k, v, mask):
+        return sdpa(q, k, v, attn_mask=make(mask))
+
+    stays(reason, biased, *inputs(), MASKS["random"]())
+
+
+def test_masks_that_want_a_gradient_stay():
+    stays("wants a gradient", attend, *inputs(), randn(2, 1, T, T).requires_grad_())
+
+
+def test_a_mask_for_each_head_stays():
+    stays("each head has a mask", attend, *inputs(), torch.rand(2, 2, T, T) > 0.5)
+
+
+def test_dropout_stays():
+    harness = Harness(gate="always")
+    mask = MASKS["random"]()
+    harness.train(lambda *a: sdpa(*a, attn_mask=mask, dropout_p=0.5), *inputs())
+    assert "FlexAttention drops nothing" in reasons(harness)
+    assert len(calls(harness, sdpa)) == 1
+
+
+def written_after(q, k, v, mask):
+    mask = mask.clone()
+    y = sdpa(q, k, v, attn_mask=mask)
+    mask.view(-1)[:1000] = False
+    return sdpa(y, k, v, attn_mask=mask)
+
+
+def written_in_a_region(q, k, v, mask):
+    mask = mask.clone()
+
+    def block(q):
+        y = sdpa(q, k, v, attn_mask=mask).sin()
+        mask[:, :, :, 1] = False
+        return y
+
+    return checkpoint(block, q, use_reentrant=False)
+
+
+def condition_written_after(q, k, v, mask):
+    mask = mask.clone()
+    bias = torch.where(mask, 0.0, -math.inf).double()
+    mask[:, :, 5:9] = False
+    return sdpa(q, k, v, attn_mask=bias)
+
+
+@pytest.mark.parametrize("function", [written_after, condition_written_after])
+def test_masks_that_are_written_to_stay(function):
+    stays("an in-place op changes it", function, *inputs(), MASKS["random"]())
+
+
+def test_masks_that_a_region_writes_to_stay():
+    q, k, v = (t.detach() for t in inputs())
+    harness = Harness(gate="always")
+    harness.run(written_in_a_region, q, k, v, MASKS["random"]())
+    assert "an in-place op changes it" in reasons(harness)
+
+
+def test_masks_that_were_written_to_before_are_taken():
+    def built(q, k, v, mask):
+        mask = mask.clone()
+        mask[:, :, 5:9] = False
+        return sdpa(q, k, v, attn_mask=mask & True)
+
+    assert compare(built, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
+
+
+def test_a_region_that_is_called_several_times_stays():
+    @torch.compiler.nested_compile_region
+    def region(q, k, v, mask):
+        return attend(q, k, v, mask).sin()
+
+    def regions(q, k, v, mask):
+        return region(region(q, k, v, mask), k, v, mask)
+
+    harness = Harness(gate="always")
+    harness.run(regions, *(t.detach() for t in inputs()), MASKS["random"]())
+    assert "a region that is called several times" in reasons(harness)
+    assert not harness.counts["block_mask"]
+
+
+@pytest.mark.parametrize(("d", "widths"), [(8, "8"), (20, "20"), (264, "264")])
+def test_heads_of_other_widths_stay(d, widths):
+    stays(f"heads have {widths} values", attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
+
+
+def test_tensors_that_are_broadcast_stay():
+    q, (_, k, v) = inputs()[0], inputs(batch=1)
+    stays("broadcast to each other", attend, q, k, v, MASKS["random"]())
+
+
+def test_three_dimensions_stay():
+    q, k, v = (t.detach()[0].requires_grad_() for t in inputs())
+    stays("have not 4 dimensions", attend, q, k, v, torch.rand(T, T) > 0.5)
+
+
+def test_symbolic_sizes_stay():
+    stays("its size is symbolic", attend, *inputs(), MASKS["random"](), dynamic=True)
+
+
+def test_forward_mode_stays(monkeypatch):
+    """Dynamo breaks the graph at SDPA in forward mode, so that it is said here."""
+    monkeypatch.setattr(block_masks, "forward_mode", lambda module: "make_dual")
+    stays("make_dual differentiates forward", attend, *inputs(), MASKS["random"]())
+
+
+def test_programs_of_aot_inductor_keep_sdpa(monkeypatch):
+    monkeypatch.setattr(block_masks, "virtualized", SimpleNamespace(aot_compilation=True))
+    stays("programs of AOTInductor's", attend, *inputs(), MASKS["random"]())
+
+
+def test_little_work_stays():
+    mask = MASKS["random"]()
+    stays("2 queries and 300 keys", attend, *inputs(t=2, keys=T), mask[:, :, :2], gate="auto")
+    stays("gain less than lists cost", attend, *inputs(), mask, gate="auto")
+
+
+def test_a_lot_of_work_over_all_layers_is_taken(monkeypatch):
+    monkeypatch.setattr(block_masks, "SHORTEST", T)
+    monkeypatch.setattr(block_masks, "LEAST", 3 * 2 * 2 * T * T)
+    args = [*inputs(), MASKS["random"]()]
+    assert check_gradients(layers, *args).counts["block_mask"] == 3
+    assert not check_gradients(lambda *a: layers(*a, n=2), *args).counts["block_mask"]
+
+
+def test_other_devices_and_dtypes_stay(monkeypatch):
+    monkeypatch.setattr(block_masks, "DTYPES", (torch.bfloat16,))
+    stays("in torch.float64 FlexAttention", attend, *inputs(), MASKS["random"]())
+    monkeypatch.setattr(block_masks, "DEVICE", "cuda")
+    stays("on cpu FlexAttention has no", attend, *inputs(), MASKS["random"]())
+
+
+def test_masks_whose_elements_have_no_index_in_32_bits_stay(monkeypatch):
+    monkeypatch.setattr(block_masks, "INDICES", 2 * T * T)
+    stays("more than 180000 elements", attend, *inputs(), MASKS["random"]())

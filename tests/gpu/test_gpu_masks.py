@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexAttention in the place of SDPA beside a mask, on a GPU: as exact, also for each mask of a
+batch, and zero where nothing is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import errors
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.gpu
+
+sdpa = F.scaled_dot_product_attention
+
+
+def causal(t):
+    return torch.ones(t, t, dtype=torch.bool).tril()
+
+
+def padded(t):
+    """The padding's own queries see nothing; each row of the batch has other blocks."""
+    begins = torch.tensor([[t // 2], [0], [t // 3]])
+    return causal(t) & (torch.arange(t) >= begins)[:, None, None]
+
+
+def packed(t):
+    documents = (torch.arange(t)[None] >= torch.tensor([[t // 5], [t // 2], [t - 9]])).sum(0)
+    return (causal(t) & (documents[:, None] == documents))[None, None]
+
+
+def scattered(t):
+    mask = torch.rand(3, 1, t, t) > 0.5
+    mask[0, :, : t // 3] = mask[1, :, :, : t // 2] = mask[:, :, 7] = False
+    mask[2, :, -128:, -128:] = True
+    return mask
+
+
+MASKS = {"padded": padded, "packed": packed, "scattered": scattered,
+         "window": lambda t: causal(t).triu(-t // 3)}  # fmt: skip
+
+
+def attend(q, k, v, mask):
+    n = q.shape[1] // k.shape[1]
+    return sdpa(q, *(t.repeat_interleave(n, 1) for t in (k, v)), attn_mask=mask)
+
+
+def step(function, tensors, mask, gradient):
+    q, k, v = (t.detach().clone().requires_grad_() for t in tensors)
+    y = function(q, k, v, mask)
+    y.backward(gradient.to(y.dtype))
+    return y.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize(
+    ("mask", "t", "heads", "d"),
+    [("padded", 1024, (8, 2), 64), ("packed", 1000, (4, 4), 128), ("scattered", 640, (8, 1), 64),
+     ("window", 1024, (4, 2), 96), ("scattered", 300, (4, 2), 256)],
+)  # fmt: skip
+def test_as_exact_as_sdpa(mask, t, heads, d):
+    """SDPA on cuDNN shows a row that sees nothing all keys, and hands its gradient on to them: it
+    is given none there, and such rows are not compared."""
+    torch.manual_seed(0)
+    sizes = [(3, heads[0], t, d), (3, heads[1], t, d), (3, heads[1], t, d)]
+    tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in sizes]
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    seen = MASKS[mask](t).cuda()
+    whole = seen.expand(3, 1, t, t)
+    rows, keys = whole.any(-1)[..., None], whole.any(-2)[..., None]
+    gradient = torch.randn(sizes[0], device="cuda")
+    compiled = torch.compile(attend, backend="coda", options={"gate": "always", "strict": True})
+    ours = step(compiled, tensors, seen, gradient)
+    assert counters["coda"]["block_mask"] == 1
+    y, *gradients = step(attend, tensors, seen, gradient * rows)
+    exact = step(attend, [x.double() for x in tensors], seen, gradient)
+    theirs = [y * rows, *gradients]
+    for have, stock in zip(errors(ours, exact), errors(theirs, exact), strict=True):
+        assert have <= 1.2 * stock
+    assert ours[0].stride() == y.stride()
+    for have, shown in zip(ours, (rows, rows, keys, keys), strict=True):
+        assert have.isfinite().all()
+        assert not have.masked_fill(shown, 0).any()
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_a_model(kind):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).cuda().bfloat16()
+    if kind == "packed":
+        ids = torch.randint(0, 512, (1, 2048), device="cuda")
+        positions = torch.cat([torch.arange(n) for n in (500, 1300, 248)])[None].cuda()
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    else:
+        ids = torch.randint(0, 512, (3, 640), device="cuda")
+        kept = (torch.arange(640) >= torch.tensor([[0], [300], [150]])).long().cuda()
+        batch = {"input_ids": ids, "labels": ids.masked_fill(kept == 0, -100)}
+        batch["attention_mask"] = kept
+
+    def train(function, model):
+        model.zero_grad()
+        loss = function(**batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    ours = train(torch.compile(model, backend="coda", options={"gate": "always"}), model)
+    assert counters["coda"]["block_mask"] == config.num_hidden_layers
+    theirs, exact = train(model, model), train(model.float(), model)
+    ours, theirs = (torch.tensor(errors(x, exact)) for x in (ours, theirs))
+    assert ours.max() <= 1.2 * theirs.max()
