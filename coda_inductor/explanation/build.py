@@ -15,13 +15,14 @@ from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, Saved, Totals
 from coda_inductor.fuse.traffic import size
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs
+from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import ALIASES, fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
+from coda_inductor.select.policy import as_16_bits
 from coda_inductor.tracing import Traced
 
 
@@ -147,9 +148,9 @@ def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
     for captured in graphs:
         for graph in captured.stock.graphs:
             for node in graph.nodes:
-                if node.target in GEMMS:
-                    a, b = (fake(n).shape for n in gemm_inputs(node))
-                    shapes.append((hint(a[0]), hint(b[1]), hint(b[0])))
+                if node.target in TRACED:
+                    a, b = (fake(n) for n in gemm_inputs(node))
+                    shapes.append((hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)))
     return shapes
 
 

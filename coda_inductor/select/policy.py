@@ -58,7 +58,7 @@ class Measurer(Protocol):
         ...
 
 
-def _as_16_bits(b: torch.Tensor) -> int:
+def as_16_bits(b: torch.Tensor) -> int:
     """K of the GEMM of 16 bits that takes as long as one with ``b``, (K, N), about."""
     k = hint(b.shape[0])
     return k // 2 if b.element_size() == 1 else k
@@ -148,7 +148,7 @@ class Policy:
         pairs = [(fake(a), fake(b)) for a, b in pairs if as_if is not None or fake(a).is_cuda]
         if not pairs:
             return Policy(options, dry=dry)
-        shapes = [(hint(a.shape[0]), hint(b.shape[1]), _as_16_bits(b)) for a, b in pairs]
+        shapes = [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
         store, gpu = store_of(gpu_of(device)), gpu_of(device)
         too_small = no_kernels = tuning = None

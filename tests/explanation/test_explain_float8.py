@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from float8 import D, Stack, stack
+from float8 import D, Stack, serve, stack
 
 import coda_inductor
 
@@ -37,3 +39,13 @@ def test_of_an_unmodified_model():
     model = Stack(2).bfloat16()
     assert "FP8: casts 0 -> 26" in notes(model, fp8="rowwise", fp8_small=True)
     assert "FP8" not in notes(model)
+
+
+def test_of_inference_where_every_product_is_scaled():
+    """The GEMMs of a graph are counted as it was traced, for what the gate would decide."""
+    found = []
+    for model in (serve(Stack(2).bfloat16(), "row"), Stack(2).bfloat16()):
+        with torch.no_grad():
+            text = " ".join(coda_inductor.explain(model, batch()).notes)
+        found.append(re.search(r"too small: the graph's GEMMs take (\d+) us", text).group(1))
+    assert 0 < int(found[0]) <= int(found[1])
