@@ -41,7 +41,7 @@ REST = "rest"
 #: Who made the kernels of the rest.
 MAKERS = {
     "Inductor": re.compile("^triton_"),
-    "coda": re.compile("^_(cast|amax)_kernel|coda"),
+    "coda": re.compile("^_(cast|amax|dlogits)_kernel|coda"),
     "CUDA": re.compile("^mem(cpy|set)", re.IGNORECASE),
     "aten": re.compile("at::|at_cuda|at_op"),
 }
@@ -96,7 +96,9 @@ def read(events: Iterable[dict], calls: int) -> dict[str, Kernel]:
         kernel = found.setdefault(name, Kernel(kind, maker))
         kernel.us += event["dur"] / calls
         kernel.calls += 1 / calls
-        kernel.bytes += tensor_bytes(launches.get(given.get("External id"), given)) / calls
+        own = event["cat"] != "kernel"  # a copy says what it moves, whoever asked for it
+        launch = given if own else launches.get(given.get("External id"), given)
+        kernel.bytes += tensor_bytes(launch) / calls
     return found
 
 

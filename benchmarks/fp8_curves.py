@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Llama trained in bfloat16 and in FP8, by torchao and by us: loss by step.
 
-    python benchmarks/fp8_curves.py measure OUT.json [--recipe rowwise]     # on the GPU; a minute
-    python benchmarks/fp8_curves.py plot OUT.json OUT.svg                   # anywhere
+    python -m benchmarks.fp8_curves measure OUT.json [--recipe rowwise]     # on the GPU; a minute
+    python -m benchmarks.fp8_curves plot OUT.json OUT.svg                   # anywhere
 
 Float32 weights under bfloat16 autocast, AdamW, a Markov chain of tokens as the data: something that
 is learnt in 300 steps and has a known floor, the chain's entropy. Variants share the seed's weights
@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import environment, fp8
-from benchmarks.cases import RECIPES
-from benchmarks.measure import device, register
+from . import environment, fp8
+from .cases import RECIPES
+from .measure import device, register
 
 #: Variant -> (backend, whether torchao converts the model).
 VARIANTS = {
@@ -44,6 +43,7 @@ SHAPE = {
 }
 BATCH, LENGTH, SUCCESSORS = 8, 512, 8
 LEARNING_RATE = 5e-4
+MODULE = "benchmarks.fp8_curves"
 #: Steps at the end whose mean is a run's final loss.
 LAST = 20
 
@@ -139,9 +139,10 @@ def measure(out: Path, recipe: str, seeds: int, steps: int) -> None:
     arguments = ["--recipe", recipe, "--seeds", str(seeds), "--steps", str(steps)]
     processes = {
         name: subprocess.Popen(
-            [sys.executable, __file__, "train", name, *arguments],
+            [sys.executable, "-m", MODULE, "train", name, *arguments],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=environment.REPOSITORY,
         )
         for name in VARIANTS
     }
@@ -152,7 +153,7 @@ def measure(out: Path, recipe: str, seeds: int, steps: int) -> None:
             raise RuntimeError(f"{name}: exit status {process.returncode}")
         curves[name] = json.loads(printed.splitlines()[-1])
     print(text(curves))
-    about = environment.describe([]) | {"command": "python benchmarks/fp8_curves.py measure"}
+    about = environment.describe([]) | {"command": "python -m benchmarks.fp8_curves measure"}
     found = {"environment": about, "recipe": recipe, "shape": SHAPE, "curves": curves}
     out.write_text(json.dumps(found) + "\n")
 

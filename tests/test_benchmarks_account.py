@@ -31,7 +31,12 @@ TRACE = [
     kernel(6, "ncclDevKernel_AllGather_RING_LL", 9.0),
     kernel(7, "_cast_kernel", 5.0),
     kernel(8, "void at::native::vectorized_elementwise_kernel<4>", 2.0),
-    {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 1.0, "args": {"bytes": 512}},
+    {
+        "cat": "gpu_memcpy",
+        "name": "Memcpy DtoD",
+        "dur": 1.0,
+        "args": {"bytes": 512, "External id": 1},
+    },
 ]
 
 

@@ -14,7 +14,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _kernel(
+def _dlogits_kernel(
     logits, lse, target, scale, dlse, out, stride, first, columns, smoothing, spread, cap,
     BLOCK: tl.constexpr, CAPPED: tl.constexpr, PENALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def dlogits(
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         grid = (m, triton.cdiv(columns, _BLOCK))
         with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
-            _kernel[grid](
+            _dlogits_kernel[grid](
                 rows, lse.contiguous(), target.contiguous(), scale,
                 scale if dlse is None else dlse.contiguous(), out,
                 rows.stride(0), first, columns, smoothing, smoothing / v,
