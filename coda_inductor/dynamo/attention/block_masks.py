@@ -54,7 +54,7 @@ NAME = "block_mask"
 #: Where FlexAttention has kernels for both directions, and for what they are made.
 DEVICE, DTYPES = "cuda", HALF
 #: Scores of all calls of one mask that make the lists worth it, and queries and keys of each.
-LEAST, SHORTEST = 2**28, 512
+LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
 _SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
