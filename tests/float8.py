@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from coda_inductor.pipeline import ON_ATEN
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.semantic.fp8 import scaled_mm
 
@@ -30,6 +31,16 @@ def each_with_some(*others: Any) -> list[tuple[str, Any]]:
     once."""
     longest = max(len(RECIPES), len(others))
     return [(RECIPES[i % len(RECIPES)], others[i % len(others)]) for i in range(longest)]
+
+
+class Raised(Harness):
+    """Stops after the pass that raises FP8: the graph is that of semantic ops."""
+
+    def _rewrite(self, graph):
+        for each in ON_ATEN:
+            if each.name in ("policy", "noops", "fp8"):
+                each.run(graph, self.record)
+        graph.lint()
 
 
 D, HIDDEN = 64, 128

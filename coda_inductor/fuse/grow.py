@@ -54,7 +54,6 @@ from coda_inductor.semantic.loss import row_logsumexp
 MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
 MAX_VECTORS = 6
 
-
 #: Nodes that must stay outside, and why.
 Banned = Mapping[Node, Refusal]
 

@@ -10,6 +10,7 @@ import torch
 from float8 import (
     RECIPES,
     D,
+    Raised,
     each_with_some,
     exact,
     needs_scaled_mm,
@@ -22,7 +23,6 @@ from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
 
 from coda_inductor.graph.nodes import place
-from coda_inductor.pipeline import ON_ATEN
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 
@@ -30,16 +30,6 @@ aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"disable": ["idioms", "fuse"]}
-
-
-class Raised(Harness):
-    """Stops after the pass: the graph is that of semantic ops."""
-
-    def _rewrite(self, graph):
-        for each in ON_ATEN:
-            if each.name in ("policy", "noops", "fp8"):
-                each.run(graph, self.record)
-        graph.lint()
 
 
 def batch(dtype=torch.bfloat16, rows=(2, 16)):

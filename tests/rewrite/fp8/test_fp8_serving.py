@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from casting import same, subject
-from float8 import HIDDEN, D, Packed, Stack, exact, serve
+from float8 import HIDDEN, D, Packed, Raised, Stack, exact, serve
 from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
 from torch import nn
 
-from coda_inductor.pipeline import ON_ATEN
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 
@@ -25,16 +24,6 @@ PLAIN = {"disable": ["idioms", "fuse"]}
 #: What kernels compute, in plain ops.
 ALL = {"gate": "always", "reference": True}
 DYNAMIC, EVERY = ("row", "tensor"), ("row", "tensor", "static")
-
-
-class Raised(Harness):
-    """Stops after the pass: the graph is that of semantic ops."""
-
-    def _rewrite(self, graph):
-        for each in ON_ATEN:
-            if each.name in ("policy", "noops", "fp8"):
-                each.run(graph, self.record)
-        graph.lint()
 
 
 def batch(rows=(2, 16), dtype=torch.bfloat16):
