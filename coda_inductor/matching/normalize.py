@@ -28,7 +28,7 @@ COMMUTATIVE = frozenset({"add", "mul"})
 
 _FUNCTIONS: dict[Any, str] = {
     operator.gt: "gt", operator.ge: "ge", operator.lt: "lt", operator.le: "le",
-    operator.abs: "abs",
+    operator.abs: "abs", operator.getitem: "getitem",
     operator.add: "add", torch.add: "add", operator.mul: "mul", torch.mul: "mul",
     torch.multiply: "mul", operator.sub: "sub", torch.sub: "sub",
     operator.truediv: "div", torch.div: "div", torch.true_divide: "div",
@@ -195,6 +195,35 @@ def _view(node: Node) -> Canon | None:
     return Canon("view", (node.args[0], *sizes))
 
 
+def _getitem(node: Node) -> Canon | None:
+    """Columns of a tensor, ``x[..., start:stop:step]``: the tensor and the three numbers."""
+    source, index = node.args
+    known = value(source)
+    if not isinstance(index, tuple) or not isinstance(index[-1], slice):
+        return None
+    first = index[:-1]
+    rank = known.dim() if isinstance(known, torch.Tensor) else None
+    if first != (Ellipsis,) and (len(index) != rank or any(i != slice(None) for i in first)):
+        return None
+    start, stop, step = index[-1].start, index[-1].stop, index[-1].step
+    return Canon("columns", (source, start or 0, stop, 1 if step is None else step))
+
+
+def _joined(node: Node) -> Canon | None:
+    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors."""
+    named = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    tensors, dim = named.pop("tensors", ()), named.pop("dim", 0)
+    if named or not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
+        return None
+    name = target_name(node)
+    if dim >= 0:
+        known = value(node)
+        if not isinstance(known, torch.Tensor):
+            return None
+        dim -= known.dim()
+    return Canon(name, (dim, *tensors))
+
+
 def _cross_entropy(node: Node) -> Canon | None:
     """``F.cross_entropy`` without class weights: (input, target, ignore_index, reduction,
     label_smoothing)."""
@@ -244,6 +273,9 @@ def _layer_norm(node: Node) -> Canon | None:
 
 _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "cast": _cast,
+    "cat": _joined,
+    "stack": _joined,
+    "getitem": _getitem,
     "pow": _pow,
     "mean": _mean,
     "rms_norm": _rms_norm,

@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 #: Operations that only move elements: torch performs them on the places.
 _MOVES = frozenset({
-    "_unsafe_view", "alias", "as_strided", "cat", "detach", "expand", "gather", "permute",
-    "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
-    "unbind", "unsqueeze", "view",
+    "_unsafe_view", "alias", "as_strided", "cat", "detach", "expand", "flip", "gather",
+    "permute", "repeat", "reshape", "rev", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view",
 })  # fmt: skip
 
 

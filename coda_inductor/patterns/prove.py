@@ -33,10 +33,10 @@ from coda_inductor.semantic.define import DEFINITIONS, parameters
 #: Functions and methods whose result at one place depends on other places; max and min too, unless
 #: they are given two tensors.
 _REDUCTIONS = frozenset({
-    "all", "amax", "amin", "any", "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum",
-    "group_norm", "layer_norm", "log_softmax", "logsumexp", "mean", "median", "norm", "normalize",
-    "prod", "rms_norm", "softmax", "softmin", "sort", "std", "std_mean", "sum", "topk", "var",
-    "var_mean", "vector_norm",
+    "all", "amax", "amin", "any", "argmax", "argmin", "cat", "cummax", "cummin", "cumprod",
+    "cumsum", "getitem", "group_norm", "layer_norm", "log_softmax", "logsumexp", "mean",
+    "median", "norm", "normalize", "prod", "rms_norm", "softmax", "softmin", "sort", "stack",
+    "std", "std_mean", "sum", "topk", "var", "var_mean", "vector_norm",
 })  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary embedding of neighbouring pairs in the semantic vocabulary, without complex numbers,
-which Inductor generates no code for."""
+"""Rotary embeddings in the semantic vocabulary: by tables of cosines and sines, and of neighbouring
+pairs by complex numbers, which Inductor generates no code for."""
 
 from __future__ import annotations
 
@@ -35,4 +35,90 @@ rotate_pairs = define(
     rotate_pairs_definition,
     gradient=_rotate_back,
     of=("x",),
+)
+
+
+def rotate_definition(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    distance: int,
+    inverse: bool,
+    joined: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``x`` (..., D), turned by tables ``cos`` and ``sin`` (..., W) that broadcast against it.
+
+    Of each two columns a and b that are ``distance`` apart, in blocks of twice the distance,
+    y = x * cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance
+    W / 2, neighbouring pairs 1. ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which
+    is the rotation back where both columns of a pair have one angle.
+
+    ``joined``: only the first W columns are turned; the others, if there are any, are copied, and
+    the result is laid out as ``torch.cat`` lays it out. Computed in float32 (float64 for float64),
+    cast to ``out_dtype``. Source: Su et al., "RoFormer" (arXiv 2104.09864), section 3.4.2.
+    """
+    wide, width = statistics_dtype(x.dtype), cos.shape[-1]
+    part = (x[..., :width] if joined else x).to(wide)
+    cos, sin = cos.to(wide), sin.to(wide)
+    if inverse:
+        turned = part * cos - turn(part * sin, distance)
+    else:
+        turned = part * cos + turn(part, distance) * sin
+    turned = turned.to(out_dtype)
+    return torch.cat((turned, x[..., width:].to(out_dtype)), -1) if joined else turned
+
+
+def turn(x: Tensor, distance: int) -> Tensor:
+    """(-b, a) for each two columns (a, b).
+
+    As a permutation and signs that are computed: every element is read once. With the usual ``cat``
+    of two slices Inductor counts so many reads that it stores a rotation that two kernels read.
+    """
+    signs = 2 * torch.arange(2, dtype=x.dtype, device=x.device) - 1
+    return (x.unflatten(-1, (-1, 2, distance)).flip(-2) * signs[:, None]).flatten(-3)
+
+
+def _turn_back(
+    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, distance: int, inverse: bool, joined: bool
+) -> Tensor:
+    return rotate(dy, cos, sin, distance, not inverse, joined, x.dtype)
+
+
+rotate = define(
+    "rotate(Tensor x, Tensor cos, Tensor sin, int distance, bool inverse, bool joined, "
+    "ScalarType out_dtype) -> Tensor",
+    rotate_definition,
+    gradient=_turn_back,
+    of=("x",),
+    name="rotary",
+)
+
+
+def rotate_heads_definition(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    even: Tensor,
+    odd: Tensor,
+    distance: int,
+    joined: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``rotate`` of every head of ``x`` (..., H * D), the rows of a projection's product.
+
+    ``cos`` and ``sin`` (..., 1, W) broadcast against (..., H, D). ``even`` and ``odd``, each (rows,
+    D), hold the same as kernels read it: y = x * even + s * odd, where s is x with the columns of
+    each pair exchanged. They are not read here, so that nobody makes them for what stays unfused.
+    """
+    assert even.shape == odd.shape, "two tables of one form"
+    heads = x.unflatten(-1, (-1, even.shape[-1]))
+    return rotate_definition(heads, cos, sin, distance, False, joined, out_dtype).flatten(-2)
+
+
+rotate_heads = define(
+    "rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor even, Tensor odd, int distance, "
+    "bool joined, ScalarType out_dtype) -> Tensor",
+    rotate_heads_definition,
+    name="rotary",
 )

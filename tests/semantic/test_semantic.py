@@ -19,8 +19,9 @@ from coda_inductor.semantic.norms import (
     layer_norm_backward,
     rms_norm,
     rms_norm_backward,
+    rms_norm_heads,
 )
-from coda_inductor.semantic.rotary import rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
 swiglu_backward = DEFINITIONS[swiglu].gradient
@@ -121,9 +122,22 @@ def examples(dtype):
         layer_norm_backward: (*plain, [True, False, True]),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
+        rms_norm_heads: (
+            x.detach(),
+            randn(D // 2, dtype=dtype),
+            randn(D, dtype=dtype),
+            *(EPS, D // 2, dtype),
+        ),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         **loss_examples(dtype),
+        rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, dtype),
+        rotate_heads: (
+            x.detach(),
+            *randn(2, 2, 3, 1, D, dtype=dtype),
+            *randn(2, 6, D, dtype=dtype),
+            *(D // 2, False, dtype),
+        ),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
     }
 
