@@ -215,7 +215,7 @@ def one_op(op: str, dtype: str = "bfloat16") -> EpilogueProgram:
 def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     """The representative programs, by name."""
     named = {
-        **{name: program for name, program in kinds(dtype).items() if TERMS[name] == 1},
+        **{n: p for n, p in kinds(dtype).items() if TERMS[n] == 1 and not p.head},
         "chain": activation_chain(dtype),
         "select": select(dtype),
         "paired_sums": paired_sums(dtype),
@@ -238,7 +238,8 @@ def inputs(
     integers: bool = False,
     terms: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Random (as_, bs, operands) for ``program``; products of order one.
+    """Random (as_, bs, operands) for ``program``; products of order one. Of a program with heads
+    ``n`` is rounded up to whole ones.
 
     With ``integers``, small ones: every sum is exact, so comparisons come out the same everywhere.
     ``terms``: how many products, each over K, the accumulator is the sum of.
@@ -250,6 +251,7 @@ def inputs(
             getattr(torch, dtype)
         )
 
+    n = -(-n // program.head) * program.head if program.head else n
     as_ = [randn(m, k, dtype=program.a_dtype) for _ in range(terms)]
     bs = []
     for _ in range(terms * len(program.accs)):
@@ -259,7 +261,7 @@ def inputs(
         else:
             b = b if integers else b / k**0.5
         bs.append(b.t() if b_major == "k" else b)
-    shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": ()}
+    shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": (), "table": (m, program.head)}
     operands = [randn(*shapes[o.kind], dtype=o.dtype) for o in program.operands]
     if program.paired:  # its rows are (2N,), every value twice
         operands = [

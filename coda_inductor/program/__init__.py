@@ -3,6 +3,7 @@
 
 ir      the frozen dataclasses, their JSON form and identity
 ops     the elementwise vocabulary
+heads   what a program may do across the columns of an attention head
 simplify  shorter programs that mean the same
 statistics  reductions read what is stored
 scales  what an unfused FP8 GEMM multiplies with itself

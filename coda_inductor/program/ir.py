@@ -9,6 +9,8 @@ reductions. It never mentions the mainloop, the tile size or the graph it came f
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
 one shape: gate and up projections that meet in one tile (rule R6 of the design).
 
+A program with a ``head`` knows that N is made of heads of so many columns (``program.heads``).
+
 A and B have dtypes of their own where both are FP8 (``a_dtype``, ``b_dtype``); values on the tile
 are float32 all the same, and a store in FP8 saturates: it clamps, NaN stays NaN.
 
@@ -38,8 +40,8 @@ from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
 #: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
-#: in the kernel: its "row" is (2N,), every value twice.
-OPERAND_KINDS = ("tile", "row", "col", "scalar")
+#: in the kernel: its "row" is (2N,), every value twice. "table" (M, head) lies under every head.
+OPERAND_KINDS = ("tile", "row", "col", "scalar", "table")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class EpilogueProgram:
     #: Of FP8: may the multiplier's own accumulator, of fewer bits than float32, sum over all of K?
     #: A permission: kernels are free to be more exact.
     fast: bool = False
+    #: Columns of an attention head, of which N is a multiple; 0 for programs that ignore heads.
+    head: int = 0
 
     def __post_init__(self) -> None:
         if not self.b_dtype:
@@ -114,6 +118,11 @@ class EpilogueProgram:
     def product_dtype(self) -> str:
         """What an unfused GEMM rounds its product to."""
         return FP8_PRODUCT if self.fp8 else self.a_dtype
+
+    @property
+    def loads(self) -> tuple[Operand, ...]:
+        """The operands that are staged through shared memory as tiles are: tiles, and tables."""
+        return tuple(o for o in self.operands if o.kind in ("tile", "table"))
 
     @property
     def paired(self) -> bool:
@@ -139,12 +148,15 @@ class EpilogueProgram:
         head: dict[str, object] = {"format": 1, "accs": self.accs, "in_dtype": self.a_dtype}
         if self.fp8 or self.b_dtype != self.a_dtype:
             head |= {"b_dtype": self.b_dtype, "fast": self.fast}
+        if self.head:
+            head["head"] = self.head
         text = _as_text(head, dataclasses.replace(self, steps=steps))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         factors = " | ".join(f"{acc}: {self.a_dtype} x {self.b_dtype}" for acc in self.accs)
         lines = [f"program({factors})" + ", fast accumulation" * self.fast]
+        lines[0] += f", heads of {self.head}" if self.head else ""
         lines += [f"  load   {o.name:<8}: {o.kind} {o.dtype}" for o in self.operands]
         for s in self.steps:
             args = " ".join(a if isinstance(a, str) else repr(a) for a in s.args)
@@ -164,7 +176,8 @@ _FORMAT = 2  # bump when the meaning of the serialized form changes
 
 def _to_json(program: EpilogueProgram) -> str:
     head = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
-    return _as_text(head | {"b_dtype": program.b_dtype, "fast": program.fast}, program)
+    head |= {"b_dtype": program.b_dtype, "fast": program.fast}
+    return _as_text(head | ({"head": program.head} if program.head else {}), program)
 
 
 def _as_text(body: dict[str, object], program: EpilogueProgram) -> str:
@@ -193,4 +206,5 @@ def _from_json(text: str) -> EpilogueProgram:
         reduces=tuple(Reduce(*r) for r in body["reduces"]),
         b_dtype=body["b_dtype"],
         fast=body["fast"],
+        head=body.get("head", 0),
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram, Store
 from coda_inductor.program.dtypes import FP8, dtype_name
+from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.ops import saturated
 from coda_inductor.program.scales import scaled
 
@@ -50,7 +51,7 @@ def run(
     ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
-    every value twice, col (M,), scalar ().
+    every value twice, col (M,), scalar (), table (M, head).
     With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
     product is rounded first, which is what an unfused graph does: to the inputs' dtype, or of FP8,
     behind its scales (``program.scales``), to bfloat16, which FP8 GEMMs are asked for.
@@ -59,11 +60,14 @@ def run(
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
     """
     wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
+    shape = as_[0].shape[0], bs[0].shape[1]
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
         value = tensor.to(wide)
         if operand.kind == "row" and program.paired:
             value = value[::2]
+        elif operand.kind == "table":
+            value = value.repeat(1, shape[1] // program.head)
         env[operand.name] = value[:, None] if operand.kind == "col" else value
     done: set[str] = set()
     if program.fp8:
@@ -76,9 +80,13 @@ def run(
                 done.update(found.steps)
     else:
         env.update(_products(program, as_, bs, wide, exact=exact))
-    shape = as_[0].shape[0], bs[0].shape[1]
     for step in program.steps:
         if step.name in done:
+            continue
+        if (across := HEAD_OPS.get(step.op)) is not None:
+            x, *numbers = step.args
+            whole = _value(x, env, wide, as_[0].device).expand(shape)
+            env[step.name] = across.torch(whole, program.head, *map(int, numbers))
             continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)

@@ -8,7 +8,8 @@ import math
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8
-from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
+from coda_inductor.program.heads import HEAD_OPS
+from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram, Step
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
 
@@ -33,9 +34,11 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _operands(program, defined, taken)
     _steps(program, defined, taken, booleans)
     _outputs(program, defined, taken, booleans)
-    if (reduce := inconsistent(program)) is not None:
+    _heads(program)
+    if (found := inconsistent(program)) is not None:
+        what = "step" if isinstance(found, Step) else "reduce"
         raise ProgramError(
-            f"reduce {reduce.name!r} reads a value that is stored rounded, unrounded: "
+            f"{what} {found.name!r} reads a value that is stored rounded, unrounded: "
             "program.consistent() makes it read what is stored"
         )
     return program
@@ -79,11 +82,15 @@ def _steps(
 ) -> None:
     for step in program.steps:
         spec = OPS.get(step.op)
-        if spec is None:
+        if spec is not None:
+            arity = spec.arity
+        elif step.op in HEAD_OPS:
+            arity = 1 + HEAD_OPS[step.op].numbers
+        else:
             raise ProgramError(f"step {step.name!r}: unknown op {step.op!r}")
-        if len(step.args) != spec.arity:
+        if len(step.args) != arity:
             raise ProgramError(
-                f"step {step.name!r}: {step.op} takes {spec.arity} arguments, got {len(step.args)}"
+                f"step {step.name!r}: {step.op} takes {arity} arguments, got {len(step.args)}"
             )
         for position, arg in enumerate(step.args):
             if not isinstance(arg, str):
@@ -102,7 +109,7 @@ def _steps(
             raise ProgramError(f"step {step.name!r} has only literals: fold it")
         _fresh(step.name, "step", taken)
         defined.add(step.name)
-        if spec.boolean:
+        if spec is not None and spec.boolean:
             booleans.add(step.name)
 
 
@@ -123,3 +130,42 @@ def _outputs(
             raise ProgramError(f"reduce {reduce.name!r}: combine {reduce.combine!r} is not legal")
         if reduce.combine == "logsumexp" and (reduce.axis != "row" or program.paired):
             raise ProgramError(f"reduce {reduce.name!r}: logsumexp is over N, of one accumulator")
+
+
+def _heads(program: EpilogueProgram) -> None:
+    """See ``program.heads``. Kernels read the accumulators alone at another column, and sum what
+    they know before the first table or tile arrives."""
+    across = [step for step in program.steps if step.op in HEAD_OPS]
+    tables = {o.name for o in program.operands if o.kind == "table"}
+    if not program.head:
+        if across or tables:
+            what = across[0].op if across else f"table {min(tables)!r}"
+            raise ProgramError(f"{what} needs a program that knows the columns of a head")
+        return
+    if program.head < 0 or not (across or tables):
+        raise ProgramError(f"heads of {program.head} columns, and nothing that concerns heads")
+    if program.paired or program.fp8:
+        raise ProgramError("heads are known of one accumulator, of 16 bits and more")
+    late = tables | {o.name for o in program.operands if o.kind == "tile"}
+    for step in program.steps:
+        if step.op == "swap":
+            _swap(step, program)
+        elif step.op == "head_sum" and step.args[0] in late:
+            raise ProgramError(f"step {step.name!r}: head_sum reads a tile, a table or a head_sum")
+        if step.op in HEAD_OPS or late.intersection(step.args):
+            late.add(step.name)
+    for reduce in program.reduces:
+        if reduce.value in late:
+            raise ProgramError(f"reduce {reduce.name!r}: of a program with heads, not of its heads")
+
+
+def _swap(step, program: EpilogueProgram) -> None:
+    x, width, distance = step.args
+    if x not in program.accs:
+        raise ProgramError(f"step {step.name!r}: swap reads {x!r}, which is no accumulator")
+    whole = float(width).is_integer() and float(distance).is_integer()
+    if not whole or not 0 < 2 * distance <= width <= program.head or width % (2 * distance):
+        raise ProgramError(
+            f"step {step.name!r}: columns {distance!r} apart of the first {width!r} of "
+            f"{program.head} are no pairs"
+        )

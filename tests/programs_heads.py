@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that know heads, which the render, compile and GPU tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from programs import legal
+
+from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.select.kinds import kinds
+
+
+def rotary(
+    head: int,
+    width: int | None = None,
+    distance: int | None = None,
+    dtype: str = "bfloat16",
+    tables: str = "",
+) -> EpilogueProgram:
+    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, of which
+    those ``distance`` apart belong together (None: all of them, halves of it)."""
+    width = width or head
+    return EpilogueProgram(
+        accs=("acc",),
+        a_dtype=dtype,
+        operands=(
+            Operand("rstd", "col", "float32"),
+            Operand("bias", "row", dtype),
+            Operand("bias_turned", "row", dtype),
+            Operand("cos", "table", tables or dtype),
+            Operand("sin", "table", tables or dtype),
+        ),
+        steps=(
+            Step("scaled", "mul", ("acc", "rstd")),
+            Step("x", "add", ("scaled", "bias")),
+            Step("other", "swap", ("acc", float(width), float(distance or width // 2))),
+            Step("other_scaled", "mul", ("other", "rstd")),
+            Step("turned", "add", ("other_scaled", "bias_turned")),
+            Step("x_cos", "mul", ("x", "cos")),
+            Step("turned_sin", "mul", ("turned", "sin")),
+            Step("y", "add", ("x_cos", "turned_sin")),
+        ),
+        stores=(Store("out0", "y", dtype),),
+        head=head,
+    )
+
+
+def rotated_product(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
+    """Nothing but the rotation, by a table each of float32."""
+    base = rotary(head, dtype=dtype, tables="float32")
+    return dataclasses.replace(
+        base,
+        operands=base.operands[3:],
+        steps=(
+            base.steps[2],
+            Step("x_cos", "mul", ("acc", "cos")),
+            Step("turned_sin", "mul", ("other", "sin")),
+            base.steps[-1],
+        ),
+    )
+
+
+def head_norm(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
+    """An RMSNorm of each head, then the rotation; what was normalized is stored as well."""
+    base = kinds(dtype)["head_norm"]
+    numbers = {128.0: float(head), 64.0: head / 2, 1 / 128: 1 / head}
+    steps = tuple(
+        dataclasses.replace(step, args=tuple(numbers.get(a, a) for a in step.args))
+        for step in base.steps
+    )
+    return dataclasses.replace(base, steps=steps, head=head)
+
+
+def two_sums(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
+    """A LayerNorm of each head behind a residual that comes later: no table, a tile as C."""
+    return EpilogueProgram(
+        accs=("acc",),
+        a_dtype=dtype,
+        operands=(Operand("bias", "row", dtype), Operand("residual", "tile", dtype)),
+        steps=(
+            Step("x", "add", ("acc", "bias")),
+            Step("total", "head_sum", ("x",)),
+            Step("xx", "mul", ("x", "x")),
+            Step("squares", "head_sum", ("xx",)),
+            Step("mean", "div", ("total", float(head))),
+            Step("moment", "div", ("squares", float(head))),
+            Step("mean_sq", "mul", ("mean", "mean")),
+            Step("variance", "sub", ("moment", "mean_sq")),
+            Step("shifted", "add", ("variance", 1e-5)),
+            Step("rstd", "rsqrt", ("shifted",)),
+            Step("centered", "sub", ("x", "mean")),
+            Step("normed", "mul", ("centered", "rstd")),
+            Step("y", "add", ("normed", "residual")),
+        ),
+        stores=(Store("out0", "y", dtype),),
+        head=head,
+    )
+
+
+def everything(dtype: str = "bfloat16") -> EpilogueProgram:
+    """Two swaps and a sum beside each kind of operand, and reductions both ways of what knows no
+    heads."""
+    steps = (
+        Step("scaled", "mul", ("acc", "scale")),
+        Step("x", "add", ("scaled", "bias")),
+        Step("size", "abs", ("x",)),
+        Step("log", "log1p", ("size",)),
+        Step("total", "head_sum", ("log",)),
+        Step("half", "swap", ("acc", 64.0, 32.0)),
+        Step("next", "swap", ("acc", 32.0, 1.0)),
+        Step("both", "add", ("half", "next")),
+        Step("rated", "mul", ("both", "total")),
+        Step("later", "add", ("rated", "residual")),
+        Step("y", "mul", ("later", "table")),
+        Step("xx", "mul", ("x", "x")),
+    )
+    return EpilogueProgram(
+        accs=("acc",),
+        a_dtype=dtype,
+        operands=(
+            Operand("scale", "scalar", "float32"),
+            Operand("bias", "row", dtype),
+            Operand("residual", "tile", dtype),
+            Operand("table", "table", "float32"),
+        ),
+        steps=steps,
+        stores=(Store("out0", "y", dtype), Store("out1", "x", dtype)),
+        reduces=(Reduce("rows", "xx"), Reduce("columns", "x", "col")),
+        head=64,
+    )
+
+
+def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """By name: halves, neighbours and parts of a head, and what models have besides."""
+    named = {
+        **{name: program for name, program in kinds(dtype).items() if program.head},
+        "halves_64": rotary(64, dtype=dtype),
+        "halves_80": rotary(80, dtype=dtype),
+        "halves_96": rotary(96, dtype=dtype),
+        "halves_128": rotary(128, dtype=dtype),
+        "halves_256": rotary(256, dtype=dtype),
+        "neighbours_64": rotary(64, distance=1, dtype=dtype),
+        "neighbours_in_part": rotary(128, 64, 1, dtype=dtype),  # GPT-J
+        "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia
+        "part_of_80": rotary(80, 32, dtype=dtype),  # Phi
+        "part_of_128": rotary(128, 64, dtype=dtype),
+        "wide_tables": rotated_product(64, dtype),
+        "head_norm_64": head_norm(64, dtype),
+        "head_norm_80": head_norm(80, dtype),
+        "two_sums": two_sums(64, dtype),
+        "everything": everything(dtype),
+    }
+    return {name: legal(program) for name, program in named.items()}
