@@ -255,10 +255,8 @@ TORCH: dict[str, Private] = {
         "torch._functorch.config", "keeps explain out of torch's caches",
         "explain may leave entries in torch's caches", _NO_CONFIG,
     ),
-    "pgo": Private(
-        "torch._dynamo.pgo", "gives explain a memory of sizes of its own",
-        "a size that explain saw may be dynamic later", types.SimpleNamespace(),
-    ),
+    "pgo": Private("torch._dynamo.pgo", "gives explain a memory of sizes of its own",
+                   "a size that explain saw may be dynamic later", types.SimpleNamespace()),
     # ops of torch's whose names say that they may go
     **{
         path.rpartition(".")[2].lstrip("_"): Private(
@@ -266,10 +264,10 @@ TORCH: dict[str, Private] = {
         )
         for path in (
             "aten._log_softmax", "aten._scaled_mm", "aten._softmax", "aten._to_copy",
-            "aten._unsafe_index_put",
-            "aten._unsafe_masked_index_put_accumulate", "aten._unsafe_view",
-            "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
-            "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.wait_tensor",
+            "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate",
+            "aten._unsafe_view", "_c10d_functional.all_gather_into_tensor",
+            "_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor",
+            "_c10d_functional.wait_tensor",
         )
     },
 }  # fmt: skip
@@ -296,6 +294,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.epilogue.ops.ColVecLoad": "column operands",
         "quack.epilogue.ops.ColVecReduce": "row sums",
         "quack.epilogue.ops.EpiOp": "launch arguments of our own",
+        "quack.epilogue.ops.GroupedColStatsBase": "sums over heads",
         "quack.epilogue.ops.OnlineLSEReduce": "row log-sum-exps",
         "quack.epilogue.ops.RowVecLoad": "row operands",
         "quack.epilogue.ops.RowVecReduce": "column sums",
@@ -306,6 +305,7 @@ KERNELS: tuple[Private, ...] = tuple(
         "quack.epilogue.ops._mask_oob_active": "the same",
         "quack.epilogue.ops._reduce_dim": "which axis a sum is over",
         "quack.epilogue.ops._vec_reduce_combine": "maxima that keep NaN",
+        "quack.epilogue.rotary.RotaryCosSinTMALoad": "tables under every head",
         "quack.gemm_runtime.host.GemmEpiPlan": "a kernel that is ready to be launched",
         "quack.gemm_runtime.host._compile_gemm_epi": "kernels in memory, forgotten in workers",
         "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",

@@ -90,11 +90,13 @@ def dummy_arguments(program, config, m, n, k, a_major, b_major, device):
 
     lanes = 2 if program.paired else 1
     shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
+    shapes["table"] = (m, program.head)
     values = {
         o.name: empty(*shapes[o.kind], dtype="float32" if o.kind == "scalar" else o.dtype)
         for o in program.operands
     }
     c = values.pop(mapping.c) if mapping.c else None
+    values.update({step.name: program.head for step in mapping.across})
     values.update({s.name: empty(m, n, dtype=s.dtype) for s in mapping.aux})
     tile_rows = config.cta_tile_m(_arch(device))
     partials = {"row": (m, -(-lanes * n // config.tile_n)), "col": (m // tile_rows, lanes * n)}

@@ -27,6 +27,7 @@ from coda_inductor.codegen.render import RENDERER_VERSION, render
 from coda_inductor.mainloop import join, pair, store
 from coda_inductor.mainloop.environment import environment
 from coda_inductor.mainloop.fast import FastAccumulation
+from coda_inductor.mainloop.heads import HeadAccumulator, Table, across_columns
 from coda_inductor.mainloop.lean import LeanEpilogue
 from coda_inductor.mainloop.resources import DeviceScalar, reduction
 from coda_inductor.program import EpilogueProgram
@@ -39,7 +40,13 @@ _READINGS: dict[str, tuple[tuple[type, ...], tuple[EpiOp, ...]]] = {
     "crossed": ((join.CrossedTerms,), join.DISTANCES),
 }
 
-_LOADS = {"tile": TileLoad, "row": RowVecLoad, "col": ColVecLoad, "scalar": DeviceScalar}
+_LOADS = {
+    "tile": TileLoad,
+    "row": RowVecLoad,
+    "col": ColVecLoad,
+    "scalar": DeviceScalar,
+    "table": Table,
+}
 
 
 class CodaEpiMod(EpiMod):
@@ -50,17 +57,24 @@ class CodaEpiMod(EpiMod):
     a step came from) do not cause recompilation.
     """
 
-    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
+    def __init__(
+        self, function, statistics, program: EpilogueProgram, swap_lanes: bool, joined: str
+    ):
         mapping = ports(program)
         self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
         if program.fast:
             self._mixins = (FastAccumulation, *self._mixins)
+        if mapping.across:
+            self._mixins = (HeadAccumulator, *self._mixins)
+        ops = {o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c}
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),
-            ops={o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c},
+            ops=ops | {step.name: across_columns(step) for step in mapping.across},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
+            prepass=statistics,
+            prepass_outs=tuple(step.name for step in mapping.head_sums),
             extra_ops=self.distances,
         )
         self.program = program
@@ -101,7 +115,8 @@ def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -
     sys.modules[module.__name__] = module
     code = compile(source, str(path), "exec", dont_inherit=True)
     exec(code, vars(module))  # noqa: S102 (rendered just now)
-    mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
+    statistics = vars(module).get("statistics")
+    mod = CodaEpiMod(module.epilogue, statistics, program, swap_lanes, joined)
     vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
     return mod
 

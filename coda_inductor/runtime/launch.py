@@ -171,11 +171,12 @@ class Kernel:
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue
             ready = x if x.dtype == dtype else x.to(dtype)
-            ready = tma_matrix(ready) if operand.kind == "tile" else vector(ready)
+            ready = tma_matrix(ready) if operand in self.program.loads else vector(ready)
             if operand.name == self.mapping.c:
                 c = ready
             else:
                 values[operand.name] = ready
+        values.update({step.name: self.program.head for step in self.mapping.across})
         return c
 
     def _bind_outputs(self, outputs, values) -> tuple[Tensor | None, list]:

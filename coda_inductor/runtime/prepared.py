@@ -123,7 +123,7 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
         return x.dtype == torch.float32
     if x.dtype != getattr(torch, operand.dtype):
         return False
-    return readable(x) if operand.kind == "tile" else x.stride(0) == 1
+    return x.stride(0) == 1 if operand.kind in ("row", "col") else readable(x)
 
 
 class Prepared:

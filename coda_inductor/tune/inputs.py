@@ -43,6 +43,8 @@ def tensors(
             made = made.repeat_interleave(2) if program.paired else made
         elif operand.kind == "col":  # a statistic of a row: positive, as most are
             made = 0.5 + torch.rand(m, device=device)
+        elif operand.kind == "table":  # cosines and sines
+            made = normal(m, program.head, device=device).clamp(-1, 1)
         else:
             made = torch.ones((), device=device)
         if operand.name in small:
@@ -56,7 +58,7 @@ def size(site: Site) -> int:
     at a time, and what plain ops keep between them."""
     program = site.program
     factors = sum(site.m * k + len(program.accs) * site.n * k for k in site.ks) * 2
-    tiles = sum(o.kind == "tile" for o in program.operands) + 2 * len(program.stores)
+    tiles = len(program.loads) + 2 * len(program.stores)
     return factors * 2 + site.m * site.n * (2 * tiles + 8 * len(program.accs))
 
 

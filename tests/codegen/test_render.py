@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from programs import paired_sums, programs, row_statistics, select
+from programs_heads import programs as programs_heads
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import TEMPLATES, render
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.ops import OPS
 from coda_inductor.select.kinds import kinds
 
@@ -28,6 +31,7 @@ GOLDENS = Path(__file__).parent / "goldens"
         ("swiglu_swapped", kinds()["swiglu"], True),
         ("select", select(), False),
         ("row_statistics", row_statistics(), False),
+        ("head_norm", kinds()["head_norm"], False),
     ],
 )
 def test_golden(name, program, swap_lanes):
@@ -42,6 +46,27 @@ def test_golden(name, program, swap_lanes):
 def test_source_is_python(name):
     for swap_lanes in (False, True):
         compile(render(programs()[name], swap_lanes=swap_lanes), name, "exec")
+
+
+@pytest.mark.parametrize("name", list(programs_heads()))
+def test_each_function_is_given_what_it_reads(name):
+    program = programs_heads()[name]
+    across = {step.name: step.op for step in program.steps if step.op in HEAD_OPS}
+    functions = {f.name: f for f in ast.parse(render(program)).body if hasattr(f, "args")}
+    for function in functions.values():
+        known = {"coda_math"} | {arg.arg for arg in function.args.args}
+        for line in function.body:
+            names = [x for x in ast.walk(line) if isinstance(x, ast.Name)]
+            assert {x.id for x in names if isinstance(x.ctx, ast.Load)} <= known
+            known |= {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    arguments = [arg.arg for arg in functions["epilogue"].args.args]
+    assert arguments[len(arguments) - len(across) :] == [*across]
+    sums = [name for name, op in across.items() if op == "head_sum"]
+    assert ("statistics" in functions) == bool(sums)
+    if sums:
+        returned = functions["statistics"].body[-1].value
+        assert [key.value for key in returned.keys] == sums
+        assert not {arg.arg for arg in functions["statistics"].args.args} & {*across, "cos", "sin"}
 
 
 def test_one_template_an_op():

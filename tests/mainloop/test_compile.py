@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from programs import programs
 from programs_fp8 import programs as programs_fp8
+from programs_heads import programs as programs_heads
 
 from coda_inductor.mainloop.usage import Usage, usage
 from coda_inductor.select.config import Config, mainloop_stages
@@ -25,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 ARCHS = ("90", "100", "120")
 #: One of each kind of store, reduction, pairing and join: architectures differ in their code.
 #: Each takes three seconds, and every machine of CI waits for them.
-BLACKWELL = "swiglu,row_statistics,norm_bwd/straight,fp8_residual"
+BLACKWELL = "swiglu,row_statistics,norm_bwd/straight,fp8_residual,everything"
 #: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
     "swiglu,paired_rows,norm_bwd/crossed,norm_bwd/straight/256x144:2x1:co,"
@@ -33,7 +34,8 @@ HOPPER = (
     "rms_partial//64x64:1x1:co:dyn:k4,norm_bwd//256x160:1x2:co:lean:dyn,"
     "dswiglu//128x160:2x1:pp:lean:dyn,swiglu_train//64x128:1x1:pp:dyn,"
     "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean,"
-    "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp"
+    "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
+    "halves_80,head_norm_64//64x64:1x1:co:k2,everything"
 )
 
 COMPILE = """
@@ -51,10 +53,11 @@ def note(self, *arguments):
 quack.gemm_sm90.GemmSm90._setup_attributes = note
 from programs import programs
 from programs_fp8 import programs as programs_fp8
+from programs_heads import programs as programs_heads
 from coda_inductor.mainloop.build import build
 from coda_inductor.select.config import Config, legal_configs
 arch = int(sys.argv[2]) // 10
-found, known = {}, programs() | programs_fp8()
+found, known = {}, programs() | programs_fp8() | programs_heads()
 for kernel in sys.argv[3].split(","):
     name, joined, config = (kernel + "//").split("/")[:3]
     program = known[name]
@@ -132,7 +135,7 @@ def test_second_process_loads_what_the_first_compiled(hopper):
 
 
 def test_stages_are_what_legality_counts(hopper):
-    known = programs() | programs_fp8()
+    known = programs() | programs_fp8() | programs_heads()
     for name, kernel in hopper[1].items():
         program = known[name.split("/")[0]]
         assert [mainloop_stages(program, Config.parse(kernel["config"]))] == kernel["stages"], name
@@ -153,6 +156,12 @@ def test_ampere_and_ada_have_no_gemm(arch, tmp_path):
     """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
     with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
         compile_in_process(arch, "scale//128x128:1x1:co", tmp_path)
+
+
+def test_a_table_is_not_read_by_columns_of_two_places(tmp_path):
+    """Its subtiles would be of other columns than the product's, silently."""
+    with pytest.raises(AssertionError, match="do not read the table 'cos'"):
+        compile_in_process("100", "head_norm//128x256:2x1:co", tmp_path)
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])

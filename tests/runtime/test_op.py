@@ -14,6 +14,7 @@ import pytest
 import torch
 from checking import leave_custom_ops
 from programs import inputs, paired_sums, programs
+from programs_heads import head_norm
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
@@ -40,8 +41,13 @@ def both_reductions(dtype: str) -> EpilogueProgram:
     )
 
 
+def rotated(dtype):
+    """N and M are no multiples of a tile, N is one of a head."""
+    return head_norm(24, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("make", [both_reductions, paired_sums])
+@pytest.mark.parametrize("make", [both_reductions, paired_sums, rotated])
 def test_opcheck(make, dtype):
     program = make(dtype)
     arguments = (*inputs(program, M, N, K), program.to_json(), str(CONFIG))

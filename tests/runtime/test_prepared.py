@@ -173,6 +173,28 @@ OTHERWISE = {
 }
 
 
+#: A table of the call -> another one, and whether the kernel reads that in place.
+TABLES = {
+    "at an odd address": (off, False),
+    "of another dtype": (torch.Tensor.float, False),
+    "the other way round": (lambda x: x.t().contiguous().t(), False),
+    "one row for all": (lambda x: x[:1].expand(x.shape), False),
+    "cosines beside sines": (lambda x: torch.cat([x, x], 1)[:, : x.shape[1]], True),
+}
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_tables_are_read_in_place_where_tma_can(entry, name):
+    as_, bs, (rstd, cos, sin), *how = case("rotary")
+    change, in_place = TABLES[name]
+    for _ in range(2):
+        call = as_, bs, [rstd, change(cos), sin], *how
+        arguments, long, _ = given(entry, call)
+        address = call[2][1].data_ptr()
+        assert in_place == (address in [x[0] for x in flat(arguments)])
+    assert long is not in_place
+
+
 def overlapping(x):
     return torch.zeros(x.numel(), dtype=x.dtype).as_strided(x.shape, (8, 1))
 

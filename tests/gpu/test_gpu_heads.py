@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of programs that know heads, on a GPU against the reference executor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from oracle import check, config_for
+from programs import inputs
+from programs_heads import programs
+
+from coda_inductor.mainloop.availability import kernel_stack
+from coda_inductor.runtime.pool import KernelRequest, wait
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.device import arch_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+]
+
+DTYPES = ("bfloat16", "float16")
+K = 136  # ragged, as are all M
+#: One of each way across columns: whole heads and parts, halves and neighbours, sums, wide tables.
+EVERY_CONFIG = ("halves_64", "halves_80", "neighbours_in_part", "head_norm_64", "everything")
+#: Those whose results are integers where all they read is.
+EXACT = [
+    name for name in EVERY_CONFIG if all(step.op != "head_sum" for step in programs()[name].steps)
+]
+NAMES = [name for name, p in programs().items() if kernel_stack() or legal_configs(p, arch_of())]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Every kernel of this file, compiled in parallel; a failure here is a failure."""
+    requests = [
+        KernelRequest(program.to_json(), str(config_for(program)), b_major=b_major)
+        for dtype in DTYPES
+        for name, program in programs(dtype).items()
+        for b_major in ("k", "n" if name == "head_norm" else "k")
+        if name in NAMES
+    ]
+    for name in set(EVERY_CONFIG).intersection(NAMES):
+        program = programs()[name]
+        requests += [
+            KernelRequest(program.to_json(), str(config))
+            for config in legal_configs(program, arch_of())
+        ]
+    failed = {r.config: error for r, error in wait([*set(requests)], 500).items() if error}
+    assert not failed
+
+
+@pytest.mark.parametrize("heads", [1, 3, 10])
+@pytest.mark.parametrize("m", [1, 127, 1021])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_program(dtype, name, m, heads):
+    program = programs(dtype)[name]
+    check(program, *inputs(program, m, heads * program.head, K, device="cuda"))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_CONFIG if name in NAMES])
+def test_every_config(name):
+    program = programs()[name]
+    arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
+    for config in legal_configs(program, arch_of()):
+        check(program, *arguments, config)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in NAMES])
+def test_it_is_the_column_that_is_meant(name):
+    """Integers, which every dtype holds: a sum with a wrong column is another number."""
+    program = programs()[name]
+    wide = dataclasses.replace(
+        program, stores=tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
+    )
+    tensors = inputs(wide, 300, 5 * program.head, 64, device="cuda", integers=True)
+    if not legal_configs(wide, arch_of()):
+        pytest.skip("wide stores leave no config")
+    (got,) = check(wide, *tensors)
+    assert torch.equal(got, got.round())
+
+
+def test_a_weight_of_the_other_major():
+    program = programs()["head_norm"]
+    check(program, *inputs(program, 500, 512, K, b_major="n", device="cuda"))
+
+
+def test_tables_that_lie_otherwise():
+    program = programs()["halves_128"]
+    as_, bs, (*vectors, cos, sin) = inputs(program, 300, 384, K, device="cuda")
+    shifted = torch.empty(cos.numel() + 1, dtype=cos.dtype, device="cuda")[1:].view(cos.shape)
+    beside = torch.cat([cos, sin], 1)
+    for tables in (
+        (shifted.copy_(cos), sin),
+        (beside[:, :128], beside[:, 128:]),
+        (cos.t().contiguous().t(), sin.float()),
+        (cos[:1].expand(cos.shape), sin),
+    ):
+        check(program, as_, bs, [*vectors, *tables])
+
+
+def test_twice_the_same():
+    """Sums over heads are taken in one order."""
+    program = programs()["head_norm"]
+    tensors = inputs(program, 2000, 1280, 512, device="cuda")
+    first = check(program, *tensors)
+    for _ in range(5):
+        assert all(map(torch.equal, first, check(program, *tensors)))
