@@ -26,6 +26,7 @@ from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.graph.attention import calls
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
@@ -43,6 +44,9 @@ from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.fp8.unfused import scale_in_products
+from coda_inductor.rewrite.head_norms import NAME as HEAD_NORM
+from coda_inductor.rewrite.head_norms import norm_rows
+from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
@@ -141,7 +145,9 @@ ON_ATEN = (
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),
+    Pass("head_norms", norm_rows, _fuses, (HEAD_NORM,)),
     Pass("norm", defer_norms),
+    Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
@@ -208,12 +214,15 @@ def on_aten(graph: Graph, record: Record) -> None:
     Raises:
         FallbackError: with ``strict``, when a pass fails or a site falls back for a failure.
     """
+    before = len(record.report.sites)
     _run(ON_ATEN, graph, record)
+    record.report.attention |= calls(graph)
     record.folder.graph("4_fused", _owner(graph))
     record.folder.finish(record.report)
     _count(record)
-    if not record.dry:
-        keep_report(record.report)
+    if record.dry:
+        return
+    if keep_report(record.report) or len(record.report.sites) > before:
         logger.info("%s: %s", record.report.name, record.report.summary)
 
 

@@ -37,6 +37,7 @@ _DO = {
     "old-gpu": "Kernels need Hopper or newer.",
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
+    "heads-unmeasured": f"mode='max-autotune' measures it; {_ALWAYS}.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
@@ -159,6 +160,8 @@ _NOTHING = {
     "fp8-terms": "FP8 products have scales of their own, so that their sum is no longer product",
     "no-store": "nothing of the tile would be written",
     "constant-tile": "the result is a constant",
+    "head-columns": "a tile that holds part of a head cannot rotate or sum it",
+    "head-distance": "the other column is in another thread's registers",
     "shared-memory": "the epilogue loads and stores too much for one tile",
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, "
@@ -197,6 +200,16 @@ _NOTHING = {
     "logits-small": "the gradient of small logits is no burden",
     "logits-form": "the logits are not one linear layer's",
     "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
+    "heads-no-gemm": "only a projection's own epilogue can rotate queries and keys",
+    "heads-tables": "tables that differ between heads are read by no epilogue",
+    "heads-layout": "a reader counts on the layout that torch.cat gives",
+    "heads-tile": "an epilogue reads a tile at its own place only",
+    "heads-late": "an epilogue sums over a head before it reads tiles and tables",
+    "heads-reduce": "an epilogue's sums are made before it normalizes heads or rotates",
+    "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, once",
+    "heads-apart": "the GEMM is expected to win without the rotation, or has no kernel with it; a "
+    "kernel of Inductor's rotates",
+    "rotary-width": "only rotations of whole halves, or of all neighbouring pairs, are raised",
     "turns-gradient": "learned rotations stay as they are",
     "forward-mode": "forward-mode gradients go through torch's own ops",
     "not-recorded": "torch.compile records too little here",

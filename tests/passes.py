@@ -40,3 +40,17 @@ def codes(of: Any) -> set[str]:
     not fused."""
     sites = [site.refusal for site in of.report.sites if not site.fused]
     return {why.code for why in (*of.report.refusals, *sites) if isinstance(why, Refusal)}
+
+
+def refused(
+    run: Callable[[Graph, Record], None],
+    function: Callable[..., Any],
+    *args: torch.Tensor,
+    **options: Any,
+) -> set[str]:
+    """The codes of what a pass refuses in the graph of ``function``, which it leaves as it was."""
+    graph = aten_graph(function, *args)
+    before = str(graph)
+    record = run_pass(run, graph, **options)
+    assert str(graph) == before
+    return codes(record)

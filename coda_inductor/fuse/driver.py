@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
-from coda_inductor.fuse.grow import grow
+from coda_inductor.fuse.grow import Banned, grow
+from coda_inductor.fuse.heads import LOWERED
 from coda_inductor.fuse.lower import SITE, lower
 from coda_inductor.fuse.pair import beside, pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
@@ -202,9 +203,18 @@ class _Planner:
         return (region, found, choice) if wins else None
 
     def _us_alone(self, anchor: Node) -> float | None:
-        """What ``anchor`` takes by itself, if that was measured."""
-        region = self._grown(lambda banned: grow((anchor,), self.scope, banned))
-        return None if region is None else self.policy.measured_us(self._site(region))
+        """What ``anchor`` takes by itself, if that was measured and it does no more than it would
+        beside another."""
+        for make in self._candidates_alone(anchor):
+            region = self._grown(make)
+            if region is None:
+                return None
+            if region.heads is None:
+                return self.policy.measured_us(self._site(region))
+            a, _ = gemm_inputs(anchor)
+            if self.policy.judge(self._site(region), fake(a)).how != "unfused":
+                return None
+        return None
 
     def _site(self, region: Region) -> Site:
         planned = site_of(region, region.program(), self._read_after(region))
@@ -229,7 +239,21 @@ class _Planner:
         if (found := sum_with(anchor, self.scope, self.policy.legal)) is not None:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
         yield lambda banned: pair_with(anchor, self.scope, banned)
+        yield from self._candidates_alone(anchor)
+
+    def _candidates_alone(self, anchor: Node) -> Iterator[Make]:
+        """How to grow regions around one product, the most profitable first."""
         yield lambda banned: grow((anchor,), self.scope, banned)
+        made = [anchor.graph.find_nodes(op="call_function", target=op) for op in LOWERED]
+        if own := [n for each in made for n in each if producer(n.args[0]) is anchor]:
+            yield lambda banned: self._without(own, anchor, banned)
+
+    def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:
+        """What is left for ``anchor`` to absorb where the program with ``heads``, their norms and
+        rotations, loses."""
+        apart = dict.fromkeys(heads, refuse("heads-apart", "its GEMM is fused without it"))
+        region = grow((anchor,), self.scope, {**apart, **banned})
+        return region if region.work else None
 
     def _grown(self, make: Make) -> Region | None:
         """A region without anything that the user has disabled."""

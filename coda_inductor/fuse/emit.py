@@ -20,13 +20,14 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_view
-from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.region import SWAPPED, NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, settle
 from coda_inductor.graph.nodes import aten, base, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.program.heads import swap
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import direct, op
 from coda_inductor.semantic.loss import row_logsumexp
@@ -56,7 +57,7 @@ def emit(
     end = first.next
     with graph.inserting_before(end):
         as_, bs = factors(graph, region)
-        operands = [_operand(graph, node, kind, region) for node, kind in region.operands]
+        operands = [_operand(graph, node, kind, region, end) for node, kind in region.operands]
         args = (as_, bs, operands, program.to_json(), config, site, strict)
         call = insert(graph, op.OP, args, like=anchor)
         outputs = [
@@ -111,8 +112,15 @@ def _reference(program, exact, as_, bs, operands):
     return reference.run(program, as_, bs, operands, exact=exact)
 
 
-def _operand(graph: Graph, node: Node, kind: str, region: Region) -> Node:
+def _operand(graph: Graph, node: Node, kind: str, region: Region, before: Node) -> Node:
     _, n, _ = region.shape
+    if kind == "table":
+        return node
+    if kind == SWAPPED:
+        assert region.heads is not None, "rows are swapped for a rotation"
+        h, row = region.heads, _operand(graph, node, "row", region, before)
+        args = (row, h.size, h.width, h.distance)
+        return splice(graph, before, swap, args, like=region.anchors[-1])
     sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
     if kind == "row" and len(region.accs) == 2:
         return _twice(graph, node, region)

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.fuse import fp8, operands
+from coda_inductor.fuse import fp8, heads, operands
 from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
@@ -45,14 +45,11 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
-from coda_inductor.program import OPS, Operand, Reduce, Step
-from coda_inductor.program.dtypes import FLOATS, dtype_name
+from coda_inductor.program import OPS, Reduce, Step
+from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.loss import row_logsumexp
-
-MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
-MAX_VECTORS = 6
 
 #: Nodes that must stay outside, and why.
 Banned = Mapping[Node, Refusal]
@@ -177,26 +174,30 @@ class _Grower:
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("reshaped", f"{node.target} changes the tile's shape")
         lowering = LOWERINGS.get(node.target)
-        if lowering is None and not renames_or_casts(node) and not fp8.casts(node):
+        known = lowering is not None or node.target in heads.LOWERED
+        if not known and not renames_or_casts(node) and not fp8.casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         saved = self._state()
-        reason = self._lower_args(node, lowering, tensor.shape, pull) or self._too_many()
+        reason = self._lower_args(node, lowering, tensor.shape, pull) or operands.too_many(
+            [kind for _, kind in self.region.operands], paired=len(self.region.accs) == 2
+        )
         if reason is not None:
             self._restore(saved)
         return reason
 
     def _state(self) -> tuple:
         region = self.region
-        return tuple(
-            copy.copy(x) for x in (region.values, region.pulled, region.operands, region.steps)
-        )
+        parts = region.values, region.pulled, region.operands, region.steps, region.heads
+        return tuple(map(copy.copy, parts))
 
     def _restore(self, state: tuple) -> None:
         region = self.region
-        region.values, region.pulled, region.operands, region.steps = state
+        region.values, region.pulled, region.operands, region.steps, region.heads = state
 
     def _lower_args(self, node: Node, lowering: Any, full: tuple, pull: bool) -> Refusal | None:
+        if node.target in heads.LOWERED:
+            return self._of_heads(node, pull)
         inputs = [*node.args, *node.kwargs.values()]
         for arg in inputs:
             if isinstance(arg, Node) and self._value(arg) is None:
@@ -228,6 +229,16 @@ class _Grower:
         if fake(node).dtype == torch.bool and not self.region.is_truth(result):
             result = self._emit("ne", result, 0.0)  # torch's sum of two bools is one
         self._note(node, result, pull)
+        return None
+
+    def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
+        loads = heads.loads(node)
+        why = next((w for t in loads if (w := self._check(t, fake(t).shape))), None)
+        x = self._value(node.args[0])
+        made = why or heads.lowered(node, x, self.region, self._emit)
+        if isinstance(made, Refusal):
+            return made
+        self._note(node, made, pull)
         return None
 
     def _pull(self, arg: Node, reader: Node) -> None:
@@ -307,6 +318,8 @@ class _Grower:
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             text = f"{node.target} is not a reduction of floating values"
             return refuse("reduction-dtype", text)
+        if self.region.heads is not None and heads.late(value, self.region):
+            return heads.UNREDUCED
         what = (value, axis, REDUCTIONS[node.target])
         known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}
         self.region.reduces[node] = known.get(what) or Reduce(f"part{len(known)}", *what)
@@ -348,18 +361,6 @@ class _Grower:
                 self.depends[stack.pop()] = any(self.depends[n] for n in top.all_input_nodes)
         return self.depends[node]
 
-    def _too_many(self) -> Refusal | None:
-        """Do the operands exceed what a kernel can stage? None, or the limit."""
-        kinds = [kind for _, kind in self.region.operands]
-        if len(self.region.accs) == 2 and "tile" in kinds:
-            text = "a paired tile reads one value a row or a column, or scalars"
-            return refuse("paired-tile-operand", text)
-        if kinds.count("tile") > MAX_TILE_OPERANDS:
-            return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
-        if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
-            return refuse("epilogue-full", f"more than {MAX_VECTORS} vector operands")
-        return None
-
     def _argument(self, node: Node, position: int, arg: Any, full: tuple) -> Any:
         """``arg`` as the op wants it: aten converts between bools and numbers, programs do not."""
         value = self._operand(arg, full)
@@ -381,14 +382,7 @@ class _Grower:
             return literal
         kind = operands.classify(fake(arg).shape, full)
         assert kind is not None, "checked by operands.refusal"
-        node = through(arg)
-        known = self.region.operands.get((node, kind))
-        if known is None:
-            letter = {"tile": "t", "row": "w", "col": "r", "scalar": "s"}[kind]
-            name = f"{letter}{len(self.region.operands)}"
-            known = Operand(name, kind, dtype_name(fake(node).dtype))
-            self.region.operands[node, kind] = known
-        return known.name
+        return self.region.operand(through(arg), kind)
 
     def _emit(self, op: str, *args: Value) -> Value:
         if not any(isinstance(a, str) for a in args):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Node
 
@@ -10,6 +12,21 @@ from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
+
+MAX_TILE_OPERANDS = 3  # each costs a staged M x N tile of shared memory
+MAX_VECTORS = 6
+
+
+def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
+    """Do operands of these kinds exceed what a kernel can stage? None, or the limit."""
+    if paired and "tile" in kinds:
+        text = "a paired tile reads one value a row or a column, or scalars"
+        return refuse("paired-tile-operand", text)
+    if kinds.count("tile") > MAX_TILE_OPERANDS:
+        return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
+    if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
+        return refuse("epilogue-full", f"more than {MAX_VECTORS} vector operands")
+    return None
 
 
 def classify(shape: tuple, full: tuple) -> str | None:

@@ -39,6 +39,22 @@ class NoRegionError(Exception):
         self.refusal = refusal
 
 
+#: The kind of an operand that is one value a column, read at the column that a swap puts there.
+SWAPPED = "swapped row"
+
+_LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w"}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Columns of an attention head, and which of them change places: see ``program.heads``. Where
+    nothing is rotated, ``width`` and ``distance`` are 0."""
+
+    size: int
+    width: int
+    distance: int
+
+
 @dataclass
 class Region:
     """One or more GEMMs and what their epilogue absorbs, in graph order.
@@ -48,6 +64,8 @@ class Region:
         total: the node that adds the terms of a sum; None where the anchors are no sum.
         values: absorbed nodes, the anchors included, and their values in the program.
         pulled: nodes of which a copy runs on the tile, while they stay where they are for others.
+        operands: what is read, and as what kind: one of ``OPERAND_KINDS``, or ``SWAPPED``.
+        heads: of a region that normalizes or rotates heads.
     """
 
     anchors: tuple[Node, ...]
@@ -58,6 +76,7 @@ class Region:
     steps: list[Step] = field(default_factory=list)
     reduces: dict[Node, Reduce] = field(default_factory=dict)
     refusals: dict[Node, Refusal] = field(default_factory=dict)
+    heads: Heads | None = None
 
     @property
     def shape(self) -> tuple[Any, int, int]:
@@ -82,7 +101,17 @@ class Region:
 
     def is_truth(self, value: Value) -> bool:
         """Is ``value`` a bool in the program?"""
-        return any(step.name == value and OPS[step.op].boolean for step in self.steps)
+        step = next((step for step in self.steps if step.name == value), None)
+        return step is not None and step.op in OPS and OPS[step.op].boolean
+
+    def operand(self, node: Node, kind: str) -> str:
+        """The name of ``node`` as an operand of ``kind``."""
+        if (known := self.operands.get((node, kind))) is None:
+            name = f"{_LETTERS[kind]}{len(self.operands)}"
+            covers = "row" if kind == SWAPPED else kind
+            known = Operand(name, covers, dtype_name(fake(node).dtype))
+            self.operands[node, kind] = known
+        return known.name
 
     def stored(self) -> dict[Value, list[Node]]:
         """Values that something outside reads, each with the nodes that are read."""
@@ -109,6 +138,7 @@ class Region:
             tuple(dict.fromkeys(self.reduces.values())),  # one may have several readers
             dtype_name(fake(b).dtype),
             fast_accumulation(self.anchors[0]),
+            0 if self.heads is None else self.heads.size,
         )
         return verify(simplify(consistent(simplify(program), self._apart())))
 

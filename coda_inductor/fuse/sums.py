@@ -85,8 +85,9 @@ def _passes_by(term: Node, scope: Scope) -> bool:
 
 
 def _written_elementwise(node: Node) -> bool:
-    """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``?"""
-    node = base(node)
+    """Does a kernel of Inductor's, not the epilogue of a GEMM, write ``node``? Heads that it writes
+    in the order of rows are turned views of what it computes."""
+    node = base(node, lambda n: renames(n) or n.target is aten.permute.default)
     return elementwise(node) and producer(node) is None
 
 

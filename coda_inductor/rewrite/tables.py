@@ -14,7 +14,7 @@ partitioner again in the backward pass. That is right where it saves traffic. Of
 every value then costs a sine of a large angle in each head of each layer: measured on an H100, the
 rotary gradient of a Llama layer took 342 us instead of the 40 us that its traffic takes.
 
-``keep`` is a copy that compilers do not look into. Only what is read by tensors of ``LEAST_READS``
+Only what is read by tensors of ``LEAST_READS``
 times its size or more is kept.
 """
 
@@ -42,7 +42,8 @@ def _keep(x: Tensor) -> Tensor:
 _LIBRARY.impl("keep", _keep, "CompositeExplicitAutograd")
 torch.library.register_fake("coda_inductor::keep", torch.empty_like, lib=_LIBRARY)
 
-_OP = torch.ops.coda_inductor.keep.default
+#: A copy that compilers do not look into.
+KEEP = torch.ops.coda_inductor.keep.default
 _SLOW = (aten.sin.default, aten.cos.default)
 
 
@@ -50,10 +51,10 @@ def keep_tables(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to a joint or inference graph, in place."""
     for node in [n for n in graph.nodes if n.target in _SLOW]:
         table = _end(node)
-        if table.target is _OP or not _read_often(table):
+        if table.target is KEEP or not _read_often(table):
             continue
         with graph.inserting_after(table):
-            kept = insert(graph, _OP, (table,), like=table)
+            kept = insert(graph, KEEP, (table,), like=table)
         table.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
@@ -62,7 +63,7 @@ def _end(node: Node) -> Node:
     while len(node.users) == 1:
         (user,) = node.users
         scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
-        if not (scales or renames_or_casts(user) or user.target is _OP):
+        if not (scales or renames_or_casts(user) or user.target is KEEP):
             break
         node = user
     return node

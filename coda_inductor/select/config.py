@@ -212,8 +212,7 @@ _STEP_BYTES = 128
 def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tuple[int, int]:
     """(rows, columns) of the tiles that an epilogue moves through shared memory at a time."""
     if arch in (10, 11):
-        loads = any(o.kind == "tile" for o in program.operands)
-        return config.cta_tile_m(arch), math.gcd(64 if loads else 32, config.tile_n)
+        return config.cta_tile_m(arch), math.gcd(64 if program.loads else 32, config.tile_n)
     d = ports(program).d
     wide = 64 if d is not None and WIDTHS[d.dtype] == 1 and config.pingpong else 32
     columns = 16 if config.lean else math.gcd(wide, config.tile_n)
@@ -231,7 +230,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     load_stages = 2 if config.lean else min(tiles, 4 if arch == 9 else 2)
     store_stages = 2 if config.lean else min(tiles, 4 if columns <= 16 else 2)
     stored = sum(WIDTHS[s.dtype] for s in program.stores) / (2 if program.paired else 1)
-    loaded = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    loaded = sum(WIDTHS[o.dtype] for o in program.loads)
     tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
     vectors = sum(
         WIDTHS[o.dtype] * (config.tile_n if o.kind == "row" else config.tile_m)
@@ -241,6 +240,10 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     # Where several warps share a column, their sums meet in shared memory.
     columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
+    if heads_summed := sum(step.op == "head_sum" for step in program.steps):
+        warps = 2 if arch == 12 else 1  # that share a row
+        heads = config.tile_n // program.head
+        vectors += 4 * config.cta_tile_m(arch) * heads * warps * heads_summed
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
     step_bytes = (config.tile_m + config.tile_n) // pair * _STEP_BYTES
@@ -254,12 +257,10 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     ``terms``: how many products the accumulator is the sum of.
     """
     if arch != 9:
-        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms))
+        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch))
         configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
         return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
-    loaded = [o.dtype for o in program.operands if o.kind == "tile"]
-    narrow = all(WIDTHS[dtype] <= 2 for dtype in (*loaded, *(s.dtype for s in program.stores)))
-    lean = bool(loaded) and narrow
+    lean = _may_be_lean(program)
     if program.fp8:
         candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
         fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
@@ -278,8 +279,33 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
 
 
-def _suits(program: EpilogueProgram, config: Config, terms: int) -> bool:
+def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
+    """The candidates for ``program``, of 16 bits, whether its columns can be divided so or not."""
+    if arch != 9:
+        return _CANDIDATES.get(arch, ())
+    lean = _may_be_lean(program)
+    return tuple(c for c in HOPPER + HOPPER_LEAN + HOPPER_MORE if lean or not c.lean)
+
+
+def _may_be_lean(program: EpilogueProgram) -> bool:
+    """Is there a tile or a table to load, and nothing but 16 bits and less to load and store?"""
+    dtypes = [o.dtype for o in program.loads] + [s.dtype for s in program.stores]
+    return bool(program.loads) and all(WIDTHS[dtype] <= 2 for dtype in dtypes)
+
+
+def whole_heads(program: EpilogueProgram, config: Config, arch: int = 9) -> bool:
+    """Is each of ``config``'s tiles, and each that an epilogue moves, one of whole heads or a part
+    of one head? So tables are loaded, and sums are taken."""
+    # The warps of half a pair's 64 rows have half of the columns each, which tables have not.
+    halved = arch in (10, 11) and config.cta_tile_m(arch) == 64
+    columns = epilogue_tile(program, config, arch)[1]
+    return config.tile_n % program.head == 0 == program.head % columns and not halved
+
+
+def _suits(program: EpilogueProgram, config: Config, terms: int, arch: int = 9) -> bool:
     """Can ``program`` be divided so?"""
+    if program.head and not whole_heads(program, config, arch):
+        return False
     # Measured: a log-sum-exp is further off than may be. And terms whose addresses have opposite
     # orders are walked half a turn apart: half of a part of K is not half of K.
     whole = terms > 1 or any(reduce.combine == "logsumexp" for reduce in program.reduces)

@@ -8,6 +8,7 @@ operands and writes the stores, then one more kernel if there are reductions ove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from coda_inductor.program import EpilogueProgram
@@ -16,12 +17,13 @@ from coda_inductor.program.scales import scaled
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu
-from coda_inductor.select.model import UNSURE, cublas_us, kernel_us, product_us
+from coda_inductor.select.model import UNSURE, cublas_us, kernel_us, product_us, table_traffic
 from coda_inductor.select.site import Site
 
 #: How much slower than expected a kernel may turn out and still win, by what is known of it.
 MARGINS = {"here": 1.0, "shipped": 1.0, "measured": 1.0, "modelled": 1.01, "larger": 1.03,
-           "halved": 1.03, "borrowed": 1.05, "smaller": 1.1, "unknown": float("inf")}  # fmt: skip
+           "halved": 1.03, "borrowed": 1.05, "smaller": 1.1, "unlike": math.inf,
+           "unknown": math.inf}  # fmt: skip
 
 
 #: How much longer than expected launching may take and still not be the limit: processors differ,
@@ -81,13 +83,13 @@ def around_us(site: Site, gpu: Gpu = H100) -> float:
     written = [s for s in program.stores if s.value not in made]  # cuBLAS writes those
     if program.fp8 and not (written or program.reduces):
         return 0.0  # its scales too
-    moved = sum(WIDTHS[s.dtype] for s in written if s.name not in site.after)
+    moved = float(sum(WIDTHS[s.dtype] for s in written if s.name not in site.after))
     if site.after:
         moved += _read(program, set(program.accs), terms)
         moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in site.after)
         launches = 0
     else:
-        moved += _read(program, everything, terms)
+        moved += _read(program, everything, terms) + table_traffic(program, site.n)
         launches = 1
     columns = [r.value for r in program.reduces if r.axis == "col"]
     if columns:  # one pass for all sums over M
@@ -105,6 +107,8 @@ def loses(site: Site, fused: float, unfused: float, ground: str = "measured") ->
         return refuse("statistics-only", text)
     if fused * MARGINS[ground] <= unfused:
         return None
+    if ground == "unlike":
+        return refuse("heads-unmeasured", "no program that knows heads was measured on this GPU")
     text = f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
     if ground in UNSURE:
         text += f" ({UNSURE[ground]})"

@@ -10,7 +10,7 @@ from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import FP8
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.select.config import legal_configs
+from coda_inductor.select.config import every_config, legal_configs, whole_heads
 from coda_inductor.select.device import arch_of
 
 _HALF = ("bfloat16", "float16")
@@ -65,6 +65,22 @@ def _fp8(
     return None
 
 
+def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | None:
+    """A reason's code and text, of what concerns heads."""
+    head = program.head
+    if n % head:
+        return "head-columns", f"N={n} is not made of heads of {head} columns"
+    # A thread has the same columns of so many, and neighbours (``mainloop.heads``).
+    period = 32 if arch == 12 else 8
+    for step in program.steps:
+        if step.op == "swap" and step.args[2] != 1 and step.args[2] % period:
+            text = f"it exchanges columns {step.args[2]:g} apart: kernels have neighbours, "
+            return "head-distance", text + f"and multiples of {period}"
+    if not any(whole_heads(program, config, arch) for config in every_config(program, arch)):
+        return "head-columns", f"no kernel's tiles are made of heads of {head} columns"
+    return None
+
+
 def _unsupported(
     program: EpilogueProgram, n: int, k: int, b_major: str, arch: int
 ) -> tuple[str, str] | None:
@@ -97,6 +113,8 @@ def _unsupported(
             return "paired-weight-layout", text
     if (old := unsupported_gpu(arch)) is not None:
         return old.code, old.text
+    if program.head and (why := _heads(program, n, arch)) is not None:
+        return why
     if not legal_configs(program, arch):
         text = "its tile loads and stores need more shared memory than a kernel has"
         return "shared-memory", text

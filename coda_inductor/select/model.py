@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,9 @@ FP8_CUBLAS = {
 #: The same of ours with its best config, 128x128 cooperative: 0.56 to 0.58.
 FP8_KERNEL = 0.57
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
-UNSURE = {name: GROUNDS[name] for name in ("halved", "smaller", "larger", "borrowed", "unknown")}
+UNSURE = {
+    name: GROUNDS[name] for name in ("halved", "smaller", "larger", "borrowed", "unlike", "unknown")
+}
 
 
 def table(gpu: Gpu = H100) -> dict:
@@ -78,17 +80,26 @@ def _table(path: Path | None) -> dict:
     return data
 
 
-def traffic(program: EpilogueProgram) -> float:
-    """Bytes of tile loads and stores for each accumulator element."""
+def traffic(program: EpilogueProgram, n: int) -> float:
+    """Bytes of tile loads and stores for each accumulator element, of ``n`` columns."""
     loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
-    return (loads + stores) / (2 if program.paired else 1)
+    return (loads + stores) / (2 if program.paired else 1) + table_traffic(program, n)
 
 
-def kind_of(program: EpilogueProgram, terms: int = 1) -> str:
-    """The measured kind that is nearest to ``program``: of its family, of one product or several,
-    then by the bytes loaded and stored and the reductions."""
+def table_traffic(program: EpilogueProgram, n: int) -> float:
+    """Bytes of tables for each accumulator element: each is read from memory once for all heads."""
+    return sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "table") * program.head / n
+
+
+def kind_of(program: EpilogueProgram, terms: int = 1, measured: Collection[str] = ()) -> str:
+    """The kind that is nearest to ``program``, if not empty of those in ``measured``: of its
+    family, with heads or without, of one product or several, then by the bytes loaded and stored
+    and the reductions."""
     related = [name for name, p in kinds().items() if family(p) == family(program)]
+    related = [name for name in related if not measured or name in measured] or related
+    headed = [name for name in related if bool(kinds()[name].head) == bool(program.head)]
+    related = headed or related
     alike = [name for name in related if (TERMS[name] > 1) == (terms > 1)] or related
     mine = _traits(program)
 
@@ -108,21 +119,22 @@ def same_kind(program: EpilogueProgram, terms: int = 1) -> str:
 def _traits(program: EpilogueProgram) -> tuple[int, ...]:
     """Bytes loaded and stored an element; a reduction over M, the dearer one, counts as a tile."""
     axes = {reduce.axis for reduce in program.reduces}
-    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    loads = sum(WIDTHS[o.dtype] for o in program.loads)
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
-    return loads, stores, 2 * ("col" in axes), int("row" in axes)
+    sums = any(step.op == "head_sum" for step in program.steps)
+    return loads, stores, 2 * ("col" in axes), int("row" in axes), int(sums)
 
 
 def kernel_us(
     program: EpilogueProgram, config: Config, m, n: int, k: int, terms: int = 1, gpu: Gpu = H100
 ) -> float:
     """Expected microseconds of ``program`` with ``config``; N is one weight's for pairs."""
-    kind, rows = kind_of(program, terms), hint(m)
+    kind, rows = kind_of(program, terms, table(gpu)["configs"]), hint(m)
     if program.fp8:
         return _fp8_us(program, rows, n, k, gpu)
     elements = rows * n * table(gpu)["processors"] / gpu.processors
     extra = extra_us(program, kinds()[kind], config, elements, gpu)
-    return _kernel_us(gpu, kind, str(config), rows, n, k, traffic(program)) + extra
+    return _kernel_us(gpu, kind, str(config), rows, n, k, traffic(program, n)) + extra
 
 
 def ground(
@@ -142,6 +154,7 @@ def ground(
     "smaller"   nothing: a few tiles on an idle GPU take what starting and ending a kernel takes.
                 The model's constant for that is what is left over at thousands of tiles, so that
                 for pairs it is 0, and N counts for nothing below one wave
+    "unlike"    a guess: the model of programs without heads, for one that knows them
     "borrowed"  the model of another GPU of its generation
     "unknown"   nothing: no GPU of its generation was measured
     """
@@ -153,7 +166,9 @@ def ground(
     if program is None or config is None:
         rows, every = known["products"].get((n, k), ()), known["shapes"]
     else:
-        kind = kind_of(program, terms)
+        kind = kind_of(program, terms, known["configs"])
+        if program.head and not kinds()[kind].head:
+            return "unlike"
         rows = known["kernels"].get((kind, n, k), ())
         group = family(program)
         every = [row for row in known["shapes"] if family(kinds()[row["kind"]]) == group]
@@ -202,7 +217,7 @@ def _kernel_us(gpu: Gpu, kind: str, config: str, m: int, n: int, k: int, moved: 
     row = _nearest(known["kernels"].get((kind, n, k), ()), m, config)
     if row is None:
         return expected
-    there = traffic(kinds()[kind])
+    there = traffic(kinds()[kind], n)
     return expected * row["us"][config] / modelled(known, group, config, row["m"], n, k, there)
 
 

@@ -30,6 +30,7 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
+from coda_inductor.select.kinds import kinds
 from coda_inductor.select.model import ground, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
@@ -88,11 +89,12 @@ class Tuning:
 
     def wants(self, choice: Choice) -> bool:
         """Would a measurement of it change anything? Not where there is no kernel, where the model
-        was fitted to this very size, and where it expects to lose by far."""
+        was fitted to this very size, and where it expects to lose by far. Little is to be won by
+        heads: they are measured where everything is."""
         if choice.measured or not choice.config:
             return False
         hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
-        return self.every or not (hopeless or choice.ground == "measured")
+        return self.every or not (hopeless or choice.ground in ("measured", "unlike"))
 
     def again(self) -> bool:
         """Measure what was asked; True if the graph's sites must be planned again."""
@@ -177,6 +179,15 @@ class Policy:
         return (self.too_small or self.unwanted) is None and self.options.gate != "never"
 
     @property
+    def norms_heads(self) -> bool:
+        """May a program that normalizes heads run? By default only what was measured does, and to
+        make the norm's rewrite for nothing would change what the backward pass computes."""
+        if self.options.gate != "auto" or self.store is None:
+            return True
+        measures = self.tuning is not None and self.tuning.every
+        return measures or any(kinds()[name].head for name in self.store.kinds)
+
+    @property
     def compiles(self) -> bool:
         """May any GEMM in this graph become a kernel?"""
         possible = self.no_kernels is None and not self.options.reference
@@ -209,14 +220,15 @@ class Policy:
         device = self.as_if or x.device
         if (why := availability.kernel_stack(device)) is not None:  # runtime.notice says it once
             return why.failing() if self.options.strict else why
+        # First: where nothing is fused, nobody has laid out operands for kernels (FP8's casts do).
+        if (why := self.too_small or self.no_kernels) is not None:
+            return why
         bare = EpilogueProgram(("acc",), names[0], stores=(_STORE,), b_dtype=names[1])
         majors = "m" if same(x.stride(0), 1) else "k", b_major(w)
         return (
             legality.unsupported(bare, w.shape[1], w.shape[0], *majors, device=device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
-            or self.too_small
-            or self.no_kernels
         )
 
     def norm_loses(self, gemms: list[Node], training: bool) -> Refusal | None:

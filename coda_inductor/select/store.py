@@ -95,6 +95,12 @@ class Store:
         self._refresh()
         return self._own
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds (``select.kinds``) of which anything was measured."""
+        every = (*self._others.values(), *self.own().values())
+        return {found.kind for found in every if found.kind}
+
     def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:
         """Keep measurements; whoever calls holds the lock (``tune.lock``).
 

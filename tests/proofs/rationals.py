@@ -115,7 +115,7 @@ def gemm_epilogue(cls: Any, as_: Any, bs: Any, operands: Any, text: str, *_how: 
 
     def run(i: slice, j: slice) -> list[Any]:
         wide = slice(lanes * j.start, lanes * j.stop)
-        cut = {"tile": (i, j), "row": (wide,), "col": (i,), "scalar": ()}
+        cut = {"tile": (i, j), "row": (wide,), "col": (i,), "scalar": (), "table": (i,)}
         given = [t[cut[o.kind]] for o, t in zip(program.operands, operands, strict=True)]
         return reference.run(program, [a[i] for a in as_], [b[:, j] for b in bs], given)
 
@@ -152,6 +152,12 @@ def sliced_backward(_cls: Any, *args: Any) -> Any:
     return linear_cross_entropy_backward(*args)
 
 
+def padded(cls: Any, x: Any, pad: Any, value: float = 0.0) -> Any:
+    """Columns of ``value`` behind those of a matrix."""
+    assert pad[0] == 0, "on the right alone"
+    return torch.cat([x, cls.exactly(torch.full((x.shape[0], pad[1]), value))], 1)
+
+
 _largest: dict[Any, sympy.Symbol] = {}
 
 
@@ -169,6 +175,8 @@ def largest(_cls: Any, x: Exact, dims: Any, keepdim: bool = False) -> Exact:
 Kernels.specials |= {
     "amax": largest,
     "gemm_epilogue": gemm_epilogue,
+    "keep": lambda _cls, table: table,
+    "constant_pad_nd": padded,
     "linear_cross_entropy_backward": sliced_backward,
 }
 

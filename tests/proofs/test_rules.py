@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R1 to R7 of docs/architecture.md, each about the function that applies it: a graph before and
+"""R1 to R8 of docs/architecture.md, each about the function that applies it: a graph before and
 after the pass gives equal fractions, element by element, in outputs and gradients.
 
 ``test_no_step_can_be_left_out`` shows that such a proof fails where the pass is wrong.

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations and norms of heads on the tile: what the exchange of columns goes through, what it does
+not, and what becomes of a GEMM whose program with heads loses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn
+from passes import codes
+
+from coda_inductor.refusal import refuse
+from coda_inductor.select.choice import Choice
+from coda_inductor.select.policy import Policy
+from coda_inductor.semantic import rms_norm
+from coda_inductor.semantic.norms import rms_norm_heads
+from coda_inductor.semantic.rotary import rotate_heads
+
+B, T, H, D, K = 2, 6, 3, 4, 10
+N = H * D
+SIGNS = torch.tensor([-1.0] * (D // 2) + [1.0] * (D // 2), dtype=torch.float64)
+
+
+def heads(z):
+    return z.view(B, T, H, D).transpose(1, 2)
+
+
+def rotate(x, cos, sin):
+    turned = torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1)
+    return x * cos + turned * sin
+
+
+def turns(z, cos, sin):
+    return rotate(heads(z), cos, sin)
+
+
+def inputs(*more):
+    return randn(B, T, K), randn(K, N), randn(T, D), randn(T, D), *more
+
+
+def normed(z, weight, eps=1e-5):
+    """Each head of rows, as users spell it."""
+    n = z.view(B, T, H, D)
+    return n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def stops(harness):
+    return {why.code for site in harness.report.sites for why in site.stops}
+
+
+#: What stands between the product and the rotation, of a row, a column, a number.
+BETWEEN = {
+    "nothing": lambda z, row, col: z,
+    "a bias": lambda z, row, col: z + row,
+    "a row scale": lambda z, row, col: z * col,
+    "both, and an activation": lambda z, row, col: F.silu(z * col + row) * row - 2,
+    "a condition": lambda z, row, col: torch.where(z > row, z, 0.5 * col),
+    "an equal column": lambda z, row, col: torch.tanh(z) + row * row.exp(),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_an_exchange_goes_through_every_step(name):
+    def function(x, w, cos, sin, row, col):
+        return turns(BETWEEN[name](x @ w, row, col), cos, sin)
+
+    harness = check(function, *inputs(randn(N), randn(B, T, 1)))
+    assert harness.counts["rotary"] == 1
+    (site,) = harness.fused
+    assert site.program.head == D
+
+
+def on_rows(z, cos, sin):
+    """A rotation whose result stays in rows, as no model spells it."""
+    cos, sin = cos[:, None], sin[:, None]
+    even, odd = (t.expand(B, T, 1, D).reshape(-1, D) for t in (cos, sin * SIGNS))
+    return rotate_heads(z, cos, sin, even, odd, D // 2, False, z.dtype)
+
+
+def test_what_follows_a_rotation_is_absorbed_too():
+    harness = check(lambda x, w, cos, sin: on_rows(x @ w, cos, sin) * 0.5, *inputs())
+    (site,) = harness.fused
+    assert site.absorbed == ("rotate_heads", "mul")
+
+
+def test_who_reads_the_product_gets_it_too():
+    def function(x, w, cos, sin):
+        z = x @ w
+        return turns(z, cos, sin), z.sum()
+
+    harness = check(function, *inputs())
+    (site,) = harness.fused
+    assert len(site.program.stores) == 2
+
+
+def test_a_tile_is_read_at_its_own_place_only():
+    def function(x, w, cos, sin, tile):
+        return turns(x @ w + tile, cos, sin)
+
+    harness = check(function, *inputs(randn(B, T, N)))
+    assert not harness.counts["rotary"]
+    assert harness.counts["residual"] == 1
+    assert "heads-tile" in stops(harness)
+
+
+def test_what_is_rotated_twice_is_rotated_once():
+    def function(x, w, cos, sin):
+        return on_rows(on_rows(x @ w, cos, sin) * 2, sin, cos)
+
+    harness = check(function, *inputs())
+    (site,) = harness.fused
+    assert site.absorbed == ("rotate_heads", "mul")
+    assert "heads-kernel" in stops(harness)
+
+
+def test_heads_of_another_form_beside():
+    def function(x, w, cos, sin):
+        z = x @ w
+        wide = z.view(B, T, 1, N).transpose(1, 2)
+        many = torch.cat((cos, sin, cos), -1)
+        other = wide * many + torch.cat((-wide[..., N // 2 :], wide[..., : N // 2]), -1) * many
+        return turns(z, cos, sin), other
+
+    harness = check(function, *inputs())
+    assert harness.counts["rotary"] == 1
+    assert "heads-kernel" in stops(harness)
+
+
+def test_no_sums_behind_a_rotation():
+    def function(x, w, cos, sin):
+        z = on_rows(x @ w, cos, sin)
+        return z, (z * z).sum(-1)
+
+    harness = check(function, *inputs())
+    (site,) = harness.fused
+    assert "rotate_heads" in site.absorbed
+    assert "heads-reduce" in stops(harness)
+
+
+def test_no_rotation_behind_a_sum_with_a_tile():
+    def function(x, w, cos, sin, tile):
+        z = x @ w
+        y = z * tile
+        return y, (y * y).sum(-1), turns(z, cos, sin)
+
+    harness = check(function, *inputs(randn(B, T, N)))
+    kinds = [site.program.head and bool(site.program.reduces) for site in harness.fused]
+    assert not any(kinds)
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_norm_is_of_all_that_stands_before_it(name):
+    """Its statistics are one value a head: the exchange of a rotation goes around them."""
+
+    def function(x, w, cos, sin, row, col, weight):
+        return rotate(normed(BETWEEN[name](x @ w, row, col), weight).transpose(1, 2), cos, sin)
+
+    harness = check(function, *inputs(randn(N), randn(B, T, 1), randn(D)))
+    assert harness.counts["head_norm"] == harness.counts["rotary"] == 1
+    (site,) = harness.fused
+    assert [step.op for step in site.program.steps].count("head_sum") == 1
+
+
+def test_a_norm_of_what_has_a_tile_in_it_stays():
+    """Kernels sum over a head before they load the first tile."""
+
+    def function(x, w, cos, sin, tile, weight):
+        return normed(x @ w + tile, weight)
+
+    harness = check(function, *inputs(randn(B, T, N), randn(D)))
+    assert not harness.counts["head_norm"]
+    assert harness.counts["residual"] == 1
+    assert "heads-late" in stops(harness)
+
+
+@pytest.mark.parametrize("first", ["rotation", "norm"])
+def test_a_norm_behind_a_rotation_or_a_norm_stays(first):
+    def function(x, w, cos, sin, weight):
+        gain = weight.repeat(H)
+        z = on_rows(x @ w, cos, sin) if first == "rotation" else norm_rows(x @ w, weight, gain)
+        return norm_rows(z * 2, weight, gain)
+
+    def norm_rows(z, weight, gain):
+        return rms_norm_heads(z, weight, gain, 1e-5, D, z.dtype)
+
+    harness = check(function, *inputs(randn(D)))
+    (site,) = harness.fused
+    assert site.absorbed == ("rotate_heads" if first == "rotation" else "rms_norm_heads", "mul")
+    assert "heads-late" in stops(harness)
+
+
+def test_a_tile_behind_a_norm_is_read():
+    def function(x, w, cos, sin, tile, weight):
+        gain = weight.repeat(H)
+        return rms_norm_heads(x @ w, weight, gain, 1e-5, D, x.dtype) + tile
+
+    harness = check(function, *inputs(randn(B, T, N), randn(D)))
+    assert harness.counts["residual"] == 1
+    (site,) = harness.fused
+    assert site.absorbed == ("rms_norm_heads", "add")
+
+
+def test_norms_of_heads_of_two_sizes():
+    def function(x, w, cos, sin, weight):
+        z = x @ w
+        return normed(z, weight), rms_norm(z.view(B, T, H * 2, D // 2), None, 1e-5, z.dtype)[0]
+
+    harness = check(function, *inputs(randn(D)))
+    assert harness.counts["head_norm"] == 1
+    assert "heads-kernel" in stops(harness)
+
+
+def test_two_norms_of_one_product():
+    def function(x, w, cos, sin, weight):
+        z = x @ w
+        return normed(z, weight), normed(z + 1, weight, 1e-2)
+
+    harness = check(function, *inputs(randn(D)))
+    assert harness.counts["head_norm"] == 2
+    (site,) = harness.fused
+    assert len(site.program.stores) == 2
+
+
+def test_a_rotation_of_the_product_beside_a_norm_of_it():
+    def function(x, w, cos, sin, weight):
+        z = x @ w
+        return turns(z, cos, sin), normed(z, weight)
+
+    harness = check(function, *inputs(randn(D)))
+    assert harness.counts["head_norm"] == harness.counts["rotary"] == 1
+
+
+def test_no_sums_behind_a_norm_of_heads():
+    def function(x, w, cos, sin, weight):
+        z = rms_norm_heads(x @ w, weight, weight.repeat(H), 1e-5, D, x.dtype)
+        return z, (z * z).sum(-1)
+
+    harness = check(function, *inputs(randn(D)))
+    (site,) = harness.fused
+    assert "rms_norm_heads" in site.absorbed
+    assert "heads-reduce" in stops(harness)
+
+
+def test_tables_that_the_product_makes():
+    """A table may depend on anything but its own GEMM."""
+
+    def function(x, w, cos, sin):
+        z = x @ w
+        return turns(z, cos * z.sum(), sin)
+
+    harness = check(function, *inputs())
+    assert not harness.counts["rotary"]
+
+
+def losing(what):
+    """A policy that refuses programs as ``what`` says, and takes all others."""
+    plain = Policy.judge
+
+    def judge(self, site, a):
+        if what(site.program):
+            return Choice("unfused", refusal=refuse("gate-never", "it loses"))
+        return plain(self, site, a)
+
+    return judge
+
+
+def test_a_rotation_that_loses_leaves_the_rest_fused(monkeypatch):
+    def function(x, w, cos, sin, row):
+        return turns((x @ w + row).relu(), cos, sin)
+
+    monkeypatch.setattr(Policy, "judge", losing(lambda program: program.head))
+    harness = check(function, *inputs(randn(N)))
+    (site,) = harness.fused
+    assert site.absorbed == ("add", "relu")
+    assert "heads-apart" in stops(harness)
+    assert not harness.counts["rotary"]
+    assert not any("keep" in op for op in harness.ops())  # no tables for nobody
+
+
+def test_a_norm_that_loses_leaves_the_rest_fused(monkeypatch):
+    """And nobody makes its gain."""
+
+    def function(x, w, cos, sin, row, weight):
+        return rotate(normed((x @ w + row).relu(), weight).transpose(1, 2), cos, sin)
+
+    monkeypatch.setattr(Policy, "judge", losing(lambda program: program.head))
+    harness = check(function, *inputs(randn(N), randn(D)))
+    (site,) = harness.fused
+    assert site.absorbed == ("add", "relu")
+    assert "heads-apart" in stops(harness)
+    assert not harness.counts["head_norm"]
+    shapes = [n.meta["val"].shape for n in harness.graph.nodes if n.op == "call_function"]
+    assert (H, D) not in shapes
+
+
+def test_where_all_loses_the_first_reason_stands(monkeypatch):
+    monkeypatch.setattr(Policy, "judge", losing(lambda program: True))
+    harness = check(lambda x, w, cos, sin: turns(x @ w, cos, sin), *inputs())
+    assert not harness.fused
+    assert "gate-never" in codes(harness)
+
+
+def test_a_disabled_rotation_leaves_the_rest_fused():
+    def function(x, w, cos, sin, row):
+        return turns((x @ w + row).relu(), cos, sin)
+
+    harness = check(function, *inputs(randn(N)), disable=("rotary",))
+    (site,) = harness.fused
+    assert site.absorbed == ("add", "relu")
+
+
+def test_one_kernel_whatever_graph_it_came_from():
+    def other(x, w, cos, sin):
+        first, second = (x @ w).view(B, T, H, D).transpose(1, 2).split(D // 2, -1)
+        x = torch.cat((first, second), -1)
+        return rotate(x, cos, sin)
+
+    spelled = check(lambda x, w, cos, sin: turns(x @ w, cos, sin), *inputs())
+    formatted = check(lambda x, w, cos, sin: rotate(heads(torch.matmul(x, w)), cos, sin), *inputs())
+    (left,), (right,) = spelled.fused, formatted.fused
+    assert left.program.key == right.program.key
+    assert not check(other, *inputs()).counts["rotary"]  # what is cut and joined is no view
+
+
+def test_gradients_of_a_shared_product():
+    """Two rotations of one product: its gradient is the sum of both."""
+
+    def function(x, w, cos, sin):
+        z = x @ w
+        return turns(z, cos, sin) + turns(z, sin, cos)
+
+    x, w, cos, sin = inputs()
+    harness = check_gradients(function, x.requires_grad_(), w.requires_grad_(), cos, sin)
+    assert harness.counts["rotary"] == 2

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries and keys leave their projection rotated: in every spelling, forward and backward, with
+tables that are made once, or for the reason that is given not at all."""
+
+from __future__ import annotations
+
+import functools
+
+import passes
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn
+from passes import aten_graph, run_pass
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.rewrite.heads import rotate_rows
+from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
+
+KEEP = torch.ops.coda_inductor.keep.default
+B, T, H, D, WIDTH = 2, 6, 4, 8, 24
+
+
+def rotate_half(x):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def whole(turn):
+    def function(x, cos, sin):
+        return x * cos.unsqueeze(1) + turn(x) * sin.unsqueeze(1)
+
+    return function
+
+
+def part(turn):
+    def function(x, cos, sin):
+        width = cos.shape[-1]
+        turned = whole(turn)(x[..., :width], cos, sin)
+        return torch.cat([turned, x[..., width:]], dim=-1)
+
+    return function
+
+
+#: Spelling -> the function, and how many columns of a head it turns.
+SPELLINGS = {
+    "halves": (whole(rotate_half), D),
+    "pairs": (whole(rotate_every_two), D),
+    "partial halves": (part(rotate_half), D // 2),
+    "partial pairs": (part(rotate_every_two), D // 2),
+    "all of a part": (part(rotate_half), D),
+}
+
+
+class Layer(nn.Module):
+    """Grouped queries, a residual, and a norm of the next layer's input where that is wanted."""
+
+    def __init__(self, apply, bias=False, norm=False, heads=(H, H // 2)):
+        super().__init__()
+        self.apply_rotary, self.heads = apply, heads
+        self.norm = nn.RMSNorm(WIDTH) if norm else nn.Identity()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n * D, bias) for n in (*heads, heads[1]))
+        self.o = nn.Linear(heads[0] * D, WIDTH)
+
+    def forward(self, x, cos, sin):
+        n = self.norm(x)
+        q, k, v = (
+            f(n).view(*n.shape[:-1], -1, D).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        q, k = self.apply_rotary(q, cos, sin), self.apply_rotary(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+class Model(nn.Module):
+    def __init__(self, layers, apply, checkpointed=False, **how):
+        super().__init__()
+        made = [Layer(apply, norm=i > 0, **how) for i in range(layers)]
+        self.layers, self.checkpointed = nn.ModuleList(made).double(), checkpointed
+
+    def forward(self, x, cos, sin):
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin)
+        return x
+
+
+def inputs(width=D, rows=(1, T)):
+    """Tables that are no rotations: what holds is to hold whatever they are."""
+    return randn(B, T, WIDTH).requires_grad_(), randn(*rows, width), randn(*rows, width)
+
+
+def count(graph, target) -> int:
+    return sum(node.target is target for node in graph.nodes)
+
+
+@pytest.mark.parametrize("rows", [(1, T), (B, T)], ids=["shared", "own"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_values_and_gradients(spelling, rows):
+    apply, width = SPELLINGS[spelling]
+    harness = check_gradients(Model(2, apply), *inputs(width, rows))
+    assert harness.counts["rotary"] == 4
+    assert not count(harness.graph, rotate_heads)
+    heads = [site.program for site in harness.fused if site.program.head]
+    assert [p.head for p in heads] == [D] * 4
+    assert all([o.kind for o in p.operands][-2:] == ["table"] * 2 for p in heads)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_inference(spelling):
+    apply, width = SPELLINGS[spelling]
+    harness = check(Model(2, apply), *inputs(width))
+    assert harness.counts["rotary"] == 4
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_tables_are_made_once(layers):
+    harness = check_gradients(Model(layers, whole(rotate_half)), *inputs())
+    assert harness.counts["rotary"] == 2 * layers
+    assert count(harness.graph, KEEP) == 2
+    forward, backward = harness.parts
+    assert count(forward, KEEP) == 2
+    assert not count(backward, KEEP)
+
+
+def test_a_bias_and_a_deferred_norm_are_rotated_with_it():
+    """One value a column is permuted outside the kernel, one value a row is its own."""
+    harness = check_gradients(Model(2, whole(rotate_half), bias=True), *inputs())
+    assert harness.counts["rotary"] == 4
+    second = [site.program for site in harness.fused if site.program.head][2:]
+    kinds = [sorted(o.kind for o in program.operands) for program in second]
+    assert kinds == [["col", "row", "row", "table", "table"]] * 2
+
+
+def test_no_transpose_and_tables_under_each_head():
+    """GPT-J rotates before it transposes."""
+
+    def gptj(x, w, cos, sin):
+        q = (x @ w).view(B, T, H, D)
+        q = q * cos[:, :, None] + rotate_every_two(q) * sin[:, :, None]
+        return q.transpose(1, 2)
+
+    harness = check(gptj, randn(B, T, WIDTH), randn(WIDTH, H * D), *inputs()[1:])
+    assert harness.counts["rotary"] == 1
+
+
+def test_complex_numbers():
+    """As torchtitan rotates."""
+
+    def rotary(x, turns):
+        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(z * turns.view(1, T, 1, -1)).flatten(3)
+
+    def attention(x, wq, wk, turns):
+        q, k = ((x @ w).view(B, T, -1, D) for w in (wq, wk))
+        q, k = (rotary(each, turns).transpose(1, 2) for each in (q, k))
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+
+    turns = torch.polar(randn(T, D // 2), randn(T, D // 2))
+    weights = (randn(WIDTH, n * D).requires_grad_() for n in (H, H // 2))
+    harness = check_gradients(attention, inputs()[0], *weights, turns)
+    assert harness.counts["rotary"] == 2
+    assert count(harness.graph, KEEP) == 2
+
+
+def test_in_16_bits_what_is_stored_is_what_is_read():
+    """Rotated in float32 by tables in float32, rounded once, as ModernBERT's."""
+
+    def wide(x, cos, sin):
+        return whole(rotate_half)(x.float(), cos, sin).to(x.dtype)
+
+    x, cos, sin = (t.detach().float() for t in inputs())
+    model = Model(1, wide).bfloat16()
+    harness = check(model, x.bfloat16(), cos, sin)
+    programs = [site.program for site in harness.fused if site.program.head]
+    assert [p.stores[0].dtype for p in programs] == ["bfloat16"] * 2
+    assert {o.dtype for p in programs for o in p.operands} == {"float32"}
+
+
+@pytest.mark.parametrize("rows", [(1, T), (B, T)], ids=["shared", "own"])
+def test_dynamic_sizes(rows):
+    harness = check_gradients(Model(2, whole(rotate_half)), *inputs(D, rows), dynamic=True)
+    assert harness.counts["rotary"] == 4
+
+
+def test_in_a_checkpoint():
+    harness = check_gradients(Model(2, whole(rotate_half), checkpointed=True), *inputs())
+    assert harness.counts["rotary"] == 4
+
+
+def test_a_second_run_does_nothing():
+    def function(x, w, cos, sin):
+        q = (x @ w).view(B, T, H, D)
+        return rotate(q, cos, sin, D // 2, False, False, x.dtype)
+
+    graph = aten_graph(
+        function, randn(B * T, WIDTH), randn(WIDTH, H * D), randn(T, 1, D), randn(T, 1, D)
+    )
+    run_pass(rotate_rows, graph)
+    once = str(graph)
+    assert count(graph, rotate_heads) == 1
+    assert not run_pass(rotate_rows, graph).report.refusals
+    assert str(graph) == once
+
+
+def test_unfused_nothing_is_left_of_it():
+    """No tables, and the same kernels as without the rewrite."""
+    graphs = [
+        check(Model(1, whole(rotate_half)), *inputs(), disable=disabled)
+        for disabled in (("fuse",), ("fuse", "heads"))
+    ]
+    (left, right) = (harness.ops() for harness in graphs)
+    assert not left[str(KEEP)]
+    views = {op for op in {*left, *right} if "view" in op or "permute" in op or "alias" in op}
+    assert {k: n for k, n in left.items() if k not in views} == {
+        k: n for k, n in right.items() if k not in views
+    }
+
+
+refused = functools.partial(passes.refused, rotate_rows)
+
+
+def halves(q, cos, sin, joined=False):
+    return rotate(q, cos, sin, cos.shape[-1] // 2, False, joined, q.dtype)
+
+
+X, W = (B * T, WIDTH), (WIDTH, H * D)
+
+
+def test_what_no_gemm_makes():
+    def function(x, cos, sin):
+        return halves(x.view(B, T, H, D), cos, sin)
+
+    found = refused(function, randn(B, T, H * D), randn(T, 1, D), randn(T, 1, D))
+    assert found == {"heads-no-gemm"}
+
+
+def test_what_no_epilogue_makes():
+    def function(x, w, cos, sin):
+        return halves((x @ w).cumsum(0).view(B, T, H, D), cos, sin)
+
+    found = refused(function, randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D))
+    assert found == {"heads-no-gemm"}
+
+
+def test_heads_that_are_no_rows():
+    def function(x, w, cos, sin):
+        return halves((x @ w).view(B, T, H, 2, D)[:, :, :, 0], cos, sin)
+
+    found = refused(function, randn(*X), randn(WIDTH, 2 * H * D), randn(T, 1, D), randn(T, 1, D))
+    assert found == {"heads-no-gemm"}
+
+
+def test_tables_that_differ_between_heads():
+    def function(x, w, cos, sin):
+        return halves((x @ w).view(B, T, H, D), cos, sin)
+
+    found = refused(function, randn(*X), randn(*W), randn(T, H, D), randn(T, H, D))
+    assert found == {"heads-tables"}
+
+
+def test_tables_in_float64_of_a_product_in_float32():
+    def function(x, w, cos, sin):
+        return halves((x @ w).view(B, T, H, D), cos, sin)
+
+    factors = randn(*X, dtype=torch.float32), randn(*W, dtype=torch.float32)
+    found = refused(function, *factors, randn(T, 1, D), randn(T, 1, D))
+    assert found == {"float64-mixed"}
+
+
+def test_a_layout_that_somebody_sees():
+    def function(x, w, cos, sin):
+        return halves((x @ w).view(B, T, H, D).permute(0, 2, 1, 3), cos, sin, True)
+
+    found = refused(function, randn(*X), randn(*W), randn(T, D), randn(T, D))
+    assert found == {"heads-layout"}
+
+
+def test_a_layout_that_a_view_needs():
+    def function(x, w, cos, sin):
+        turned = halves((x @ w).view(B, T, H, D).permute(0, 2, 1, 3), cos, sin, True)
+        return turned.view(B * H, T, D) + 1
+
+    found = refused(function, randn(*X), randn(*W), randn(T, D), randn(T, D))
+    assert found == {"heads-layout"}
+
+
+def test_rotations_back():
+    def function(x, w, cos, sin):
+        q = (x @ w).view(B, T, H, D)
+        return rotate(q, cos, sin, D // 2, True, False, q.dtype)
+
+    found = refused(function, randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D))
+    assert found == {"heads-no-gemm"}
+
+
+def test_projections_that_stay_unfused():
+    def function(x, w, cos, sin):
+        return halves((x @ w).view(B, T, H, D), cos, sin)
+
+    args = randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D)
+    record = run_pass(rotate_rows, aten_graph(function, *args), gate="never")
+    assert {why.code for why in record.report.refusals} == {"gate-never"}
+
+
+def test_complex_numbers_that_nobody_fuses_stay():
+    def function(x, turns):
+        return rotate_pairs(x.view(B, T, H, D), turns, False, x.dtype)
+
+    turns = torch.polar(randn(T, 1, D // 2), randn(T, 1, D // 2))
+    assert refused(function, randn(B, T, H * D), turns) == {"heads-no-gemm"}

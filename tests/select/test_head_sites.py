@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where programs that know heads have kernels, and what they are expected to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from measured import figures
+from programs_heads import head_norm, programs, rotary, two_sums
+
+from coda_inductor.options import Options
+from coda_inductor.select import legality
+from coda_inductor.select.choice import select
+from coda_inductor.select.config import epilogue_tile, legal_configs, mainloop_stages
+from coda_inductor.select.device import H100
+from coda_inductor.select.gate import around_us
+from coda_inductor.select.instructions import weight
+from coda_inductor.select.kinds import kinds
+from coda_inductor.select.legality import unsupported
+from coda_inductor.select.model import ground, kernel_us, kind_of, same_kind, table, traffic
+from coda_inductor.select.policy import Policy, Tuning
+from coda_inductor.select.site import Site
+from coda_inductor.select.store import Store
+from coda_inductor.tune.inputs import tensors
+
+ROTARY, NORM = kinds()["rotary"], kinds()["head_norm"]
+
+
+def plain(program):
+    """The same without its heads."""
+    return dataclasses.replace(kinds()["scale"], stores=program.stores[:1])
+
+
+@pytest.mark.parametrize("arch", [9, 10, 12])
+@pytest.mark.parametrize("name", list(programs()))
+def test_tiles_are_made_of_whole_heads(name, arch):
+    program = programs()[name]
+    for config in legal_configs(program, arch):
+        assert config.tile_n % program.head == 0
+        assert program.head % epilogue_tile(program, config, arch)[1] == 0
+        assert arch != 10 or config.cta_tile_m(arch) == 128
+
+
+@pytest.mark.parametrize("name", list(programs()))
+def test_all_have_kernels_on_hopper(name):
+    assert unsupported(programs()[name], 10 * programs()[name].head, 1024) is None
+
+
+#: Where it has none, why.
+ELSEWHERE = {
+    10: {
+        "halves_80": "tiles",
+        "halves_96": "tiles",
+        "part_of_80": "tiles",
+        "head_norm_80": "tiles",
+    },
+    12: {
+        **dict.fromkeys(("halves_80", "part_of_80", "head_norm_80"), "40 apart|16 apart"),
+        "halves_96": "48 apart",
+        "part_of_64": "8 apart",
+        "halves_256": "tiles",
+    },
+}
+
+
+@pytest.mark.parametrize("arch", list(ELSEWHERE))
+@pytest.mark.parametrize("name", list(programs()))
+def test_on_blackwell_some_have(name, arch, monkeypatch):
+    monkeypatch.setattr(legality, "arch_of", lambda _: arch)
+    why = unsupported(programs()[name], 10 * programs()[name].head, 1024)
+    wanted = ELSEWHERE[arch].get(name)
+    assert (why is None) == (wanted is None)
+    if why is not None:
+        assert any(part in why.text for part in wanted.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("program", "n", "code", "text"),
+    [
+        (ROTARY, 1096, "head-columns", "N=1096 is not made of heads of 128"),
+        (rotary(112), 1120, "head-columns", "no kernel's tiles are made of heads of 112"),
+        (rotary(80, tables="float32"), 1280, "head-columns", "heads of 80"),
+        (rotary(96, 24), 1536, "head-distance", "columns 12 apart"),
+        (rotary(64, 64, 2), 1024, "head-distance", "2 apart: kernels have neighbours, and multip"),
+    ],
+)
+def test_reasons(program, n, code, text):
+    why = unsupported(program, n, 1024)
+    assert (why.code, why.failure) == (code, True)
+    assert text in why.text
+
+
+def test_tables_and_sums_take_shared_memory():
+    config = legal_configs(NORM)[0]
+    tiles = dataclasses.replace(
+        ROTARY,
+        operands=tuple(dataclasses.replace(o, kind="tile") for o in ROTARY.operands[1:]),
+        head=0,
+    )
+    assert mainloop_stages(ROTARY, config) == mainloop_stages(tiles, config)
+    assert mainloop_stages(ROTARY, config) < mainloop_stages(plain(ROTARY), config)
+    many = head_norm(16)
+    without = dataclasses.replace(many, steps=tuple(s for s in many.steps if s.op != "head_sum"))
+    wide = next(c for c in legal_configs(many) if c.lean and c.tile_m * c.tile_n == 128 * 256)
+    assert mainloop_stages(many, wide) <= mainloop_stages(without, wide)
+
+
+def test_lean_epilogues_are_for_tables_too():
+    assert any(config.lean for config in legal_configs(ROTARY))
+    wide = rotary(128, tables="float32")
+    assert not any(config.lean for config in legal_configs(wide))
+
+
+def test_a_table_is_read_once():
+    assert traffic(ROTARY, 128) == 2 + 2 * 2
+    assert traffic(ROTARY, 4096) == 2 + 2 * 2 * 128 / 4096
+    apart = Site(ROTARY, 8192, 4096, 4096), Site(plain(ROTARY), 8192, 4096, 4096)
+    more = around_us(apart[0]) - around_us(apart[1])
+    assert more == pytest.approx(8192 * 128 * 2 * 2 / H100.bytes_per_us)
+    assert weight(NORM) > weight(ROTARY) > weight(plain(ROTARY))
+
+
+def test_a_kind_of_their_own_where_it_was_measured():
+    assert [kind_of(p) for p in (ROTARY, NORM)] == ["rotary", "head_norm"]
+    assert same_kind(rotary(64)) == "rotary"
+    assert same_kind(two_sums(64)) == ""
+    assert kind_of(plain(ROTARY)) == "scale"
+    assert kind_of(ROTARY, 1, {"rms_partial": 1, "scale": 1}) == "scale"
+    measured = table()["configs"]
+    config = legal_configs(ROTARY)[0]
+    if "rotary" not in measured:  # then it is a guess, and no measurement of the like
+        assert ground(ROTARY, config, 8192, 4096, 4096) == "unlike"
+        like = kernel_us(plain(ROTARY), config, 8192, 4096, 4096)
+        assert like < kernel_us(ROTARY, config, 8192, 4096, 4096) < 1.5 * like
+
+
+def test_a_choice_without_measurements():
+    choice = select(Site(ROTARY, 8192, 4096, 4096), gated=False)
+    assert choice.config in [str(config) for config in legal_configs(ROTARY)]
+    assert 0 < choice.fused_us < 1e4
+
+
+def test_by_default_none_runs_that_was_not_measured():
+    choice = select(Site(ROTARY, 8192, 4096, 4096), gated=True)
+    assert choice.how == "unfused"
+    assert choice.refusal.code == "heads-unmeasured"
+    assert not Tuning(None, every=False).wants(choice)
+    assert Tuning(None, every=True).wants(choice)
+
+
+def test_norms_are_rewritten_where_one_may_run(tmp_path):
+    store = Store(H100, tmp_path)
+    assert not Policy(Options(), store=store).norms_heads
+    assert Policy(Options(gate="always"), store=store).norms_heads
+    assert Policy(Options()).norms_heads  # no GPU: plain ops
+    assert Policy(Options(), store=store, tuning=Tuning(None, every=True)).norms_heads
+    assert not Policy(Options(), store=store, tuning=Tuning(None, every=False)).norms_heads
+    store.add({"any": figures({"128x128:2x1:pp": 50.0}, kind="head_norm")})
+    assert Policy(Options(), store=store).norms_heads
+
+
+def test_inputs_have_tables():
+    (a,), (b,), operands = tensors(Site(NORM, 24, 256, 64), "cpu")
+    shapes = {o.name: tuple(x.shape) for o, x in zip(NORM.operands, operands, strict=True)}
+    assert shapes == {
+        "rstd": (24,), "cos": (24, 128), "sin": (24, 128), "gain": (256,), "gain_turned": (256,),
+    }  # fmt: skip
+    assert all(x.abs().max() <= 1 for x in operands[1:3])
+    assert (a.shape, b.shape) == ((24, 64), (64, 256))
