@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +14,6 @@ from coda_inductor.refusal import Refusal
 
 #: How a site runs, for people.
 RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
-#: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
 #: What a site's times rest on, for people.
 GROUNDS = {
     "here": "measured here",
@@ -24,9 +23,11 @@ GROUNDS = {
     "halved": "about: by GEMMs in bfloat16, none in FP8 was measured",
     "larger": "about: larger than anything measured",
     "smaller": "a guess: smaller than anything measured",
+    "unlike": "a guess: no program that knows heads was measured",
     "borrowed": "about: by another GPU of its generation",
     "unknown": "a guess: no GPU of its generation was measured",
 }
+#: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
 _IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "copy"})
 
 
@@ -131,12 +132,17 @@ class SiteReport:
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was."""
+    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was.
+
+    Attributes:
+        attention: implementation of attention -> its calls in the forward pass.
+    """
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
+    attention: Counter[str] = field(default_factory=Counter)
 
     @property
     def near_misses(self) -> list[str]:
@@ -195,7 +201,8 @@ class GraphReport:
             shown = [[*row[:7], row[8]] for row in rows]
             heads, widths = heads[:7] + heads[8:], widths[:7] + widths[8:]
         text = tabulate(shown, headers=heads, maxcolwidths=widths, tablefmt="simple")
-        lines = [text, *idle_lines(self.sites), *(f"near miss: {m}" for m in self.near_misses)]
+        lines = [text, *idle_lines(self.sites), *attention_lines(self.attention)]
+        lines += [f"near miss: {m}" for m in self.near_misses]
         return "\n".join(lines)
 
 
@@ -211,6 +218,12 @@ def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
     return [f"and {count} {what} nothing to absorb"] if count else []
 
 
+def attention_lines(attention: Counter[str]) -> list[str]:
+    """``attention: 16 x cuDNN``; no line where there is none."""
+    said = ", ".join(f"{count} x {name}" for name, count in attention.most_common())
+    return [f"attention: {said}"] if said else []
+
+
 _REPORTS: deque[GraphReport] = deque(maxlen=256)
 
 
@@ -222,9 +235,13 @@ def reports() -> list[GraphReport]:
     return list(_REPORTS)
 
 
-def record(report: GraphReport) -> None:
-    """Keep ``report`` for :func:`reports`."""
+def record(report: GraphReport) -> bool:
+    """Keep ``report`` for :func:`reports`, once: Inductor hands the bodies of FlexAttention's calls
+    to the passes too, one by one before the graph that they are in. True if it is new."""
+    if any(known is report for known in _REPORTS):
+        return False
     _REPORTS.append(report)
+    return True
 
 
 def forget() -> None:

@@ -28,12 +28,12 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
+from coda_inductor.graph.attention import implementation
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers
 from coda_inductor.graph.sizes import hint
 
 _PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
-_ATTENTION = ("scaled_dot_product", "flex_attention", "flash_attention", "efficient_attention")
 #: Not tagged as pointwise, but Inductor's kernels compute them all the same.
 _ALSO = frozenset(
     {
@@ -45,6 +45,7 @@ _ALSO = frozenset(
         aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default,
         aten.copy_.default, aten.native_layer_norm.default, aten.repeat.default, aten.flip.default,
         aten.native_dropout.default, aten.bernoulli.p, aten.rand_like.default,
+        torch.ops.prims.rev.default,
         to_copy, torch.ops.prims.convert_element_type.default,
     }
 )  # fmt: skip
@@ -278,7 +279,7 @@ def _kind(node: Node) -> str:
         return "gemm"
     if node.target is torch.ops.coda_inductor.gemm_epilogue.default:
         return "fused"
-    return "attention" if any(word in str(node.target) for word in _ATTENTION) else "other"
+    return "other" if implementation(node) is None else "attention"
 
 
 def _out(node: Node) -> int:

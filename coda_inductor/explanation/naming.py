@@ -19,7 +19,7 @@ _BY_OPS = (
         ("rsqrt var_mean", "LayerNorm"), ("rsqrt var", "LayerNorm"), ("rsqrt mean", "RMSNorm"),
         ("rsqrt", "finish row statistics"),
     ),
-    (("neg cat", "rotary"), ("neg slice_scatter", "rotary")),
+    (("flip", "rotary"), ("rev", "rotary"), ("neg cat", "rotary"), ("neg slice_scatter", "rotary")),
     (
         ("exp amax log", "cross entropy"), ("exp amax", "softmax"),
         ("exp neg div mul", "SiLU * up"), ("exp neg reciprocal mul", "SiLU * up"),
@@ -152,6 +152,8 @@ def _steps(site: SiteReport, program: EpilogueProgram, *, quiet: bool, backward:
                  ("exp", "exp"))  # fmt: skip
         after = " gradient" if backward else ""
         found += [f"{name}{after}" for op, name in names if op in ops]
+        across = (("head_sum", "sums over each head"), ("swap", "rotation"))
+        found += [name for op, name in across if op in ops]
     elif any(k == "col" for k in kinds.values()) and program.paired:
         found.insert(0, "* row scale")
     return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -15,7 +16,7 @@ from coda_inductor.explanation.block import Block
 from coda_inductor.explanation.folding import Row, fold, general_path
 from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
 from coda_inductor.refusal import Refusal
-from coda_inductor.report import SiteReport, idle_lines
+from coda_inductor.report import SiteReport, attention_lines, idle_lines
 from coda_inductor.select.device import H100
 
 
@@ -56,6 +57,8 @@ class Explanation:
         gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
+        attention: implementation of attention, as torch chose it on the device -> calls in the
+            forward pass.
         before: kernels and bytes under plain torch.compile.
         after: the same with this backend.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
@@ -70,6 +73,7 @@ class Explanation:
     gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
+    attention: Counter[str] = field(default_factory=Counter)
     before: Totals = field(default_factory=Totals)
     after: Totals = field(default_factory=Totals)
     saved_before: list[Saved] = field(default_factory=list)
@@ -158,9 +162,10 @@ class Explanation:
         return fold(self.sites)
 
     @property
-    def idle(self) -> list[str]:
-        """A line that counts the weight gradients with nothing to absorb; empty without any."""
-        return idle_lines(self.sites)
+    def below(self) -> list[str]:
+        """Below the table: how many weight gradients have nothing to absorb, and what attention
+        runs as; empty without any."""
+        return [*idle_lines(self.sites), *attention_lines(self.attention)]
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
@@ -189,7 +194,7 @@ class Explanation:
             *self.notes,
             "",
             tabulate(table, headers=heads, maxcolwidths=widths, tablefmt="simple"),
-            *self.idle,
+            *self.below,
         ]
         for found in self.advised.values():
             if found[0].remedy.possible:

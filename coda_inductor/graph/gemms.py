@@ -14,6 +14,7 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.fp8 import scaled_mm
+from coda_inductor.semantic.norms import rms_norm_heads
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
 GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
@@ -104,7 +105,7 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is elementwise computed from.
+    """The last GEMM whose tile ``x`` is computed from, element by element or head by head.
 
     Looks at the last node first: what is left when a GEMM is found is older than it. A residual
     stream leads back through all layers, whichever side of an addition it stands on.
@@ -117,7 +118,7 @@ def producer(x: Node) -> Node | None:
         todo.remove(node)
         if node.target in GEMMS:
             return node
-        if node.op == "call_function" and elementwise(node):
+        if node.op == "call_function" and (elementwise(node) or node.target is rms_norm_heads):
             todo.update(node.all_input_nodes)
     return None
 
