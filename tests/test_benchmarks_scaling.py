@@ -40,6 +40,10 @@ def test_a_gain_is_less_where_collectives_take_more():
     assert 1.0 <= many < eight < two
 
 
+def test_tensor_parallel_ranks_have_no_batch_of_their_own():
+    assert rows({"tensor 8B 4096": case(100.0, 90.0, 20.0, 85.0)}) == []
+
+
 def test_the_documents_table_is_that_of_the_results():
     results = REPOSITORY / "benchmarks" / "results" / "h200x2_distributed.json"
     text = (REPOSITORY / "docs" / "distributed.md").read_text()

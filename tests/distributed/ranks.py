@@ -63,7 +63,7 @@ class Group:
     ) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
+            "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, HERE, HERE.parent)), *_given()]),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -105,6 +105,11 @@ class Group:
         if not errors or set(errors) == {NOT_RUN}:
             return "".join(errors[:1])
         return "\n".join([*errors, self.said[-4000:]])
+
+
+def _given() -> list[str]:
+    """What the caller's environment adds to the path: torchao, where it is not installed."""
+    return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
 def _codes(
