@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import families, gradients, grid, layer, layer_train, model_train, models
+from . import families, gradients, grid, layer, layer_train, models
 from .cases import FORWARD, RECIPES, TRAINING, Case
 
 if TYPE_CHECKING:
-    import torch
-
     from .cases import Way
     from .measure import Call
 
@@ -130,13 +128,7 @@ class Model(families.Model):
         return super(Model, own).compiled(way)
 
     def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
-        """Relative error of the last logits or of each parameter's gradient in each call, against
-        fp32 in eager.
-        """
-        wide = copy.deepcopy(self.model).float()
-        if not self.training:
-            logits = [wide(**self.batch).logits]
-            return {n: gradients.errors(["logits"], call(), logits) for n, call in calls.items()}
-        exact = model_train.Trained(wide, self.batch, checkpoint=True).gradients()[1]
-        truths: list[torch.Tensor] = list(exact.values())
+        """Relative error of the last logits or of each parameter's gradient in each call."""
+        exact = self.exact()
+        truths = list(exact.values())
         return {name: gradients.errors(list(exact), call(), truths) for name, call in calls.items()}

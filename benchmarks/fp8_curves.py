@@ -26,11 +26,12 @@ from . import environment, fp8
 from .cases import RECIPES
 from .measure import device, register
 
-#: Variant -> (backend, whether torchao converts the model).
-VARIANTS = {
-    "torch.compile, bf16": ("inductor", False),
-    "torch.compile, torchao": ("inductor", True),
-    "coda, torchao": ("coda", True),
+#: Variant -> (backend, its options, whether torchao converts the model). By default a model this
+#: small would be left alone: the host is the limit.
+VARIANTS: dict[str, tuple[str, dict[str, Any] | None, bool]] = {
+    "torch.compile, bf16": ("inductor", None, False),
+    "torch.compile, torchao": ("inductor", None, True),
+    "coda, torchao": ("coda", {"gate": "always"}, True),
 }
 COLORS = dict(zip(VARIANTS, ("C0", "C2", "C1"), strict=True))
 SHAPE = {
@@ -70,13 +71,13 @@ def train(variant: str, recipe: str, seeds: int, steps: int) -> list[list[float]
     """The losses of every step, for each seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    backend, eight = VARIANTS[variant]
+    backend, options, eight = VARIANTS[variant]
     register(backend)
     with torch.device(device()):
         model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, use_cache=False))
     weights = list(model.parameters())
     own = fp8.converted(model, recipe, training=True) if eight else model
-    compiled = torch.compile(own, backend=backend)
+    compiled = torch.compile(own, backend=backend, options=options)
     found = []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -134,7 +135,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def measure(out: Path, recipe: str, seeds: int, steps: int) -> None:
+def measure(out: Path, recipe: str, seeds: int, steps: int, commit: str | None = None) -> None:
     """Train each variant in a process of its own, side by side; print and write all losses."""
     arguments = ["--recipe", recipe, "--seeds", str(seeds), "--steps", str(steps)]
     processes = {
@@ -153,7 +154,9 @@ def measure(out: Path, recipe: str, seeds: int, steps: int) -> None:
             raise RuntimeError(f"{name}: exit status {process.returncode}")
         curves[name] = json.loads(printed.splitlines()[-1])
     print(text(curves))
-    about = environment.describe([]) | {"command": "python -m benchmarks.fp8_curves measure"}
+    about = environment.describe([], commit) | {
+        "command": "python -m benchmarks.fp8_curves measure"
+    }
     found = {"environment": about, "recipe": recipe, "shape": SHAPE, "curves": curves}
     out.write_text(json.dumps(found) + "\n")
 
@@ -164,6 +167,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring, training = commands.add_parser("measure"), commands.add_parser("train")
     measuring.add_argument("out", type=Path)
+    measuring.add_argument("--commit", help="measured commit, where the tree is a copy")
     training.add_argument("variant", choices=VARIANTS, help="one, whose losses are printed")
     for each in (measuring, training):
         each.add_argument("--recipe", choices=RECIPES, default="rowwise")
@@ -178,7 +182,7 @@ def main() -> None:
     elif options.command == "train":
         print(json.dumps(train(options.variant, options.recipe, options.seeds, options.steps)))
     else:
-        measure(options.out, options.recipe, options.seeds, options.steps)
+        measure(options.out, options.recipe, options.seeds, options.steps, options.commit)
 
 
 if __name__ == "__main__":

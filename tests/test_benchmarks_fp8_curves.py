@@ -15,7 +15,7 @@ from benchmarks import fp8_curves as curves
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setitem(curves.VARIANTS, "eager", ("eager", False))
+    monkeypatch.setitem(curves.VARIANTS, "eager", ("eager", None, False))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     monkeypatch.setattr(curves, "SHAPE", sizes | heads)
@@ -53,7 +53,7 @@ def test_text_and_plot(tmp_path):
 
 
 def test_a_variant_that_fails_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "VARIANTS", {"coda, no such": ("coda", True)})
+    monkeypatch.setattr(curves, "VARIANTS", {"coda, no such": ("coda", None, True)})
     with pytest.raises(RuntimeError, match="no such"):
         curves.measure(tmp_path / "out.json", "rowwise", 1, 1)
     assert not (tmp_path / "out.json").exists()
