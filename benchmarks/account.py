@@ -4,7 +4,8 @@
 A step of a stock model (forward and backward, no optimizer) by the profiler: GEMMs, attention,
 collectives, and each kernel that is none of them, with the bytes of its tensors, what these take at
 full bandwidth, and who made it. A kernel's tensors are those of its launch: each counts once,
-whether it is read, written or both, and whole. Kernels of the same name are one line.
+whether it is read, written or both, and whole. Kernels of the same name are one line. *idle* is
+when no kernel runs, between the first one and the last of all steps.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ KINDS = {
     "GEMMs": re.compile("nvjet|cublas|cutlass|gemm|splitk", re.IGNORECASE),
 }
 REST = "rest"
+IDLE = "idle"
 #: Who made the kernels of the rest.
 MAKERS = {
     "Inductor": re.compile("^triton_"),
@@ -45,6 +47,8 @@ MAKERS = {
     "CUDA": re.compile("^mem(cpy|set)", re.IGNORECASE),
     "aten": re.compile("at::|at_cuda|at_op"),
 }
+#: What the profiler calls that which runs on the device.
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 #: Bytes of an element by the profiler's names of dtypes.
 _BYTES = {
     "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "bool": 1, "unsigned char": 1,
@@ -85,7 +89,7 @@ def read(events: Iterable[dict], calls: int) -> dict[str, Kernel]:
     kernels = []
     for event in events:
         given = event.get("args", {})
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("cat") in ON_DEVICE:
             kernels.append(event)
         elif "Input Dims" in given and "External id" in given:
             launches[given["External id"]] = given
@@ -100,6 +104,17 @@ def read(events: Iterable[dict], calls: int) -> dict[str, Kernel]:
         launch = given if own else launches.get(given.get("External id"), given)
         kernel.bytes += tensor_bytes(launch) / calls
     return found
+
+
+def idle_us(events: Iterable[dict], calls: int) -> float:
+    """Microseconds of one of `calls` steps in which nothing ran, whatever the stream."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ON_DEVICE)
+    end = spans[0][0] if spans else 0.0
+    idle = 0.0
+    for start, stop in spans:
+        idle += max(0.0, start - end)
+        end = max(end, stop)
+    return idle / calls
 
 
 def tensor_bytes(launch: dict) -> int:
@@ -118,8 +133,8 @@ def step(name: str, tokens: int, way: Way) -> Call:
     return families.Model(Case(name, tokens, TRAINING)).compiled(way)
 
 
-def profiled(call: Call, calls: int = CALLS) -> dict[str, Kernel]:
-    """The kernels of one call, which is warm."""
+def profiled(call: Call, calls: int = CALLS) -> tuple[dict[str, Kernel], float]:
+    """The kernels of one call, which is warm, and its :func:`idle_us`."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, record_shapes=True) as trace:
         for _ in range(calls):
@@ -128,20 +143,24 @@ def profiled(call: Call, calls: int = CALLS) -> dict[str, Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
-        return read(json.loads(path.read_text())["traceEvents"], calls)
+        events = json.loads(path.read_text())["traceEvents"]
+    return read(events, calls), idle_us(events, calls)
 
 
-def shares(kernels: dict[str, Kernel]) -> dict[str, float]:
-    """Milliseconds of each kind, and of all."""
+def shares(kernels: dict[str, Kernel], idle: float) -> dict[str, float]:
+    """Milliseconds of each kind, of `idle` microseconds, and of all."""
     found: dict[str, float] = defaultdict(float)
     for kernel in kernels.values():
         found[kernel.kind] += kernel.us / 1e3
-    return {**{kind: found[kind] for kind in (*KINDS, REST)}, "all": sum(found.values())}
+    found[IDLE] = idle / 1e3
+    return {**{kind: found[kind] for kind in (*KINDS, REST, IDLE)}, "all": sum(found.values())}
 
 
-def text(kernels: dict[str, Kernel], bytes_per_us: float, least_us: float = 10.0) -> str:
+def text(
+    kernels: dict[str, Kernel], idle: float, bytes_per_us: float, least_us: float = 10.0
+) -> str:
     """Two tables: the kinds, and the kernels of the rest of at least so many microseconds."""
-    known = shares(kernels)
+    known = shares(kernels, idle)
     kinds = [[kind, f"{ms:.2f}", f"{ms / known['all']:.1%}"] for kind, ms in known.items()]
     rest = sorted(
         ((name, k) for name, k in kernels.items() if k.kind == REST), key=lambda item: -item[1].us
@@ -192,10 +211,13 @@ def main(arguments: Sequence[str]) -> None:
             call = step(name, options.tokens, way)
             call()
             call()
-            kernels = profiled(call)
-            print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, full)}")
+            kernels, idle = profiled(call)
+            print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, idle, full)}")
             known = {k: dataclasses.asdict(v) for k, v in kernels.items()}
-            found[f"{name}-{options.tokens}-{variant}"] = {"ms": shares(kernels), "kernels": known}
+            found[f"{name}-{options.tokens}-{variant}"] = {
+                "ms": shares(kernels, idle),
+                "kernels": known,
+            }
     if options.out:
         about = environment.describe(["account", *arguments], options.commit or None)
         whole = {"environment": about, "bytes_per_us": full, "account": found}

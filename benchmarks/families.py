@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import models
+from . import model_train, models
 from .cases import FORWARD, TRAINING, Case
 from .measure import register
 
@@ -31,14 +31,23 @@ FAMILIES = {
     "1B": "Llama 1B",
     "qwen3": "Qwen3 1.7B",
     "gemma2": "Gemma 2 2B",
+    "gemma3": "Gemma 3 1B",
     "phi3": "Phi-3 mini",
+    "mistral": "Mistral 7B",
+    "granite": "Granite 3.3 2B",
+    "olmo2": "OLMo 2 7B",
+    "starcoder2": "StarCoder 2 3B",
+    "gptneox": "Pythia 1.4B (GPT-NeoX)",
+    "modernbert": "ModernBERT large",
     "gpt2": "GPT-2",
     "bert": "BERT large",
     "t5": "T5 large",
     "vit": "ViT-L",
 }
 #: Their masks say no more than "causal", which SDPA can be told.
-CAUSAL = ("tiny", "1B", "8B", "qwen3", "phi3")
+CAUSAL = (
+    *("tiny", "1B", "8B", "qwen3", "phi3", "mistral", "granite", "olmo2", "starcoder2", "gptneox"),
+)
 
 
 def every() -> list[Case]:
@@ -92,11 +101,29 @@ class Model:
             weight.grad = None
         return found
 
+    def exact(self) -> dict[str, torch.Tensor]:
+        """The logits, or each parameter's gradient, by name, in eager with everything in fp32."""
+        wide = copy.deepcopy(self.model).float()
+        batch = {n: t.float() if _floating(t) else t for n, t in self.batch.items()}
+        if not self.training:
+            return {"logits": wide(**batch).logits}
+        found = model_train.Trained(wide, batch, checkpoint=True).gradients()[1]
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
+        """Relative error of the logits, or of all gradients as one vector, in each call."""
+        truths = list(self.exact().values())
+        return {name: {"all": self.difference(call(), truths)} for name, call in calls.items()}
+
     def difference(self, values: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> float:
         """The relative difference of all `values`, as one vector, from `truths`."""
         pairs = list(zip(values, truths, strict=True))
         off = sum((value.float() - truth.float()).square().sum() for value, truth in pairs)
         return (off / sum(truth.float().square().sum() for _, truth in pairs)).sqrt().item()
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def causal(model: Any) -> Any:

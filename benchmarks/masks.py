@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks from data: whole models and attention alone, SDPA beside FlexAttention (docs/attention.md).
 
-    python benchmarks/masks.py OUT.json [NAME...]      # on the GPU; about four minutes
+    python -m benchmarks.masks OUT.json [NAME...]      # on the GPU; about four minutes
 
 Training steps in bf16 of stock Hugging Face models: ``packed`` (8 layers of 1B widths, 8192 tokens
 of eight documents), ``padded`` (the same, 4 x 2048, padding on the left), ``window`` (4 layers of
@@ -29,9 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks import environment
-from benchmarks.measure import device, interleaved, peak_mib, register, summary
+from . import environment
+from .measure import device, interleaved, peak_mib, register, summary
 
 Step = Callable[[], list[Tensor]]
 #: Tokens of each document, and of the padding in front of each sequence.
@@ -219,11 +218,12 @@ def part(name: str, rounds: int) -> None:
 def measured(names: list[str], rounds: int = ROUNDS) -> dict[str, Any]:
     """{name: {variant: figures}}, each name in a process of its own; one that ends without a
     result says so in its place."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--part"]
+    # A module, no script: transformers looks for a package "kernels", and this folder has one file.
+    command = [sys.executable, "-m", "benchmarks.masks", "--part"]
     workers = {
         name: subprocess.Popen(
             [*command, name, str(rounds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=OWN | os.environ,
+            env=OWN | os.environ, cwd=environment.REPOSITORY,
         )
         for name in names
     }  # fmt: skip
@@ -254,7 +254,7 @@ def main(arguments: list[str]) -> None:
     output, *names = arguments
     start = time.monotonic()
     found = measured(names or [*MODELS, *ATTENTION])
-    about = environment.describe([]) | {"command": "python benchmarks/masks.py"}
+    about = environment.describe([]) | {"command": "python -m benchmarks.masks"}
     about["seconds"] = round(time.monotonic() - start)
     text = json.dumps({"environment": about, "results": found}, indent=1)
     Path(output).write_text(text + "\n")

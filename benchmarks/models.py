@@ -73,6 +73,39 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2048,
         _widths(3072, 8192, 32, 8, num_key_value_heads=32, vocab_size=32064, pad_token_id=0),
     ),
+    "mistral": (  # 7B
+        "MistralForCausalLM",
+        2048,
+        _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32768),
+    ),
+    "granite": (  # 3.3 2B
+        "GraniteForCausalLM",
+        2048,
+        _widths(2048, 8192, 32, 8, num_key_value_heads=8, vocab_size=49152, pad_token_id=0,
+                attention_multiplier=0.015625, residual_multiplier=0.22, embedding_multiplier=12.0,
+                logits_scaling=8.0),
+    ),
+    "olmo2": (  # 7B
+        "Olmo2ForCausalLM",
+        2048,
+        _widths(4096, 11008, 32, 4, num_key_value_heads=32, vocab_size=100352),
+    ),
+    "starcoder2": (  # 3B
+        "Starcoder2ForCausalLM",
+        2048,
+        _widths(3072, 12288, 24, 6, num_key_value_heads=2, vocab_size=49152, embedding_dropout=0.0,
+                residual_dropout=0.0),
+    ),
+    "gptneox": (  # Pythia 1.4B
+        "GPTNeoXForCausalLM",
+        2048,
+        _widths(2048, 8192, 16, 8, vocab_size=50304),
+    ),
+    "modernbert": (  # large
+        "ModernBertForMaskedLM",
+        1024,
+        _widths(1024, 2624, 16, 12, vocab_size=50368, pad_token_id=0),
+    ),
     "bert": (  # large
         "BertForMaskedLM",
         512,

@@ -52,13 +52,22 @@ def test_kinds_makers_and_bytes():
 
 
 def test_shares_are_of_all():
-    found = account.shares(account.read(TRACE, 2))
-    wanted = {"collectives": 4.5, "attention": 25.0, "GEMMs": 70.0, "rest": 11.0, "all": 110.5}
+    found = account.shares(account.read(TRACE, 2), 1.5)
+    wanted = {
+        "collectives": 4.5, "attention": 25.0, "GEMMs": 70.0, "rest": 11.0, "idle": 1.5, "all": 112,
+    }  # fmt: skip
     assert found == pytest.approx({kind: us / 1e3 for kind, us in wanted.items()})
 
 
+def test_idle_is_when_no_stream_has_a_kernel():
+    times = [("kernel", 10, 5), ("kernel", 12, 10), ("gpu_memcpy", 30, 2), ("kernel", 33, 1)]
+    events = [{"cat": cat, "ts": ts, "dur": dur} for cat, ts, dur in times]
+    assert account.idle_us([{"cat": "cpu_op", "ts": 0, "dur": 90}, *events], 2) == (8 + 1) / 2
+    assert account.idle_us([], 2) == 0
+
+
 def test_small_kernels_are_one_line():
-    text = account.text(account.read(TRACE, 1), bytes_per_us=1000.0)
+    text = account.text(account.read(TRACE, 1), 0.0, bytes_per_us=1000.0)
     assert FUSED in text
     assert "_cast_kernel" not in text
     assert "3 shorter ones" in text
