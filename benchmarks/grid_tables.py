@@ -69,6 +69,11 @@ def joules(result: dict, name: str) -> float | None:
     return result["energy"].get(name, {}).get("joules")
 
 
+def error(result: dict, name: str) -> float | None:
+    """Relative error against fp32 of one variant's results as one vector; None if unknown."""
+    return result.get("accuracy", {}).get(name, {}).get("all")
+
+
 def _range(found: tuple[float, float] | None) -> str:
     return f"{found[0]:.3f} to {found[1]:.3f}" if found else number(None, "")
 
@@ -90,8 +95,10 @@ def cases(results: dict, suite: str, form: str = "github") -> str:
     names = shown(results, suite)
     ours = [name for name in OURS if name in names]
     powered = ("compile", *ours)
+    found = list(complete(results, suite))
+    accurate = [name for name in powered if any(error(result, name) for _, result in found)]
     rows = []
-    for case, result in complete(results, suite):
+    for case, result in found:
         row = [case, *cells(result, names)]
         for name in ours:
             row += [number(speedup(result, name, COMPILE_MODES), ".3f")]
@@ -99,6 +106,7 @@ def cases(results: dict, suite: str, form: str = "github") -> str:
                 row += [number(speedup(result, name, (CAUSAL,)), ".3f")]
             row += [_range(spread(result, name)), _fused(result, name)]
         row += [number(joules(result, name), ".3f") for name in powered]
+        row += [number(error(result, name), ".2e") for name in accurate]
         rows.append(row)
     headers = ["ms", *map(label, names)]
     for name in ours:
@@ -106,6 +114,7 @@ def cases(results: dict, suite: str, form: str = "github") -> str:
         headers += ["over is_causal"] if CAUSAL in names else []
         headers += ["20 to 80 %", "fused"]
     headers += [f"J, {label(name)}" for name in powered]
+    headers += [f"error, {label(name)}" for name in accurate]
     return table(rows, headers, form)
 
 

@@ -56,6 +56,7 @@ def tensors(kind: str, m: int = SIZE, n: int = SIZE, k: int = SIZE):
 
     products = TERMS[kind] * len(program.accs)
     sizes = {"tile": (m, n), "row": (len(program.accs) * n,), "col": (m,), "scalar": ()}
+    sizes["table"] = m, program.head
     operands = [randn(*sizes[o.kind], dtype=o.dtype) for o in program.operands]
     weights = [[weight() for _ in range(products)] for _ in range(WEIGHTS)]
     return [randn(m, k) for _ in range(TERMS[kind])], weights, operands

@@ -88,7 +88,12 @@ def _dress(axes: Any, mode: str, places: dict[tuple[str, int, str], float]) -> N
         ticks = [FAMILIES.get(size, size) for size, _, _ in places]
     else:
         ticks = [f"{rows} {dtype}" if dtype != "bf16" else str(rows) for _, rows, dtype in places]
-    axes.set_xticks(list(places.values()), ticks, fontsize=8, rotation=0 if single else 90)
+    axes.set_xticks(list(places.values()), ticks, fontsize=8, rotation=25 if single else 90)
+    if single:  # the end of a name below its point
+        for name in axes.get_xticklabels():
+            name.set(horizontalalignment="right", rotation_mode="anchor")
+    low, high = min(places.values()), max(places.values())
+    axes.set_xlim(low - 0.7, high + 0.7)  # also where a mode has fewer cases
     axes.set_ylabel("speed, better torch.compile = 1")
     axes.set_title(mode, fontsize=10, loc="left")
     axes.grid(axis="y", linewidth=0.3)

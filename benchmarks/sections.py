@@ -58,12 +58,14 @@ without a pause."""
 FAMILIES_NOTES = """\
 Models of `transformers`, unmodified, random bf16 weights: *model-tokens-mode-dtype*. *1B* is
 `LlamaForCausalLM` with 16 layers of width 2048, the others have the widths of Qwen3 1.7B, Gemma 2
-2B, Phi-3 mini (8 layers each, sequences of 2048), GPT-2 large (12 layers, sequences of 1024), BERT
-large (12 layers) and T5 v1.1 large (8 and 8 layers, sequences of 512) and ViT-L (24 layers and 64
-images, whatever the number of tokens says). *forward*: logits (a language model's of the last
-position) under `torch.no_grad()`; *training*: forward with HF's loss, and backward. *is_causal*:
-HF hands SDPA a mask of constants; this is torch.compile of the model with that mask left out and
-SDPA told to be causal, which coda finds by itself. Columns as in the grid of layers."""
+2B, Phi-3 mini, Granite 3.3 2B, Pythia 1.4B (8 layers each, sequences of 2048), Mistral 7B and OLMo
+2 7B (4 layers), StarCoder 2 3B (6), Gemma 3 1B (12), GPT-2 large and ModernBERT large (12 layers,
+sequences of 1024), BERT large (12 layers) and T5 v1.1 large (8 and 8 layers, sequences of 512) and
+ViT-L (24 layers and 64 images, whatever the number of tokens says). *forward*: logits (a language
+model's of the last position) under `torch.no_grad()`; *training*: forward with HF's loss, and
+backward. *is_causal*: HF hands SDPA a mask of constants; this is torch.compile of the model with
+that mask left out and SDPA told to be causal, which coda finds by itself. *error*: of the logits,
+or of all gradients as one vector, against fp32. Other columns as in the grid of layers."""
 
 FP8_NOTES = """\
 FP8 by torchao's recipes, bf16 weights; a case is *what:widths-rows-mode-dtype*. *layer* is the

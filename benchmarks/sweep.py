@@ -84,6 +84,7 @@ def shapes() -> list[tuple[str, int, int, int]]:
             ("rms_partial", d, f),  # down
             ("scale", d, d),  # q
             ("scale", kv, d),  # k, v
+            *((kind, n, d) for kind in ("rotary", "head_norm") for n in (d, kv)),  # q, k
             ("scale", f, d),  # gate alone
             ("dswiglu", f, d),  # gradient of the down projection's input
         ]
@@ -215,7 +216,7 @@ def _models(group: str, rows: list[dict], processors: int) -> dict[str, list[flo
         for row in rows:
             if name in row["us"]:
                 waves = model.waves(group, name, row["m"], row["n"], processors)
-                moved = model.traffic(kinds()[row["kind"]])
+                moved = model.traffic(kinds()[row["kind"]], row["n"])
                 features.append([waves * row["k"], waves, waves * moved, 1.0])
                 us.append(row["us"][name])
         models[name] = _least_squares(np.array(features), np.array(us))
@@ -262,9 +263,8 @@ def _report_choices(data: dict) -> None:
         group = family(program)
         at = (row["m"], row["n"], row["k"])
         times = {name: us for name, us in row["us"].items() if name != "cublas"}
-        expected = {
-            name: model.modelled(data, group, name, *at, model.traffic(program)) for name in times
-        }
+        moved = model.traffic(program, row["n"])
+        expected = {name: model.modelled(data, group, name, *at, moved) for name in times}
         chosen = min(expected, key=expected.get)
         cublas = model.modelled_cublas(data, row["m"], row["n"], row["k"] // TERMS[row["kind"]])
         errors.setdefault("time over best, chosen by the model", []).append(

@@ -102,7 +102,7 @@ def test_cases_are_chosen_by_pattern_or_named():
         "8B-512-training-bf16",
         "64/128/32-8-training-fp16",
     ]
-    assert len(families.every()) == 2 * 8
+    assert len(families.every()) == 2 * 15
 
 
 # Energy
@@ -318,7 +318,7 @@ def test_what_gemms_alone_would_take_is_of_the_committed_profiles():
     results = json.loads((RESULTS / "h200_grid.json").read_text())
     rows = grid_tables.ceilings(results, "grid", "tsv").splitlines()[1:]
     cells = [[cell.strip() for cell in row.split("\t")][:4] for row in rows]
-    assert cells == [["forward", "35", "", "1.071"], ["training", "35", "at most", "1.074"]]
+    assert cells == [["forward", "35", "", "1.071"], ["training", "35", "at most", "1.075"]]
 
 
 def test_a_kernel_that_the_profile_leaves_out_may_be_a_gemm():
@@ -354,7 +354,7 @@ def test_the_plot_has_a_point_a_case_and_the_mean(tmp_path):
     picture = (tmp_path / "f.svg").read_text()
     for title in families.FAMILIES.values():
         assert picture.count(f"<!-- {title} -->") == 2  # once a panel
-    assert picture.count("<!-- coda: geometric mean 1.250 of 8 -->") == 2
+    assert picture.count("<!-- coda: geometric mean 1.250 of 15 -->") == 2
     assert not ratio_plot.write({"families": {}}, "families", tmp_path / "none.svg")
 
 
@@ -390,6 +390,20 @@ def test_the_causal_variant_computes_the_same_without_a_mask(mode):
         assert all(weight.grad is None for weight in work.model.parameters())
     else:
         assert values[0].shape == (1, 1, 256)  # the last position
+
+
+@pytest.mark.parametrize("mode", ["forward", "training"])
+def test_errors_are_of_all_results_against_fp32(mode):
+    work = families.Model(Case("tiny", 16, mode))
+    with torch.set_grad_enabled(work.training):
+        call = work.compiled(Way("eager"))
+        found = work.errors({"compile": call, "coda": lambda: [0.0 * t for t in call()]})
+    assert 0 < found["compile"]["all"] < 0.02
+    assert found["coda"]["all"] == pytest.approx(1.0)
+    results = {"families": {"x": entry(compile=[1.0], coda=[1.0]) | {"accuracy": found}}}
+    heads, row = grid_tables.cases(results, "families", "tsv").splitlines()[:2]
+    assert "error, coda" in heads
+    assert row.split("\t")[-1].strip() == "1.00e+00"
 
 
 def test_a_family_with_a_decoder_gets_its_input(monkeypatch):

@@ -33,7 +33,7 @@ def us_of(site, config: str) -> float:
     passes = waves(group, config, site.m, site.n, 132)
     tile = Config.parse(config)
     step = 5e-7 * tile.tile_m * tile.tile_n
-    return passes * (step * site.k + 0.3 * traffic(site.program)) + 3.0
+    return passes * (step * site.k + 0.3 * traffic(site.program, site.n)) + 3.0
 
 
 def measured(names=("scale", "rms_partial", "swiglu", "logsumexp")):
