@@ -108,7 +108,8 @@ def encoder(layers: int, *, norm_first: bool, batch_first: bool = False) -> nn.M
 # name -> (model of L layers, what fires in inference, what of that in training too), by L
 MODELS = {
     "torchtitan Llama": (
-        titan, lambda L: {"rms_norm": 2 * L - 1, "swiglu": L, "residual": 2 * L},
+        titan,
+        lambda L: {"rms_norm": 2 * L - 1, "swiglu": L, "residual": 2 * L, "rotary": 2 * L},
     ),
     "timm ViT": (timm, lambda L: {"layer_norm": 2 * L, "residual": 2 * L}),
     "TransformerEncoderLayer, norm first": (

@@ -30,7 +30,12 @@ def parallel(L):
 
 
 llama_like = pre_norm("rms_norm", "swiglu")
-# family -> what fires in L layers under no_grad
+#: Families whose queries and keys are rotated behind their projections, and those which normalize
+#: each head before. Others have q, k and v in one weight.
+HEAD_NORMS = ("Qwen3", "Gemma 3")
+ROTATED = ("Llama", "Mistral", "Granite", "Gemma", "Gemma 2", "Mixtral", "Cohere", "StarCoder 2",
+           "StableLM", "Phi", *HEAD_NORMS)  # fmt: skip
+# family -> what fires in L layers under no_grad, but for norms of heads and rotations
 COUNTS = {
     "Llama": llama_like,
     "Qwen3": llama_like,
@@ -40,6 +45,8 @@ COUNTS = {
     "Gemma": pre_norm("rms_norm"),
     # Norms behind projections are read by residuals: their statistics; the gate; the capped head.
     "Gemma 2": lambda L: {"epilogue": 3 * L + 1},
+    # The same, but for the cap.
+    "Gemma 3": lambda L: {"epilogue": 3 * L},
     # The statistics of q's and k's norm, and of the two behind the projections.
     "OLMo 2": lambda L: {"epilogue": 4 * L, "swiglu": L},
     "Mixtral": lambda L: {"residual": L, "epilogue": L},  # dense parts: o_proj, and the router
@@ -60,8 +67,8 @@ COUNTS = {
 #: its biases are learned; the others come without a mask, or write attention out (transformers
 #: 5.23; 5.17 builds masks for them too).
 MASKED = COUNTS.keys() - {"Gemma 2", "OPT", "BERT", "ViT"}
-TRAINED = ("Llama", "Phi-3", "Gemma", "Gemma 2", "OLMo 2", "Mixtral", "StableLM", "GPT-2", "BERT",
-           "ViT", "T5")  # fmt: skip
+TRAINED = ("Llama", "Qwen3", "Phi-3", "Gemma", "Gemma 2", "Gemma 3", "OLMo 2", "Mixtral",
+           "StableLM", "GPT-2", "BERT", "ViT", "T5")  # fmt: skip
 
 
 def make(family, layers):
@@ -110,6 +117,8 @@ def test_family_fires_and_agrees(family):
     masks = harness.counts.pop("constant_mask", 0)
     assert masks == (2 if harness.masked else 0)
     assert masks == 2 or family not in MASKED
+    assert harness.counts.pop("rotary", 0) == (4 if family in ROTATED else 0)
+    assert harness.counts.pop("head_norm", 0) == (4 if family in HEAD_NORMS else 0)
     assert harness.counts == COUNTS[family](2)
 
 

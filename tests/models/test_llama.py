@@ -40,6 +40,7 @@ def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
 def expected_counts(layers: int, masks: int | None = None) -> dict[str, int]:
     """``masks``: how many layers see a mask made of constants; all of them if not given."""
     counts = {"rms_norm": 2 * layers, "swiglu": layers, "residual": 2 * layers}
+    counts["rotary"] = 2 * layers
     masks = layers if masks is None else masks
     return counts | ({"constant_mask": masks} if masks else {})
 
@@ -95,7 +96,7 @@ def test_one_dynamic_graph_serves_every_length():
     patterns = [name for site in harness.report.sites for name in site.patterns]
     # rms_norm shows at both ends: the GEMM in front and the ones behind (q, k, v; gate and up).
     assert patterns.count("swiglu") == 2
-    assert patterns.count("residual") == 4
+    assert patterns.count("residual") == patterns.count("rotary") == 4
     attention = torch.nn.functional.scaled_dot_product_attention
     calls = [n for n in harness.raised.nodes if n.target is attention]
     assert [n.kwargs["attn_mask"] for n in calls] == [None, None]
@@ -105,7 +106,8 @@ def test_only_the_last_logits_are_computed():
     harness, ours, _ = run(llama(1), tokens(), logits_to_keep=1)
     assert ours.shape == (2, 1, VOCABULARY)
     # The head reads a slice of the normalized tensor: the final norm is not deferred.
-    assert harness.counts == {"rms_norm": 1, "swiglu": 1, "residual": 2, "constant_mask": 1}
+    counts = {"rms_norm": 1, "swiglu": 1, "residual": 2, "rotary": 2, "constant_mask": 1}
+    assert harness.counts == counts
 
 
 def test_padded_batch():
@@ -148,7 +150,11 @@ def test_every_projection_behind_a_norm_applies_the_scale():
         for name in ("q_proj", "gate_proj", "o_proj", "down_proj", "lm_head")
         if name in site.site
     }
-    assert kinds["q_proj"] == ["col"]  # of layer 1; layer 0 has an embedding in front
+    assert kinds["q_proj"] == [
+        "col",
+        "table",
+        "table",
+    ]  # of layer 1; layer 0 has an embedding in front
     assert kinds["gate_proj"] == ["col"]
     assert kinds["lm_head"] == ["col"]
     assert kinds["o_proj"] == ["tile", "row"]
@@ -168,6 +174,14 @@ def test_training_counts_and_gradients(layers):
     assert harness.counts["rms_norm_backward"] == 2 * layers
     for name, parameter in model.named_parameters():
         assert relative_error(ours[name], parameter.grad) < 1e-5
+
+
+def test_one_gemm_makes_the_gradient_of_queries_keys_and_values():
+    """The kernels that rotate dq and dk back write them, and dv, beside each other."""
+    harness, ids = Harness(), tokens()
+    harness.train(llama(1).train(), ids, labels=ids, use_cache=False)
+    fused = [site.site.rpartition("self_attn.")[2] for site in harness.fused]
+    assert "v_proj + k_proj + q_proj" in fused
 
 
 def test_training_saves_no_more_than_torch_compile(monkeypatch):
