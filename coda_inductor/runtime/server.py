@@ -95,18 +95,20 @@ class _Server:
         """Until the parent is gone, or nothing has happened for :data:`IDLE` seconds."""
         busy = time.monotonic()
         try:
-            while os.getppid() == self.parent and time.monotonic() - busy < IDLE:
+            while os.getppid() == self.parent:
                 everybody: list[Any] = [self.requests, *self.workers]
                 ready: Any
-                for ready in wait(everybody, _LOOK):
+                for ready in (found := wait(everybody, _LOOK)):
                     if ready is self.requests:
                         while ready.poll():  # all of them: what is cancelled must not be begun
                             self._accept(ready.recv())
                     elif ready in self.workers:  # not cancelled since
                         self._answer(ready)
                 self._hand_out()
-                if any(worker.job is not None for worker in self.workers):
+                if found or any(worker.job is not None for worker in self.workers):
                     busy = time.monotonic()
+                elif time.monotonic() - busy >= IDLE:  # a busy machine can lose seconds anywhere:
+                    break  # only a look that found nothing ends it
         except (EOFError, OSError):
             pass  # nobody asks, or reads the answers
         finally:

@@ -263,7 +263,14 @@ def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
     assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
     (server,) = pool._servers.values()
     until(lambda: server.ended, 30)
-    assert not alive(server.pid)
+    until(lambda: not alive(server.pid), 5)  # it closes its files before it is gone
+    assert pool.wait([ask("pass")]) == {ask("pass"): None}
+
+
+def test_no_server_ends_before_it_has_looked_for_requests(tmp_path, monkeypatch):
+    """As where a busy machine lets it wait for longer than an idle one lives."""
+    settings = "server.IDLE = -1; server._LOOK = 30"
+    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, settings))
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
 
