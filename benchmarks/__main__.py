@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
         default=list(BLOCKS),
         help=f"blocks of suite kernels, of {','.join(BLOCKS)} (default: all)",
     )
+    add(
+        "--options",
+        type=json.loads,
+        default={},
+        help="""options of our backend in suite kernels, as JSON, e.g. '{"gate": "always"}'""",
+    )
     add("--llama", choices=tuple(llama.SHAPES), default="1B", help="shape of suite llama")
     add(
         "--tokens",
@@ -123,16 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(options: argparse.Namespace, suite: str, size: str, length: int, **fields: Any) -> Job:
+def _job(parsed: argparse.Namespace, suite: str, size: str, length: int, **fields: Any) -> Job:
     """A job with what every suite takes from the command line, and `fields`."""
-    left_out = [name + ending for name in options.skip for ending in ("", kernels.STEP)]
+    left_out = [name + ending for name in parsed.skip for ending in ("", kernels.STEP)]
     return Job(
         suite,
         size,
         length,
-        backend=options.backend,
-        rounds=min(options.rounds, 12) if size == "70B" else options.rounds,
-        norm=options.norm,
+        backend=parsed.backend,
+        rounds=min(parsed.rounds, 12) if size == "70B" else parsed.rounds,
+        norm=parsed.norm,
         skip=dict.fromkeys(left_out, "left out by --skip"),
         **fields,
     )
@@ -160,7 +166,8 @@ def _model_train(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     for block in options.blocks:
         for size in options.sizes:
-            yield f"{block} {size}", _job(options, "kernels", size, options.rows, block=block)
+            own = {"block": block, "options": options.options}
+            yield f"{block} {size}", _job(options, "kernels", size, options.rows, **own)
 
 
 JOBS = {

@@ -84,7 +84,7 @@ def reference(
     Args:
         module: as in :func:`step`.
         inputs: its arguments, (1, M, width).
-        tangents: the gradients of its outputs, (1, M, width).
+        tangents: the gradients of its outputs, (1, M, ...).
 
     Returns:
         the outputs, and the gradients of `inputs` and then of the parameters.

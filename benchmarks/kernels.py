@@ -37,9 +37,8 @@ def build(block: str, size: str, rows: int, norm: str) -> tuple[nn.Module, list[
     gradients, on the device.
     """
     torch.manual_seed(0)
-    d, f, _ = SIZES[size]
     with torch.device(device()):
-        module = BLOCKS[block](d, f, norm)
+        module = BLOCKS[block](SIZES[size], norm, rows)
         for weight in module.parameters():
             if weight.dim() == 1:
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
@@ -88,8 +87,12 @@ def run(job: Job, variants: Variants) -> dict:
     with torch.no_grad():
         tangents = [torch.randn_like(output) for output in module(*inputs)]
 
-    def both(name: str, make: Callable[[], Made], own: list[torch.Tensor] = inputs) -> None:
-        """Variant `name` and its step, of one function; the step computes on the tensors `own`."""
+    def both(
+        name: str, make: Callable[[], Made], own: list = inputs, given: list = tangents
+    ) -> None:
+        """Variant `name` and its step, of one function; the step computes on the tensors `own` and
+        the gradients `given`.
+        """
         made = functools.cache(make)
 
         def forward() -> Call:
@@ -97,12 +100,14 @@ def run(job: Job, variants: Variants) -> dict:
             return torch.no_grad()(lambda: function(*inputs))
 
         variants.add(name, forward)
-        variants.add(name + STEP, lambda: gradients.step(made()[0], own, made()[1], tangents))
+        variants.add(name + STEP, lambda: gradients.step(made()[0], own, made()[1], given))
 
     def compiled(backend: str) -> Made:
         register(backend)
         own = copy.deepcopy(module)
-        return torch.compile(own, fullgraph=True, backend=backend), list(own.parameters())
+        options = job.options or None if backend == job.backend else None
+        function = torch.compile(own, fullgraph=True, backend=backend, options=options)
+        return function, list(own.parameters())
 
     weights = list(module.parameters())
     both("eager", lambda: (module, weights))
@@ -110,11 +115,13 @@ def run(job: Job, variants: Variants) -> dict:
     variants.add("gemms" + STEP, lambda: _gemms(module, inputs[0], backward=True))
     both("compile", lambda: compiled("inductor"))
     both("coda", lambda: compiled(job.backend))
-    scratch = inputs
-    if module.liger_overwrites_inputs:
+    scratch, given = inputs, tangents
+    if module.liger_overwrites:
         scratch = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-        variants.before["liger" + STEP] = functools.partial(_restore, scratch, inputs)
-    both("liger", lambda: (module.liger(), weights), scratch)
+        given = [tensor.clone() for tensor in tangents]
+        originals = [*inputs, *tangents]
+        variants.before["liger" + STEP] = functools.partial(_restore, [*scratch, *given], originals)
+    both("liger", lambda: (module.liger(), weights), scratch, given)
     result = variants.measure(job.rounds, QUEUE_MS)
     d, f, _ = SIZES[job.size]
     result["shape"] = {"M": job.length, "d": d, "f": f, "norm": job.norm}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks from data: whole models and attention alone, SDPA beside FlexAttention (docs/attention.md).
 
-    python -m benchmarks.masks OUT.json [NAME...]      # on the GPU; about four minutes
+    python -m benchmarks.masks OUT.json [NAME...] [--commit C]     # on the GPU; about four minutes
 
 Training steps in bf16 of stock Hugging Face models: ``packed`` (8 layers of 1B widths, 8192 tokens
 of eight documents), ``padded`` (the same, 4 x 2048, padding on the left), ``window`` (4 layers of
@@ -15,9 +15,11 @@ variants interleaved.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -251,13 +253,21 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--part"]:
         part(arguments[1], int(arguments[2]))
         return
-    output, *names = arguments
+    every = (*MODELS, *ATTENTION)
+    parser = argparse.ArgumentParser("python -m benchmarks.masks")
+    parser.add_argument("out", type=Path, help="file for the results, JSON")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(every)} (default: all)")
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in every]:
+        parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(every)}")
     start = time.monotonic()
-    found = measured(names or [*MODELS, *ATTENTION])
-    about = environment.describe([]) | {"command": "python -m benchmarks.masks"}
+    found = measured(options.names or list(every))
+    command = shlex.join(["python", "-m", "benchmarks.masks", options.out.name, *options.names])
+    about = environment.describe([], options.commit) | {"command": command}
     about["seconds"] = round(time.monotonic() - start)
     text = json.dumps({"environment": about, "results": found}, indent=1)
-    Path(output).write_text(text + "\n")
+    options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

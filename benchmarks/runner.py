@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .environment import REPOSITORY, scrub
 
@@ -41,6 +41,7 @@ class Job:
         norm: "hf" or "torch", how the layer writes its RMSNorm.
         ceiling: path of the hand-composed layer, or None.
         block: which block suite "kernels" measures.
+        options: of our backend in that suite.
         seconds: time the process has.
         optimizer: whether a step of "model_train" ends with the optimizer's.
         without: patterns that a variant each of ours in "model_train" has disabled.
@@ -55,6 +56,7 @@ class Job:
     norm: str = "hf"
     ceiling: str | None = None
     block: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 240.0
     optimizer: bool = False
     without: tuple[str, ...] = ()

@@ -28,6 +28,8 @@ BLOCKS = {
     "residual_norm_gemm": "GEMM, residual, RMSNorm, GEMM",
     "norm_swiglu": "RMSNorm, 2 GEMMs, SwiGLU",
     "swiglu_down": "SwiGLU, GEMM",
+    "rotary": "2 GEMMs, rotary embedding",
+    "norm_rotary": "2 GEMMs, norms of heads, rotary",
 }
 MIB_PER_GIB = 1024
 

@@ -43,6 +43,22 @@ def test_a_part(name, monkeypatch, capsys):
         assert found["eager"]["loss"] == pytest.approx(found["eager"]["exact_loss"], rel=0.01)
 
 
+def test_results_say_what_was_measured_and_how(monkeypatch, tmp_path):
+    monkeypatch.setattr(masks, "measured", lambda names: {name: {} for name in names})
+    masks.main([str(tmp_path / "out.json"), "padded", "window", "--commit", "abc1234"])
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert list(written["results"]) == ["padded", "window"]
+    about = written["environment"]
+    assert about["commit"] == "abc1234"
+    assert about["command"] == "python -m benchmarks.masks out.json padded window"
+
+
+def test_a_name_that_does_not_exist_is_said(capsys):
+    with pytest.raises(SystemExit):
+        masks.main(["out.json", "padding"])
+    assert "unknown padding; known: packed, padded, window" in capsys.readouterr().err
+
+
 def test_documents_see_only_themselves():
     q = torch.randn(1, 2, 40, 16)
     data = masks.shown("attention_packed", 40)
