@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,12 +122,13 @@ class Meter:
 def test_joules_are_power_times_the_time_of_a_call():
     start = time.perf_counter()
     found = energy.joules(
-        lambda: time.sleep(0.005), 0.4, Meter(lambda: time.perf_counter() - start, 300.0)
+        lambda: time.sleep(0.005), 1.0, Meter(lambda: time.perf_counter() - start, 300.0)
     )
-    assert found["watts"] == pytest.approx(300.0, rel=0.15)
-    assert 0.2 < found["counted_s"] < 0.4
-    assert found["joules"] >= 300.0 * 0.85 * 0.005
-    assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 0.4, rel=0.3)
+    # A busy machine looks at the counter late, by a tenth of a second at times.
+    assert found["watts"] == pytest.approx(300.0, rel=0.3)
+    assert 0.4 < found["counted_s"] < 1.2
+    assert found["joules"] >= 300.0 * 0.7 * 0.005
+    assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 1.0, rel=0.4)
 
 
 def test_a_counter_that_stands_still_is_an_error():
@@ -420,12 +422,23 @@ def test_a_family_with_a_decoder_gets_its_input(monkeypatch):
 # Where the time of a first call goes
 
 
-def test_a_part_within_another_is_not_counted_twice():
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """What time it is by ``clock.now``, in seconds."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(compile_parts, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
+
+
+def test_a_part_within_another_is_not_counted_twice(clock):
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
     watch = compile_parts.Stopwatch()
-    inner = watch.timed("inner", lambda: time.sleep(0.05))
+    inner = watch.timed("inner", lambda: passes(5.0))
 
     def work(depth: int) -> None:
-        time.sleep(0.02)
+        passes(2.0)
         inner()
         if depth:
             outer(depth - 1)
@@ -433,12 +446,12 @@ def test_a_part_within_another_is_not_counted_twice():
     outer = watch.timed("outer", work)
     outer(1)
     assert watch.calls == {"outer": 2, "inner": 2}
-    assert 0.1 <= watch.whole["inner"] == watch.seconds["inner"] < 0.14
-    assert 0.04 <= watch.seconds["outer"] < 0.08
-    assert watch.whole["outer"] == pytest.approx(sum(watch.seconds.values()), abs=1e-3)
+    assert watch.whole["inner"] == watch.seconds["inner"] == 10.0
+    assert watch.seconds["outer"] == 4.0
+    assert watch.whole["outer"] == 14.0
 
 
-def test_kernels_have_the_times_of_their_server(monkeypatch):
+def test_kernels_have_the_times_of_their_server(monkeypatch, clock):
     monkeypatch.setattr(client.Server, "__init__", lambda *_: None)
     futures: list[concurrent.futures.Future] = []
 
@@ -447,10 +460,11 @@ def test_kernels_have_the_times_of_their_server(monkeypatch):
         return futures[-1]
 
     monkeypatch.setattr(client.Server, "submit", submit)
-    kernels = compile_parts.Kernels(time.perf_counter())
+    kernels = compile_parts.Kernels(0.0)
+    clock.now = 1.0
     client.Server("90").submit({})
-    time.sleep(0.02)
+    clock.now = 3.0
     for future in futures:
         future.set_result(None)
-    ((asked, ready),) = kernels.jobs
-    assert 0 <= asked < 0.02 <= ready == pytest.approx(kernels.ready[0], abs=0.01)
+    assert list(kernels.jobs) == [(1.0, 3.0)]
+    assert list(kernels.ready) == [3.0]

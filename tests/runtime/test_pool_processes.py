@@ -77,7 +77,7 @@ def own(number: int):
 )
 def test_nothing_outlives_its_parent(ends):
     left = parent_that(ends)
-    until(lambda: not any(map(alive, left)), 5)
+    until(lambda: not any(map(alive, left)))
 
 
 def test_nor_where_something_else_holds_the_pipe():
@@ -92,7 +92,7 @@ def test_nor_where_something_else_holds_the_pipe():
     file = Path(os.environ["CODA_CACHE_DIR"]) / "other"
     left = parent_that(own(signal.SIGKILL), start)
     try:
-        until(lambda: not any(map(alive, left)), 5)
+        until(lambda: not any(map(alive, left)))
     finally:
         os.kill(int(file.read_text()), signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_workers_do_not_outlive_the_server():
     pool.submit([ask(FOR_EVER)])
     server, workers = running()
     os.kill(server, signal.SIGKILL)
-    until(lambda: not any(map(alive, workers)), 5)
+    until(lambda: not any(map(alive, workers)))
 
 
 def test_a_parent_may_end_while_the_server_imports(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_parent_may_end_while_the_server_imports(tmp_path, monkeypatch):
             os._exit(1)
     server = int(os.read(read, 100))
     os.waitpid(parent, 0)
-    until(lambda: not alive(server), 5)
+    until(lambda: not alive(server))
 
 
 def test_a_fork_leaves_the_server_to_its_parent():
@@ -138,8 +138,8 @@ def test_a_compiler_that_never_returns_is_killed():
     _, workers = running()
     start = time.monotonic()
     assert pool.wait([stuck], timeout=0.5) == {stuck: "compiling its kernel took too long"}
-    assert time.monotonic() - start < 5
-    until(lambda: not any(map(alive, workers)), 5)
+    assert time.monotonic() - start < 30
+    until(lambda: not any(map(alive, workers)))
     assert not pool._jobs
     assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
 
@@ -158,7 +158,7 @@ def test_the_compilers_that_a_worker_started_end_with_it(tmp_path):
     _, workers = running()
     (compiler,) = until(lambda: children(workers[0]))
     pool.wait([ask(program)], timeout=0.1)
-    until(lambda: not alive(compiler), 5)
+    until(lambda: not alive(compiler))
 
 
 SCRIPT = """
@@ -203,8 +203,8 @@ def test_a_server_that_was_stopped_holds_nobody_up():
     pool.wait([ask("pass")], timeout=0.2)
     pool.submit([ask("#" * 100_000, i) for i in range(20)])  # more than a pipe holds
     pool.shutdown()
-    assert time.monotonic() - start < 5
-    until(lambda: not any(map(alive, [server, *workers])), 5)
+    assert time.monotonic() - start < 30
+    until(lambda: not any(map(alive, [server, *workers])))
 
 
 def test_workers_start_as_they_are_needed():
