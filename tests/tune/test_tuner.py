@@ -84,10 +84,10 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
 
     def slow(message):
         if "configs" in message:
-            time.sleep(0.3)
+            time.sleep(1.3)
 
     machine.answers = slow
-    mine = tuner_of(tmp_path, seconds=0.2)
+    mine = tuner_of(tmp_path, seconds=1.0)
     assert mine.measure([ONE, OTHER])
     assert machine.measured == [key_of(ONE)]
     assert set(mine.left) == {key_of(OTHER)}
