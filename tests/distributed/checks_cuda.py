@@ -40,9 +40,9 @@ def compiled(modules, backend: str | None) -> None:
             module.compile(backend=backend, options=options)
 
 
-def sharded(backend):
+def sharded(backend, converted=lambda own: own):
     """FSDP2: float32 parameters, bfloat16 in the blocks."""
-    own = model(torch.float32)
+    own = converted(model(torch.float32))
     compiled(own.layers, backend)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))

@@ -4,12 +4,14 @@ same wrapping. Run by ``tests/gpu/test_gpu_distributed.py``."""
 
 from __future__ import annotations
 
+import functools
+
+import checks_cuda
 import torch
 import torch.distributed as dist
 from checks_cuda import LAYERS, compared, compiled, model, tokens
 from decoder import fresh, full
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import coda_inductor
@@ -28,13 +30,8 @@ def in_fp8(own, **how):
 
 def sharded(backend):
     """Weights are gathered in FP8."""
-    own = in_fp8(model(torch.float32), enable_fsdp_float8_all_gather=True)
-    compiled(own.layers, backend)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for part in (*own.layers, own):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    return own, own
+    gathered = functools.partial(in_fp8, enable_fsdp_float8_all_gather=True)
+    return checks_cuda.sharded(backend, gathered)
 
 
 def tensor_parallel(backend):
