@@ -151,6 +151,22 @@ def test_no_transpose_and_tables_under_each_head():
     assert harness.counts["rotary"] == 1
 
 
+def test_infinities_beside_what_is_rotated():
+    """What is copied is not multiplied with 0."""
+
+    def gptj(x, w, bias, cos, sin):
+        q, width = (x @ w + bias).view(B, T, H, D), cos.shape[-1]
+        turned = (
+            q[..., :width] * cos[:, :, None] + rotate_every_two(q[..., :width]) * sin[:, :, None]
+        )
+        return torch.cat([turned, q[..., width:]], dim=-1)
+
+    bias = randn(H * D)
+    bias[4::D], bias[5::D] = torch.inf, -torch.inf
+    args = randn(B, T, WIDTH), randn(WIDTH, H * D), bias, *inputs(D // 2)[1:]
+    assert check(gptj, *args).counts["rotary"] == 1
+
+
 def test_complex_numbers():
     """As torchtitan rotates."""
 
