@@ -240,6 +240,18 @@ def test_unfused_nothing_is_left_of_it():
     }
 
 
+@pytest.mark.parametrize("disabled", [(), ("fuse",)], ids=["fused", "unfused"])
+def test_all_of_a_part_is_all(disabled):
+    """Phi-3: what is joined with nothing is laid out as it was, and so is attention's result."""
+    left, right = (
+        check(Model(1, apply), *inputs(), disable=disabled).ops()
+        for apply in (whole(rotate_half), part(rotate_half))
+    )
+    clone = "aten.clone.default"
+    assert left[clone] == right[clone]
+    assert left["aten.cat.default"] == right["aten.cat.default"]
+
+
 refused = functools.partial(passes.refused, rotate_rows)
 
 
