@@ -210,7 +210,8 @@ def _getitem(node: Node) -> Canon | None:
 
 
 def _joined(node: Node) -> Canon | None:
-    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors."""
+    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors. A
+    part of a ``cat`` that has nothing in that dimension is none."""
     named = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
     tensors, dim = named.pop("tensors", ()), named.pop("dim", 0)
     if named or not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
@@ -221,7 +222,16 @@ def _joined(node: Node) -> Canon | None:
         if not isinstance(known, torch.Tensor):
             return None
         dim -= known.dim()
+    if name == "cat":
+        tensors = [part for part in tensors if not _empty(part, dim)]
     return Canon(name, (dim, *tensors))
+
+
+def _empty(part: Any, dim: int) -> bool:
+    known = value(part)
+    if not isinstance(known, torch.Tensor) or known.dim() < -dim:
+        return False
+    return isinstance(known.shape[dim], int) and known.shape[dim] == 0
 
 
 def _cross_entropy(node: Node) -> Canon | None:

@@ -11,9 +11,9 @@ it::
 ``swap(x, width, distance)`` is a permutation and nothing else: of the first ``width`` columns of
 each head those ``distance`` apart change places, in blocks of twice the distance; the others stay.
 Halves of a head (rotate_half) have the distance width / 2, neighbouring pairs 1. The sign of
-rotate_half is in the table, and 0 where nothing is rotated. Being a permutation of columns, it
-goes through every elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a value of one
-row (a column vector) is its own.
+rotate_half is in the table; both tables hold 1/2 where nothing is rotated. Being a permutation of
+columns, it goes through every elementwise step: swap(f(x, row)) = f(swap(x), swap(row)), and a
+value of one row (a column vector) is its own.
 
 ``head_sum(x)`` is the sum over the columns of each head, under all of them.
 """

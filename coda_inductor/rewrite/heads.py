@@ -11,7 +11,7 @@ After::
     z = permute(view(rotate_heads(y, cos, sin, even, odd, distance), [B, T, H, d]), [0, 2, 1, 3])
 
 Why it is valid: views move nothing, and a rotation stays within one head and one position. What is
-not rotated has a cosine of 1 and a sine of 0. Complex turns are both tables in one. Why it pays: a
+not rotated is the sum of its halves. Complex turns are both tables in one. Why it pays: a
 tile of whole heads has both columns of each pair, so that an epilogue can rotate (``fuse.heads``):
 queries and keys are written once, rotated. Where none does, it is undone as if nothing had
 happened, and nobody makes the tables.
@@ -254,8 +254,12 @@ def _both_as_rows(
 
 
 def _tables(cos: Tensor, sin: Tensor, distance: int, size: int) -> tuple[Tensor, Tensor]:
-    """What a kernel multiplies x and its swapped columns with, each (rows, size)."""
+    """What a kernel multiplies x and its swapped columns with, each (rows, size).
+
+    A column that is not rotated is its own swapped one, and x / 2 + x / 2 is x, where x * 1 + x * 0
+    would make NaN of an infinity.
+    """
     rest = (0, size - cos.shape[-1])
     odd = turn(torch.ones_like(sin), distance) * sin
-    even = torch.nn.functional.pad(cos, rest, value=1.0)
-    return KEEP(even), KEEP(torch.nn.functional.pad(odd, rest))
+    even, odd = (torch.nn.functional.pad(table, rest, value=0.5) for table in (cos, odd))
+    return KEEP(even), KEEP(odd)

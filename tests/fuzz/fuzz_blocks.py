@@ -180,18 +180,39 @@ def turned(w: Writer, q: str, k: str, length: str, width: int) -> tuple[str, ...
         f"torch.arange({length}, dtype=high)[:, None]"
         f" * 0.5 ** torch.arange({width // 2}, dtype=high)"
     )
-    if w.chance(0.6):
+    if w.chance(0.4):
         turns = w.new(f"torch.polar(torch.ones_like({angles}), {angles})[None, :, None]")
         text = (
             "torch.view_as_real(torch.view_as_complex("
             "{t}.to(high).reshape(*{t}.shape[:-1], {half}, 2)) * {turns}).flatten(3).to(low)"
         )
         return tuple(w.new(text.format(t=t, turns=turns, half=half)) for t in (q, k))
-    both = w.new(f"torch.cat([{angles}, {angles}], -1)[None, :, None]")
-    cos, sin = w.new(f"{both}.cos().to(low)"), w.new(f"{both}.sin().to(low)")
-    half = width // 2
-    text = "{t} * {cos} + torch.cat([-{t}[..., {half}:], {t}[..., :{half}]], -1) * {sin}"
-    return tuple(w.new(text.format(t=t, cos=cos, sin=sin, half=half)) for t in (q, k))
+    return by_tables(w, q, k, angles, width)
+
+
+def by_tables(w: Writer, q: str, k: str, angles: str, width: int) -> tuple[str, ...]:
+    """The same by cosines and sines of ``angles`` (T, width / 2): of all columns of a head or its
+    first, normalized before or not, before a transpose or behind it."""
+    part = width // 2 if width % 4 == 0 and w.chance(0.3) else width
+    columns = f"torch.cat([{angles}, {angles}], -1)[None, :, None, :{part}]"
+    turned, text = w.rng.choice(spell.TURNED), w.rng.choice(spell.ROTATIONS)
+    transposed, normed = w.chance(0.4), w.chance(0.25)
+    columns += ".transpose(1, 2)" if transposed else ""
+    dtype = w.rng.choice(["low", "low", "high"]) if ".to(low)" in text else "low"
+    cos, sin = (w.new(f"{columns}.{name}().to({dtype})") for name in ("cos", "sin"))
+    made = []
+    for each in (q, k):
+        t = each
+        if normed:
+            t = w.new(f"F.rms_norm({t}, ({width},), {w.weight(width)}, 1e-5)")
+        t = w.new(f"{t}.transpose(1, 2)") if transposed else t
+        x = t if part == width else w.new(f"{t}[..., :{part}]")
+        other = turned.format(t=x, half=part // 2)
+        y = w.new(text.format(t=x, turned=other, cos=cos, sin=sin))
+        if part < width:
+            y = w.new(f"torch.cat([{y}, {t}[..., {part}:]], -1)")
+        made.append(w.new(f"{y}.transpose(1, 2)") if transposed else y)
+    return tuple(made)
 
 
 def end(w: Writer) -> None:

@@ -131,6 +131,18 @@ IN_PLACE = (
     "{v} = {x} + 0.5\n{v}.flatten()[:1].fill_(2)", "{v} = {x} * 2\n{v}.masked_fill_({v} == 0, 1)",
 )  # fmt: skip
 
+#: The other columns of {t} (..., width), with their signs; {half} is half of the width. Then
+#: rotations of {t} by {cos} and {sin}. The last of each is another op.
+TURNED = (
+    "torch.cat([-{t}[..., {half}:], {t}[..., :{half}]], -1)",
+    "torch.stack([-{t}[..., 1::2], {t}[..., ::2]], -1).flatten(-2)",
+    "torch.cat([{t}[..., {half}:], -{t}[..., :{half}]], -1)",
+)
+ROTATIONS = (
+    "{t} * {cos} + {turned} * {sin}", "{t} * {cos} + {turned} * {sin}",
+    "({sin} * {turned} + {t}.to(high) * {cos}).to(low)", "{t} * {cos} - {turned} * {sin}",
+)  # fmt: skip
+
 OUTPUTS = (
     "{x}", "{x}", "{x}", "{x}.sum(-1)", "{x}.amax(-1)", "{x}.mean(-1, keepdim=True)", "{x} > 0",
     "{x}.flatten(0, -2)", "{x}.transpose(0, -1)", "{x}.sum()", "{x}.to(high)", "{x}[..., :1]",

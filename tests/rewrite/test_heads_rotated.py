@@ -151,6 +151,22 @@ def test_no_transpose_and_tables_under_each_head():
     assert harness.counts["rotary"] == 1
 
 
+def test_infinities_beside_what_is_rotated():
+    """What is copied is not multiplied with 0."""
+
+    def gptj(x, w, bias, cos, sin):
+        q, width = (x @ w + bias).view(B, T, H, D), cos.shape[-1]
+        turned = (
+            q[..., :width] * cos[:, :, None] + rotate_every_two(q[..., :width]) * sin[:, :, None]
+        )
+        return torch.cat([turned, q[..., width:]], dim=-1)
+
+    bias = randn(H * D)
+    bias[4::D], bias[5::D] = torch.inf, -torch.inf
+    args = randn(B, T, WIDTH), randn(WIDTH, H * D), bias, *inputs(D // 2)[1:]
+    assert check(gptj, *args).counts["rotary"] == 1
+
+
 def test_complex_numbers():
     """As torchtitan rotates."""
 
@@ -222,6 +238,18 @@ def test_unfused_nothing_is_left_of_it():
     assert {k: n for k, n in left.items() if k not in views} == {
         k: n for k, n in right.items() if k not in views
     }
+
+
+@pytest.mark.parametrize("disabled", [(), ("fuse",)], ids=["fused", "unfused"])
+def test_all_of_a_part_is_all(disabled):
+    """Phi-3: what is joined with nothing is laid out as it was, and so is attention's result."""
+    left, right = (
+        check(Model(1, apply), *inputs(), disable=disabled).ops()
+        for apply in (whole(rotate_half), part(rotate_half))
+    )
+    clone = "aten.clone.default"
+    assert left[clone] == right[clone]
+    assert left["aten.cat.default"] == right["aten.cat.default"]
 
 
 refused = functools.partial(passes.refused, rotate_rows)

@@ -74,7 +74,8 @@ def test_fires_and_agrees(spelling, rows):
     harness = check_gradients(function, x, *tables(width, rows))
     assert raised(harness, rotate) == 1
     left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
-    assert not {"cat", "stack", "neg", "mul"} & left
+    assert ("cat" in left) == (spelling == "phi3")  # which Inductor takes out
+    assert not {"stack", "neg", "mul"} & left
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
