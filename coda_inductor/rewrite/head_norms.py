@@ -19,8 +19,9 @@ statistics again in the same kernel, and the forward pass stores none. Where no 
 the rest is undone as if nothing had happened, and nobody makes the gain.
 
 Refuses: what no GEMM's epilogue makes; statistics that something else reads than the norm's
-gradient; results that a reader counts on being laid out otherwise; projections that policy leaves
-alone. One head a row of a three-dimensional tensor is no head, but a norm like any other.
+gradient; results that a reader counts on being laid out otherwise; projections, or all norms, that
+policy leaves alone. One head a row of a three-dimensional tensor is no head, but a norm like any
+other.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ NAME = "head_norm"
 def norm_rows(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every norm of heads where it is valid. Counts nothing: a norm that an
     epilogue absorbs counts."""
-    enabled = record.enabled(NAME) and record.enabled("rms_norm")
-    if not (enabled and record.policy.norms_heads):
+    if not (record.enabled(NAME) and record.enabled("rms_norm")):
         return
     scope = Scope(graph)
     for norm in [n for n in graph.nodes if n.target is rms_norm and n in scope.forward]:
@@ -87,7 +87,7 @@ def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusa
     root = outputs[0]
     if fake(root).dtype == statistics_dtype(fake(norm.args[0]).dtype):
         root = with_cast(root)  # Gemma's, which nothing was rounded before
-    if (why := unlike(root, found)) is None:
+    if (why := record.policy.head_norms_lose or unlike(root, found)) is None:
         for user in readers:
             _read_again(graph, norm, user)
         _rewrite(graph, norm, root, found)
