@@ -163,7 +163,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
     if not all(same(strides[0][i], strides[1][i]) for i in wider):
         text = f"stride would change from {strides[0]} to {strides[1]}"
-        return refuse("not-recorded", text)
+        return refuse("result-layout", text)
     return None
 
 
