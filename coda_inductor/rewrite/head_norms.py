@@ -51,11 +51,11 @@ def norm_rows(graph: Graph, record: Record) -> None:
     epilogue absorbs counts."""
     if not (record.enabled(NAME) and record.enabled("rms_norm")):
         return
-    scope = Scope(graph)
+    scope, loses = Scope(graph), record.policy.head_norms_lose
     for norm in [n for n in graph.nodes if n.target is rms_norm and n in scope.forward]:
         if not _of_heads(norm):
             continue
-        if (why := _norm_rows(graph, norm, scope, record)) is not None:
+        if (why := _norm_rows(graph, norm, scope, record, loses)) is not None:
             record.refuse("rms_norm", place(norm), why)
         else:
             scope = Scope(graph)
@@ -72,8 +72,11 @@ def _of_heads(norm: Node) -> bool:
     return same(shape[-2] * shape[-1], row) and not same(fake(base(x)).shape, shape)
 
 
-def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusal | None:
-    """Apply the rewrite to ``norm``, or say why not."""
+def _norm_rows(
+    graph: Graph, norm: Node, scope: Scope, record: Record, loses: Refusal | None
+) -> Refusal | None:
+    """Apply the rewrite to ``norm``, or say why not: at last, because policy says that it
+    ``loses``."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if 0 not in outputs:
         return refuse("not-read", "its result is not read")
@@ -87,7 +90,7 @@ def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusa
     root = outputs[0]
     if fake(root).dtype == statistics_dtype(fake(norm.args[0]).dtype):
         root = with_cast(root)  # Gemma's, which nothing was rounded before
-    if (why := record.policy.head_norms_lose or unlike(root, found)) is None:
+    if (why := unlike(root, found) or loses) is None:
         for user in readers:
             _read_again(graph, norm, user)
         _rewrite(graph, norm, root, found)
