@@ -126,6 +126,8 @@ _DO = {
     "borders outside of the norm or gate.",
     "intermediate-used": "Do not reuse values from inside the norm or gate (its statistics, the "
     "float32 copy): compute them again where they are needed.",
+    "result-layout": "Normalize before you transpose: torch's own norms lay out anew what is "
+    "transposed, and a reader may count on that.",
     "result-dtype": "Remove the cast in the middle of the idiom, or cast after it.",
     "distributed-tensor": "For a gate, leave use_local_output=True (torch's default) in the styles "
     "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "

@@ -72,7 +72,9 @@ class Measurer:
                     self.left[key_of(site)] = site
                 else:
                     new = True
-                    self.store.add({key_of(site): figures({configs(site)[0]: us}, m=site.m)})
+                    sums = site.program.sums_heads
+                    found = figures({configs(site)[0]: us}, m=site.m, sums_heads=sums)
+                    self.store.add({key_of(site): found})
         return new
 
     def close(self) -> None:
@@ -122,10 +124,18 @@ def planner(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Plan
     number = iter(range(100))
 
     def planned(
-        us=lambda _: 50.0, gpu=H100, model=Block, mode=None, train=False, m=M, d=D, **options
+        us=lambda _: 50.0,
+        gpu=H100,
+        model=Block,
+        mode=None,
+        train=False,
+        m=M,
+        d=D,
+        store=None,
+        **options,
     ):
         torch._dynamo.reset()
-        store = Store(gpu, folder / str(next(number)))
+        store = store or Store(gpu, folder / str(next(number)))
         measurer = Measurer(store, us)
 
         def tuner(*given):

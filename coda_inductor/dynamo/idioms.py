@@ -11,9 +11,10 @@ After::
 
 Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
 ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
-Bails out of a match when its nodes straddle a mutation or a mode change, when an intermediate is
-used elsewhere, when the graph differentiates forward (semantic ops have a reverse mode only), or
-when a side condition of the pattern fails; the reason is logged and kept.
+Bails out of a match when its nodes straddle a mutation or a mode change, when something changes its
+inputs before its gradient reads them, when an intermediate is used elsewhere, when the graph
+differentiates forward (semantic ops have a reverse mode only), or when a side condition of the
+pattern fails; the reason is logged and kept.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from coda_inductor import patterns
 from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
-from coda_inductor.matching import Match, bodies, epochs, forward_mode, value
+from coda_inductor.matching import Match, bodies, epochs, forward_mode, mutates, value, writes_to
 from coda_inductor.patterns import Pattern
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -53,14 +54,14 @@ def raise_idioms(graph: Graph, record: Record) -> None:
 
 def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None = None) -> None:
     """Replace every idiom of ``pattern`` in one graph; ``dual`` names a call that goes forward."""
-    epoch = epochs(graph)
+    epoch, changes = epochs(graph), [node for node in graph.nodes if mutates(node)]
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(list(graph.nodes)):
         if erased(root) or root.op not in ("call_function", "call_method"):
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
-            why = None if match is None else _refusal(pattern, match, epoch, dual)
+            why = None if match is None else _refusal(pattern, match, epoch, changes, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
             why = refuse("pattern-failed", f"the pattern itself failed: {cause}")
@@ -74,13 +75,19 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
 
 
 def _refusal(
-    pattern: Pattern, match: Match, epoch: dict[Node, int], dual: str | None
+    pattern: Pattern,
+    match: Match,
+    epoch: dict[Node, int],
+    changes: list[Node],
+    dual: str | None,
 ) -> Refusal | None:
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         text = f"{dual} differentiates forward, and semantic ops only go backward"
         return refuse("forward-mode", text)
-    return _hazard(match, epoch) or pattern.refusal(match) or _mismatch(pattern, match)
+    later = [node for node in changes if epoch[node] > epoch[match.root]]
+    hazard = _hazard(match, epoch) or _changed(match, later)
+    return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
 
 def _where(error: Exception) -> str:
@@ -110,6 +117,18 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
             continue  # a widened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
             return refuse("intermediate-used", f"its intermediate {node.name} is used elsewhere")
+    return None
+
+
+def _changed(match: Match, later: list[Node]) -> Refusal | None:
+    """Ops keep their inputs for the gradient, where the idiom may keep what it made of them: a
+    log-softmax keeps its result, and its logits may be changed behind it."""
+    if not getattr(value(match.root), "requires_grad", False):
+        return None
+    inputs = [n for n in match.bound.values() if isinstance(n, Node)]
+    for node in later:
+        if writes_to(node, inputs):
+            return refuse("mutation", f"{node.name} changes in place what its gradient reads")
     return None
 
 
@@ -144,7 +163,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
     if not all(same(strides[0][i], strides[1][i]) for i in wider):
         text = f"stride would change from {strides[0]} to {strides[1]}"
-        return refuse("not-recorded", text)
+        return refuse("result-layout", text)
     return None
 
 

@@ -19,8 +19,9 @@ statistics again in the same kernel, and the forward pass stores none. Where no 
 the rest is undone as if nothing had happened, and nobody makes the gain.
 
 Refuses: what no GEMM's epilogue makes; statistics that something else reads than the norm's
-gradient; results that a reader counts on being laid out otherwise; projections that policy leaves
-alone. One head a row of a three-dimensional tensor is no head, but a norm like any other.
+gradient; results that a reader counts on being laid out otherwise; projections, or all norms, that
+policy leaves alone. One head a row of a three-dimensional tensor is no head, but a norm like any
+other.
 """
 
 from __future__ import annotations
@@ -48,14 +49,13 @@ NAME = "head_norm"
 def norm_rows(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every norm of heads where it is valid. Counts nothing: a norm that an
     epilogue absorbs counts."""
-    enabled = record.enabled(NAME) and record.enabled("rms_norm")
-    if not (enabled and record.policy.norms_heads):
+    if not (record.enabled(NAME) and record.enabled("rms_norm")):
         return
-    scope = Scope(graph)
+    scope, loses = Scope(graph), record.policy.head_norms_lose
     for norm in [n for n in graph.nodes if n.target is rms_norm and n in scope.forward]:
         if not _of_heads(norm):
             continue
-        if (why := _norm_rows(graph, norm, scope, record)) is not None:
+        if (why := _norm_rows(graph, norm, scope, record, loses)) is not None:
             record.refuse("rms_norm", place(norm), why)
         else:
             scope = Scope(graph)
@@ -72,8 +72,11 @@ def _of_heads(norm: Node) -> bool:
     return same(shape[-2] * shape[-1], row) and not same(fake(base(x)).shape, shape)
 
 
-def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusal | None:
-    """Apply the rewrite to ``norm``, or say why not."""
+def _norm_rows(
+    graph: Graph, norm: Node, scope: Scope, record: Record, loses: Refusal | None
+) -> Refusal | None:
+    """Apply the rewrite to ``norm``, or say why not: at last, because policy says that it
+    ``loses``."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if 0 not in outputs:
         return refuse("not-read", "its result is not read")
@@ -87,7 +90,7 @@ def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusa
     root = outputs[0]
     if fake(root).dtype == statistics_dtype(fake(norm.args[0]).dtype):
         root = with_cast(root)  # Gemma's, which nothing was rounded before
-    if (why := unlike(root, found)) is None:
+    if (why := unlike(root, found) or loses) is None:
         for user in readers:
             _read_again(graph, norm, user)
         _rewrite(graph, norm, root, found)

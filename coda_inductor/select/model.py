@@ -121,8 +121,8 @@ def _traits(program: EpilogueProgram) -> tuple[int, ...]:
     axes = {reduce.axis for reduce in program.reduces}
     loads = sum(WIDTHS[o.dtype] for o in program.loads)
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
-    sums = any(step.op == "head_sum" for step in program.steps)
-    return loads, stores, 2 * ("col" in axes), int("row" in axes), int(sums)
+    sums = int(program.sums_heads)
+    return loads, stores, 2 * ("col" in axes), int("row" in axes), sums
 
 
 def kernel_us(

@@ -30,7 +30,6 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
-from coda_inductor.select.kinds import kinds
 from coda_inductor.select.model import ground, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
@@ -179,13 +178,16 @@ class Policy:
         return (self.too_small or self.unwanted) is None and self.options.gate != "never"
 
     @property
-    def norms_heads(self) -> bool:
-        """May a program that normalizes heads run? By default only what was measured does, and to
-        make the norm's rewrite for nothing would change what the backward pass computes."""
-        if self.options.gate != "auto" or self.store is None:
-            return True
-        measures = self.tuning is not None and self.tuning.every
-        return measures or any(kinds()[name].head for name in self.store.kinds)
+    def head_norms_lose(self) -> Refusal | None:
+        """Why no program that normalizes heads may run, or None. By default only what was measured
+        does, and to make the norm's rewrite for nothing would change what the backward pass
+        computes."""
+        if self.options.gate != "auto" or self.store is None or self.store.head_norms_win:
+            return None
+        if self.tuning is not None and self.tuning.every:
+            return None
+        text = "no program that normalizes heads was measured to win on this GPU"
+        return refuse("heads-unmeasured", text)
 
     @property
     def compiles(self) -> bool:

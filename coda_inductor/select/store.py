@@ -96,10 +96,11 @@ class Store:
         return self._own
 
     @property
-    def kinds(self) -> set[str]:
-        """The kinds (``select.kinds``) of which anything was measured."""
+    def head_norms_win(self) -> bool:
+        """Was any program that normalizes heads measured to win?"""
         every = (*self._others.values(), *self.own().values())
-        return {found.kind for found in every if found.kind}
+        normed = (found for found in every if found.sums_heads and found.us)
+        return any(found.wins(min(found.us.values()), found.unfused) for found in normed)
 
     def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:
         """Keep measurements; whoever calls holds the lock (``tune.lock``).

@@ -214,6 +214,30 @@ def test_gradients_through_mutations_around_an_idiom():
     assert raised(harness, rms_norm) == 1
 
 
+def wide_norm_then(x, w, labels):
+    h = x.float()
+    y = w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS))
+    return y + x.add_(1)
+
+
+def loss_then(x, w, labels):
+    z = x * w
+    return F.cross_entropy(z, labels) + z.mul_(2)
+
+
+@pytest.mark.parametrize("function", [wide_norm_then, loss_then])
+def test_gradients_where_the_input_of_an_idiom_changes_behind_it(function):
+    """Eager keeps a wide copy, or a log-softmax; the op would keep what is changed."""
+
+    def changed(x, w):
+        return function(x + 0, w, torch.arange(3))
+
+    args, harness = [randn(3, D).bfloat16(), randn(D).float()], Harness()
+    have = gradients(torch.compile(changed, backend=harness), args)
+    assert_same(have, gradients(changed, args), 1e-5)
+    assert "changes in place what its gradient reads" in reasons(harness)
+
+
 def test_variance_under_no_grad_while_training():
     def function(x, w, u):
         with torch.no_grad():

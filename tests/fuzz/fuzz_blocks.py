@@ -139,9 +139,14 @@ def attention(w: Writer, n: str) -> str:
         w.new(f"{t}.reshape({batch}, {length}, {count}, {width})")
         for t, count in ((q, heads), (k, heads // groups), (v, heads // groups))
     )
+    normed = w.rng.choice(["before", "behind", "", "", ""])  # the transpose
+    if normed == "before":
+        q, k = (normed_heads(w, t, width) for t in (q, k))
     if width % 2 == 0 and w.chance(0.6):
         q, k = turned(w, q, k, length, width)
     q, k, v = (w.new(f"{t}.transpose(1, 2)") for t in (q, k, v))
+    if normed == "behind":
+        q, k = (normed_heads(w, t, width) for t in (q, k))
     if groups > 1:
         wide = "{t}.repeat_interleave({g}, 1)"
         if w.chance(0.4):
@@ -171,6 +176,11 @@ def attend(w: Writer, q: str, k: str, v: str, length: str) -> str:
             scores = w.new(f"{scores}.masked_fill(~({mask}), -1e4)")
         return f"{scores}.to(high).softmax(-1).to(low) @ {v}"
     return call.format(q=q, k=k, v=v, how=kind)
+
+
+def normed_heads(w: Writer, t: str, width: int) -> str:
+    """An RMSNorm of each head of ``t`` (..., width)."""
+    return w.new(w.fill(spell.RMS_NORMS, x=t, d=width, w=w.weight(width)))
 
 
 def turned(w: Writer, q: str, k: str, length: str, width: int) -> tuple[str, ...]:

@@ -210,6 +210,23 @@ def test_what_is_rounded_at_the_end_is_rotated_too(order):
     assert stored == [["bfloat16"] * 2] * 2
 
 
+def test_torchs_own_norm_behind_the_transpose_says_what_helps():
+    """Its result is laid out anew, which a reader may count on."""
+
+    def function(order, x, w, weight):
+        z = (x @ w).view(B, T, H, D)
+        z = z.transpose(1, 2) if order == "behind" else z
+        n = F.rms_norm(z, (D,), weight, 1e-6)
+        return F.scaled_dot_product_attention(n, n, n)
+
+    args = randn(*X), randn(*W), randn(D)
+    before = check(functools.partial(function, "before"), *args)
+    behind = check(functools.partial(function, "behind"), *args)
+    assert (before.counts["head_norm"], behind.counts["head_norm"]) == (1, 0)
+    assert "result-layout" in codes(behind)
+    assert "result-layout" not in codes(before)
+
+
 def of_product(eps):
     def function(x, w, weight):
         return rms_norm((x @ w).view(B, T, H, D), weight, eps, x.dtype)[0]

@@ -151,13 +151,19 @@ def test_by_default_none_runs_that_was_not_measured():
 
 def test_norms_are_rewritten_where_one_may_run(tmp_path):
     store = Store(H100, tmp_path)
-    assert not Policy(Options(), store=store).norms_heads
-    assert Policy(Options(gate="always"), store=store).norms_heads
-    assert Policy(Options()).norms_heads  # no GPU: plain ops
-    assert Policy(Options(), store=store, tuning=Tuning(None, every=True)).norms_heads
-    assert not Policy(Options(), store=store, tuning=Tuning(None, every=False)).norms_heads
-    store.add({"any": figures({"128x128:2x1:pp": 50.0}, kind="head_norm")})
-    assert Policy(Options(), store=store).norms_heads
+    assert Policy(Options(), store=store).head_norms_lose.code == "heads-unmeasured"
+    assert Policy(Options(gate="always"), store=store).head_norms_lose is None
+    assert Policy(Options()).head_norms_lose is None  # no GPU: plain ops
+    every, some = Tuning(None, every=True), Tuning(None, every=False)
+    assert Policy(Options(), store=store, tuning=every).head_norms_lose is None
+    assert Policy(Options(), store=store, tuning=some).head_norms_lose is not None
+    fast, slow = {"128x128:2x1:pp": 50.0}, {"128x128:2x1:pp": 150.0}
+    for name, lost in [("failed", {}), ("slow", slow)]:
+        store.add({name: figures(lost, sums_heads=True)})
+    store.add({"rotary": figures(fast, kind="rotary")})
+    assert Policy(Options(), store=store).head_norms_lose is not None
+    store.add({"of no kind": figures(fast, sums_heads=True)})
+    assert Policy(Options(), store=Store(H100, tmp_path)).head_norms_lose is None
 
 
 def test_inputs_have_tables():
