@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
+from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.heads import LOWERED
 from coda_inductor.fuse.lower import SITE, lower
@@ -263,7 +264,17 @@ class _Planner:
             if not adds:
                 break
             banned |= dict.fromkeys(adds, _disabled("residual"))
+        while region is not None and (heavy := self._too_heavy(region)):
+            banned |= dict.fromkeys(heavy, TOO_HEAVY)
+            region = make(banned)
         return region
+
+    def _too_heavy(self, region: Region) -> list[Node]:
+        """What must stay outside for ``region`` to have a kernel: nothing, where it has one."""
+        if not region.work:
+            return []
+        fits = self.policy.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
+        return [] if fits else heaviest(region)
 
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
         planned = self._site(region)
