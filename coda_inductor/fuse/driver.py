@@ -167,7 +167,7 @@ class _Planner:
                 region = self._grown(make)
                 if region is None:
                     continue
-                if not region.work and not any(map(multiplies_after, region.anchors)):
+                if region.idle and not any(map(multiplies_after, region.anchors)):
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
             except NoRegionError as error:
@@ -225,8 +225,7 @@ class _Planner:
         a, b = gemm_inputs(anchor)
         shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
         moved = bytes_plain(anchor)
-        of_weight = is_transpose(a) or anchor.meta.get(WEIGHT_GRADIENT)
-        role = "weight gradient" if of_weight else "input gradient"
+        role = "weight gradient" if _of_weight(anchor) else "input gradient"
         return SiteReport(
             module_path(anchor) or anchor.name,
             shape,
@@ -327,9 +326,16 @@ def _disabled(name: str) -> Refusal:
     return refuse("disabled", f"options['disable'] names {name!r}")
 
 
+def _of_weight(anchor: Node) -> bool:
+    """Is it the gradient of a weight? Its K is the number of rows."""
+    return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
+
+
 def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
-    """``why``, no failure where the GEMM need not be fused."""
-    return why.excused() if why is not None and anchor.meta.get(OPTIONAL) else why
+    """``why``, no failure where the GEMM need not be fused: so is a weight's gradient, whose K may
+    suit no kernel."""
+    optional = anchor.meta.get(OPTIONAL) or _of_weight(anchor)
+    return why.excused() if why is not None and optional else why
 
 
 def _absorbed(region: Region) -> tuple[str, ...]:
