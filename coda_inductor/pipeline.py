@@ -53,6 +53,7 @@ from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
+from coda_inductor.rewrite.turned import turn_back
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.rewrite.widened import compute_for_each
 from coda_inductor.runtime import pool
@@ -151,6 +152,7 @@ ON_ATEN = (
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
+    Pass("turned", turn_back, _fuses_gradients),
     Pass("widened", compute_for_each, _fuses_gradients),
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),

@@ -58,7 +58,9 @@ PASSES = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)]
 NEEDED = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if each.needed]
 OTHERS = [name for name in PASSES if name not in NEEDED]
 #: Those that do nothing without a backward pass.
-BACKWARD = ["late_gradients", "loss", "embedding", "widened", "recompute", "views", "borders"]
+BACKWARD = [
+    "late_gradients", "loss", "embedding", "turned", "widened", "recompute", "views", "borders",
+]  # fmt: skip
 
 #: What changes a graph.
 CHANGES = [(Graph, "create_node"), (Graph, "erase_node"), (Node, "replace_all_uses_with")]

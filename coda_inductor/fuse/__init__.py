@@ -6,6 +6,7 @@ fp8          casts to FP8, where the scale is known
 operands     how an outside tensor covers the tile
 region       what an epilogue absorbs, and the program it makes
 grow         grow a GEMM's epilogue
+fit          a region that is too heavy gives up what takes most shared memory
 sums         a sum of GEMMs is one GEMM
 pair         gate and up meet in one tile
 traffic      bytes before and after

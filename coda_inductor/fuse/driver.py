@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
+from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.heads import LOWERED
 from coda_inductor.fuse.lower import SITE, lower
@@ -166,7 +167,7 @@ class _Planner:
                 region = self._grown(make)
                 if region is None:
                     continue
-                if not region.work and not any(map(multiplies_after, region.anchors)):
+                if region.idle and not any(map(multiplies_after, region.anchors)):
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
             except NoRegionError as error:
@@ -224,8 +225,7 @@ class _Planner:
         a, b = gemm_inputs(anchor)
         shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
         moved = bytes_plain(anchor)
-        of_weight = is_transpose(a) or anchor.meta.get(WEIGHT_GRADIENT)
-        role = "weight gradient" if of_weight else "input gradient"
+        role = "weight gradient" if _of_weight(anchor) else "input gradient"
         return SiteReport(
             module_path(anchor) or anchor.name,
             shape,
@@ -263,7 +263,17 @@ class _Planner:
             if not adds:
                 break
             banned |= dict.fromkeys(adds, _disabled("residual"))
+        while region is not None and (heavy := self._too_heavy(region)):
+            banned |= dict.fromkeys(heavy, TOO_HEAVY)
+            region = make(banned)
         return region
+
+    def _too_heavy(self, region: Region) -> list[Node]:
+        """What must stay outside for ``region`` to have a kernel: nothing, where it has one."""
+        if not region.work:
+            return []
+        fits = self.policy.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
+        return [] if fits else heaviest(region)
 
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
         planned = self._site(region)
@@ -316,9 +326,16 @@ def _disabled(name: str) -> Refusal:
     return refuse("disabled", f"options['disable'] names {name!r}")
 
 
+def _of_weight(anchor: Node) -> bool:
+    """Is it the gradient of a weight? Its K is the number of rows."""
+    return is_transpose(gemm_inputs(anchor)[0]) or bool(anchor.meta.get(WEIGHT_GRADIENT))
+
+
 def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
-    """``why``, no failure where the GEMM need not be fused."""
-    return why.excused() if why is not None and anchor.meta.get(OPTIONAL) else why
+    """``why``, no failure where the GEMM need not be fused: so is a weight's gradient, whose K may
+    suit no kernel."""
+    optional = anchor.meta.get(OPTIONAL) or _of_weight(anchor)
+    return why.excused() if why is not None and optional else why
 
 
 def _absorbed(region: Region) -> tuple[str, ...]:

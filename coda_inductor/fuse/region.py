@@ -99,6 +99,16 @@ class Region:
         """Absorbed nodes that compute something (views do not)."""
         return [n for n in self.absorbed if not renames(n)]
 
+    @property
+    def idle(self) -> bool:
+        """Is all that it does the product itself, as an unfused GEMM makes it? So it is too where
+        it absorbs a cast that those who read it make."""
+        if not self.work:
+            return True
+        program = self.program()
+        bare = not (program.steps or program.operands or program.reduces) and self.total is None
+        return bare and [s.dtype for s in program.stores] == [program.product_dtype]
+
     def is_truth(self, value: Value) -> bool:
         """Is ``value`` a bool in the program?"""
         step = next((step for step in self.steps if step.name == value), None)
@@ -125,7 +135,7 @@ class Region:
     def program(self) -> EpilogueProgram:
         """The frozen program, simplified and verified."""
         stores = tuple(
-            Store(f"out{i}", str(value), dtype_name(_common_dtype(nodes)))
+            Store(f"out{i}", str(value), dtype_name(self._stored_dtype(nodes)))
             for i, (value, nodes) in enumerate(self.stored().items())
         )
         a, b = gemm_inputs(self.anchors[0])
@@ -141,6 +151,14 @@ class Region:
             0 if self.heads is None else self.heads.size,
         )
         return verify(simplify(consistent(simplify(program), self._apart())))
+
+    def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:
+        """The dtype from which every one of ``nodes``, all one value, can be made without loss: of
+        a widened copy that of what was widened, for who reads it widens for nothing. But for what
+        leaves the graph and is read nowhere narrower: to widen that is a kernel of its own."""
+        own = _common([fake(node).dtype for node in nodes])
+        wide = all(fake(node).dtype == own for node in nodes) and any(map(_leaves, nodes))
+        return own if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
 
     def _apart(self) -> set[str]:
         """Sums over M that nothing ever combines with a tile: the gradients of biases, gammas."""
@@ -160,10 +178,13 @@ def _ends_alone(node: Node) -> bool:
     return True
 
 
-def _common_dtype(nodes: list[Node]) -> torch.dtype:
-    """The dtype from which every one of ``nodes``, all one value, can be made without loss: of a
-    widened copy that of what was widened."""
-    return functools.reduce(torch.promote_types, [narrowest(node) for node in nodes])
+def _common(dtypes: list[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _leaves(node: Node) -> bool:
+    """Is ``node``, or a view of it, an output of the graph?"""
+    return any(user.op == "output" or (renames(user) and _leaves(user)) for user in node.users)
 
 
 def narrowest(node: Node) -> torch.dtype:

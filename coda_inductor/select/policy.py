@@ -233,6 +233,17 @@ class Policy:
             or legality.unaligned("its right operand", w)
         )
 
+    def fits(self, site: Site, a: torch.Tensor) -> bool:
+        """Does some kernel have the shared memory that ``site`` needs, whose left operand is ``a``?
+        Where none is to run there is no such limit."""
+        if not (self.dry or self._kernels(a)):
+            return True
+        device, terms = self.as_if or site.device, len(site.ks)
+        why = legality.unsupported(
+            site.program, site.n, site.k, site.a_major, site.b_major, device=device, terms=terms
+        )
+        return why is None or why.code != "shared-memory"
+
     def norm_loses(self, gemms: list[Node], training: bool) -> Refusal | None:
         """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])

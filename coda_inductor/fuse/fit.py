@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A region that no kernel has shared memory for gives up what takes most of it.
+
+Before (a norm's gradient on a float32 residual stream; FP8, products added up step by step)::
+
+    acc; add t0, t1 (bfloat16); mul x (float32); store dn; sums of dn * gamma * x and dn * x
+
+After (the sums, which read x, are Inductor's)::
+
+    acc; add t0, t1; store dn
+
+What leaves is all that is computed from the heaviest tile that is loaded, or, where none is loaded,
+from the last one that is stored. What was in front of that stays: a residual's sum is fused though
+the norm behind it is not. The rest is asked again, until it fits or nothing is left.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from coda_inductor.fuse.region import Region
+from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.refusal import refuse
+
+TOO_HEAVY = refuse("shared-memory", "with it, the epilogue needs more shared memory than there is")
+
+
+def heaviest(region: Region) -> list[Node]:
+    """The absorbed nodes to leave out of ``region``; none where nothing of it can be."""
+    tiles = [operand for operand in region.operands.values() if operand.kind == "tile"]
+    tiles.reverse()  # of equals the one that was read last
+    for tile in sorted(tiles, key=lambda t: -WIDTHS[t.dtype]):
+        if found := _computed_from({tile.name}, region):
+            return found
+    stored = [str(value) for value in region.stored()]
+    return next((found for v in reversed(stored) if (found := _computed_from({v}, region))), [])
+
+
+def _computed_from(values: set[str], region: Region) -> list[Node]:
+    """The absorbed nodes that are ``values`` or computed from them."""
+    reached = set(values)
+    for step in region.steps:
+        if reached.intersection(step.args):
+            reached.add(step.name)
+    return [n for n in region.work if n not in region.reduces and region.values[n] in reached]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""float32 weights under bfloat16 autocast: what fuses there and not with bfloat16 weights, and what
+it does to the gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from harness import Harness
+from torch import nn
+from training import Decoder, gradients, loss_of, tokens
+
+from coda_inductor.explanation.capture import capture
+from coda_inductor.mainloop import availability
+from coda_inductor.options import parse
+
+CUDA = torch.device("cuda", 0)
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 128,
+}  # fmt: skip
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def as_if(model, **options):
+    """The reports of a training step on an H100 that fuses whatever is legal."""
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    settings = parse(None, {"gate": "always", **options})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(availability, "kernel_stack", lambda *_: None)
+        (found,) = capture(lambda: loss_of(model(ids), ids), (), {}, settings, as_if=CUDA).graphs
+    return found.report.sites
+
+
+@functools.cache
+def llama(layers, dtype=torch.float32):
+    """What becomes of a Llama whose weights are of ``dtype``."""
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+        return as_if(_Logits(model))
+
+
+class _Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+def fused(sites, role):
+    return [site for site in sites if site.how == "kernel" and site.role == role]
+
+
+def unfused(sites):
+    return [(s.site, s.refusal.code) for s in sites if s.refusal and s.role != "weight gradient"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_all_weight_gradients_of_a_llama_leave_in_float32(layers):
+    sites = llama(layers)
+    weights = fused(sites, "weight gradient")
+    assert len(weights) == 7 * layers + 1
+    for site in weights:
+        assert [(s.value, s.dtype) for s in site.program.stores] == [("acc", "float32")]
+    # The first layer's norm has no GEMM in front, so that its v has nothing to absorb.
+    assert len(fused(sites, "forward")) == 6 * layers
+    # Attention's gradients are read head by head, but for the sum of q, k and v.
+    assert len(fused(sites, "input gradient")) == 3 * layers + 1
+
+
+def test_the_rest_fuses_as_with_bfloat16_weights():
+    auto, half = llama(2), llama(2, torch.bfloat16)
+    assert not fused(half, "weight gradient")
+    assert unfused(auto) == unfused(half)
+    for role in ("forward", "input gradient"):
+        names = [site.site for site in fused(auto, role)]
+        assert names == [site.site for site in fused(half, role)]
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_gradients_are_no_less_exact_than_eagers(reference):
+    model, ids = Decoder(2), tokens(4, 8)
+
+    def step(call):
+        model.zero_grad()
+        loss_of(call(ids), ids).backward()
+        return gradients(model)
+
+    exact = step(model)
+    with autocast():
+        eager = step(model)
+        harness = Harness(reference=reference)
+        ours = step(functools.partial(harness.train, model))
+    assert {site.role for site in harness.fused} == {
+        "forward", "input gradient", "weight gradient"
+    }  # fmt: skip
+    for name, want in exact.items():
+        assert ours[name].dtype == torch.float32
+        error, theirs = (ours[name] - want).norm(), (eager[name] - want).norm()
+        assert error <= 1.5 * theirs + 1e-3 * want.norm(), name
+
+
+def test_a_weight_gradient_leaves_unrounded():
+    """With the kernels' numerics: eager rounds it to bfloat16 and widens that."""
+    linear, x = nn.Linear(16, 24, bias=False), torch.randn(40, 16)
+    with autocast():
+        result = Harness(reference=True).train(lambda x: F.linear(x, linear.weight).float(), x)
+        result.square().sum().backward()
+    dz, half = 2 * result.detach(), x.bfloat16().double()
+    exact = dz.bfloat16().double().t() @ half
+    error = (linear.weight.grad - exact).norm() / exact.norm()
+    assert error < 1e-6
+    assert (exact.bfloat16() - exact).norm() / exact.norm() > 1e-3
+
+
+@pytest.mark.parametrize("rows", [33, 40])
+def test_rows_that_suit_no_kernel_are_no_failure(rows, monkeypatch):
+    """K of a weight's gradient is the number of rows: a failure would be a warning, and an error
+    with ``strict``."""
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
+    linear = nn.Linear(16, 24, bias=False)
+    settings = parse(None, {"gate": "always"})
+    with autocast():
+        found = capture(linear, (torch.randn(rows, 16),), {}, settings, as_if=CUDA)
+    (site,) = [s for s in found.graphs[0].report.sites if s.role == "weight gradient"]
+    assert (site.how == "kernel") == (rows % 8 == 0)
+    assert site.refusal is None or (site.refusal.code, site.refusal.failure) == (
+        "not-multiple-of-8", False
+    )  # fmt: skip
+
+
+def test_a_cast_that_its_readers_make_is_nothing_to_absorb():
+    """A gradient that is cast to float32 and added there: a kernel that stored it in bfloat16 would
+    do no more than cuBLAS."""
+
+    def function(x, w, v):
+        return F.linear(x, w).float().cumsum(0) + F.linear(x, v).float().sin()
+
+    x, w, v = (torch.randn(8, 8).bfloat16() for _ in range(3))
+    harness = Harness()
+    harness.run(function, x, w, v)
+    first = harness.report.sites[0]
+    assert not first.fused
+    assert first.refusal.code == "not-in-vocabulary"
+
+
+def test_a_pair_that_leaves_widened_stays_a_pair():
+    """Kernels of pairs store 16 bits, so that the cast stays behind."""
+
+    def function(x, gate, up):
+        return (F.silu(F.linear(x, gate)) * F.linear(x, up)).float()
+
+    harness = Harness(reference=True)
+    args = [torch.randn(16, 16).bfloat16() for _ in range(3)]
+    assert harness.run(function, *args).dtype == torch.float32
+    (site,) = harness.fused
+    assert site.program.paired
+    assert [store.dtype for store in site.program.stores] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_fp8_gradients_too_heavy_for_the_norm_keep_their_sum(layers):
+    """The float32 stream beside two more gradients does not fit an FP8 kernel that sums step by
+    step: the norm's sums are left out, and the three gradients are still added in one epilogue."""
+    with autocast():
+        sites = as_if(Decoder(layers), fp8="rowwise", fp8_small=True)
+    heavy = [site for site in sites if any(s.code == "shared-memory" for s in site.stops)]
+    assert [site.site.rpartition(".")[2] for site in heavy] == ["v"] * layers
+    assert {(site.how, site.role, site.absorbed) for site in heavy} == {
+        ("kernel", "input gradient", ("add", "add"))
+    }  # fmt: skip
+    assert "shared-memory" not in {s.refusal.code for s in sites if s.refusal is not None}
+    assert not any(s.program.reduces for s in heavy)
