@@ -24,6 +24,7 @@ GROUNDS = {
     "larger": "about: larger than anything measured",
     "smaller": "a guess: smaller than anything measured",
     "unlike": "a guess: no program that knows heads was measured",
+    "turned": "a guess: no left operand with its columns in memory was measured",
     "borrowed": "about: by another GPU of its generation",
     "unknown": "a guess: no GPU of its generation was measured",
 }

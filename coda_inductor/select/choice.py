@@ -84,7 +84,7 @@ def _selected(
         return _measured(site, *found, gpu, gated=gated)
     config = choose(program, m, n, k, site.device, site.terms, gpu)
     fused, unfused = gate.expected(site, config, gpu)
-    rests_on = ground(program, config, m, n, k, site.terms, gpu)
+    rests_on = ground(program, config, m, n, k, site.terms, gpu, site.a_major)
     known = math.isfinite(fused)
     why = None
     if gated and (known or not optimistic):

@@ -23,7 +23,7 @@ from coda_inductor.select.site import Site
 #: How much slower than expected a kernel may turn out and still win, by what is known of it.
 MARGINS = {"here": 1.0, "shipped": 1.0, "measured": 1.0, "modelled": 1.01, "larger": 1.03,
            "halved": 1.03, "borrowed": 1.05, "smaller": 1.1, "unlike": math.inf,
-           "unknown": math.inf}  # fmt: skip
+           "turned": math.inf, "unknown": math.inf}  # fmt: skip
 
 
 #: How much longer than expected launching may take and still not be the limit: processors differ,
@@ -109,6 +109,9 @@ def loses(site: Site, fused: float, unfused: float, ground: str = "measured") ->
         return None
     if ground == "unlike":
         return refuse("heads-unmeasured", "no program that knows heads was measured on this GPU")
+    if ground == "turned":
+        text = "no kernel whose left operand has its columns in memory was measured on this GPU"
+        return refuse("turned-unmeasured", text)
     text = f"expected {fused:.0f} us fused, {unfused:.0f} us unfused"
     if ground in UNSURE:
         text += f" ({UNSURE[ground]})"

@@ -56,7 +56,8 @@ FP8_CUBLAS = {
 FP8_KERNEL = 0.57
 #: Where :func:`ground` is no measurement and no model fitted to the like: what people are told.
 UNSURE = {
-    name: GROUNDS[name] for name in ("halved", "smaller", "larger", "borrowed", "unlike", "unknown")
+    name: GROUNDS[name]
+    for name in ("halved", "smaller", "larger", "borrowed", "unlike", "turned", "unknown")
 }
 
 
@@ -145,6 +146,7 @@ def ground(
     k: int,
     terms: int = 1,
     gpu: Gpu = H100,
+    a_major: str = "k",
 ) -> str:
     """What :func:`kernel_us` (without program and config: :func:`cublas_us`) rests on:
 
@@ -155,6 +157,7 @@ def ground(
                 The model's constant for that is what is left over at thousands of tiles, so that
                 for pairs it is 0, and N counts for nothing below one wave
     "unlike"    a guess: the model of programs without heads, for one that knows them
+    "turned"    a guess: the model of left operands with rows in memory, for one with columns there
     "borrowed"  the model of another GPU of its generation
     "unknown"   nothing: no GPU of its generation was measured
     """
@@ -169,6 +172,8 @@ def ground(
         kind = kind_of(program, terms, known["configs"])
         if program.head and not kinds()[kind].head:
             return "unlike"
+        if a_major == "m":
+            return "turned"
         rows = known["kernels"].get((kind, n, k), ())
         group = family(program)
         every = [row for row in known["shapes"] if family(kinds()[row["kind"]]) == group]

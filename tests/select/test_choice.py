@@ -12,6 +12,7 @@ from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, tab
 from coda_inductor.select import choice, device, gate
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
+from coda_inductor.select.policy import Tuning
 from coda_inductor.select.store import Store
 
 CUDA = torch.device("cuda", 0)
@@ -50,6 +51,19 @@ def test_without_a_store_the_model_speaks_for_an_h100():
     assert (found.how, found.measured) == ("kernel", False)
     fused, unfused = gate.expected(ONE, Config.parse(found.config))
     assert (found.fused_us, found.unfused_us) == (fused, unfused)
+
+
+def test_no_model_speaks_for_a_left_operand_that_lies_otherwise(tmp_path):
+    """As in the gradients of weights: such kernels run where they were measured."""
+    store = Store(device.H100, tmp_path)
+    turned = site("rms_partial", a_major="m")
+    found = select(turned, gated=True, store=store)
+    assert (found.how, found.ground, found.refusal.code) == (
+        "unfused", "turned", "turned-unmeasured",
+    )  # fmt: skip
+    assert Tuning(None, every=False).wants(found)
+    store.add(keyed(turned, WINS))
+    assert select(turned, gated=True, store=store).how == "kernel"
 
 
 def test_what_was_measured_slower_stays_unfused(here):
