@@ -40,6 +40,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import tree_leaves, unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, NotEvaluatedError
+from coda_inductor.dynamo.attention.fresh import fill_out_of_place
 from coda_inductor.dynamo.attention.index_proof import IndexProof
 from coda_inductor.dynamo.attention.index_values import (
     Affine,
@@ -77,6 +78,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
     place."""
     known: dict[int, _Masks] = {}
     assert isinstance(graph.owning_module, GraphModule), "Dynamo's graph has an owner"
+    fill_out_of_place(graph.owning_module)
     for body in bodies(graph.owning_module):
         around = None if body.around is None else known[id(body.around)]
         masks = known[id(body)] = _Masks(body, around)
