@@ -5,6 +5,7 @@ index_values  elements of a tensor as expressions in their indices
 index_calls   how a node is called
 index_proof   what a tensor is made of, for every size
 constants     what a tensor's values are, where sizes are numbers
+fresh         masks that are filled in place
 calls         masks become flags, repeated heads become grouped ones
 additive      what a mask of 0 and -inf was made of
 blocks        a mask's blocks, and the call of FlexAttention that walks along them

@@ -4,39 +4,64 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.matching import normalize, target_name, value
+from coda_inductor.dynamo.attention.index_calls import FILLED, fill, op_name
+from coda_inductor.dynamo.attention.index_values import NotProvenError
+from coda_inductor.matching import normalize, value
 from coda_inductor.refusal import Refusal, refuse
 
+#: Arguments in order; the tensor itself is a method's first.
+_ARGUMENTS = {
+    ("where", "call_function"): ("condition", "input", "other"),
+    ("where", "call_method"): ("input", "condition", "other"),
+    ("masked_fill", "call_function"): ("input", "mask", "value"),
+    ("masked_fill", "call_method"): ("input", "mask", "value"),
+}
 
-def condition(mask: Node, constants: Constants) -> tuple[Node, bool] | Refusal:
-    """What ``mask`` says, as a boolean tensor of the same graph, and whether that is True where it
-    hides a key; or why there is none.
+
+class Condition(NamedTuple):
+    """``seen``, a boolean tensor, is True where a key is hidden if ``hides``, and where it is shown
+    otherwise; ``steps`` are all nodes from the mask to it, of which none may have been written to
+    after it was made."""
+
+    seen: Node
+    hides: bool
+    steps: frozenset[Node]
+
+
+def condition(mask: Node, constants: Constants) -> Condition | Refusal:
+    """What ``mask`` says, as a boolean tensor of the same graph; or why there is none.
 
     A boolean mask is itself what it says. Of an additive one, ``where(c, 0, -inf)`` and
     ``zeros.masked_fill(c, -inf)`` are understood, either way round and behind a cast. With the
     dtype's lowest number in place of -inf, a row that sees nothing is the mean of all values.
     """
-    known = value(mask)
+    known, steps = value(mask), {mask}
     if known.dtype == torch.bool:
-        return mask, False
+        return Condition(mask, False, frozenset(steps))
     if known.requires_grad:
         return refuse("mask-gradient", "it wants a gradient")
     while (canon := normalize(mask)) is not None and canon.op == "cast":
         mask = canon.args[0]
-    if (name := target_name(mask)) not in ("where", "masked_fill") or len(mask.args) != 3:
+        steps.add(mask)
+    name = op_name(mask)
+    names = _ARGUMENTS.get((name, mask.op), ())
+    given = dict(zip(names, mask.args, strict=False)) | mask.kwargs
+    if not names or set(given) != set(names):
         return refuse("mask-bias", "it is not made of 0 and -inf by where or masked_fill")
-    first, middle, last = mask.args
-    seen, shown, other = (first, middle, last) if name == "where" else (middle, last, first)
+    if name == "where":
+        seen, shown, other = given["condition"], given["input"], given["other"]
+    else:
+        seen, shown, other = given["mask"], given["value"], given["input"]
     numbers = _number(shown, constants), _number(other, constants)
     if value(seen) is None or value(seen).dtype != torch.bool or set(numbers) != {0, -math.inf}:
         return refuse("mask-bias", "it adds other numbers than 0 and -inf")
-    return seen, numbers[0] != 0
+    return Condition(seen, numbers[0] != 0, frozenset({*steps, seen}))
 
 
 def _number(arg: Any, constants: Constants) -> float | None:
@@ -44,7 +69,12 @@ def _number(arg: Any, constants: Constants) -> float | None:
     if isinstance(arg, (int, float)):
         return float(arg)
     try:
-        known = constants.value(arg).double().unique()
-    except NotConstantError:
+        if arg.op.startswith("call_") and op_name(arg) in FILLED and arg not in constants.changed:
+            return float(fill(arg, op_name(arg)).yes)  # of any size
+        known = constants.value(arg)
+    except (NotConstantError, NotProvenError):
         return None
-    return known.item() if known.numel() == 1 else None
+    if not known.numel():
+        return None
+    low, high = known.aminmax()
+    return float(low) if low == high else None

@@ -42,7 +42,7 @@ from torch.fx import Graph, GraphModule, Node
 from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.additive import condition
 from coda_inductor.dynamo.attention.blocks import attend, block_lists, put
-from coda_inductor.dynamo.attention.calls import arguments_of, repetition
+from coda_inductor.dynamo.attention.calls import arguments_of, repetition, widened
 from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.matching import Body, bodies, forward_mode, value, writes_to
 from coda_inductor.matching.bodies import nested
@@ -58,6 +58,8 @@ LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
 _SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
+#: What Dynamo records of nn.MultiheadAttention, and its masks.
+_MODULE, _MODULE_MASKS = F.multi_head_attention_forward, ("key_padding_mask", "attn_mask")
 #: Elements of a mask, which kernels count in 32 bits.
 INDICES = 2**31
 
@@ -131,6 +133,9 @@ def skip_blocks(graph: Graph, record: Record) -> None:
         constants = Constants(body.graph, body.outer, around.constants if around else None)
         scope = scopes[id(body)] = _Scope(body, around, constants)
         for call in body.graph.nodes:
+            if call.target is _MODULE and any(map(call.kwargs.get, _MODULE_MASKS)):
+                text = "nn.MultiheadAttention is one call here, with its attention inside"
+                record.refuse(NAME, call.name, refuse("mask-module", text))
             arguments = arguments_of(call) if call.target is _SDPA else None
             if arguments is None or arguments.get("attn_mask") is None:
                 continue
@@ -172,12 +177,16 @@ def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
         return refuse("mask-dropout", "FlexAttention drops nothing")
     if arguments.get("is_causal"):
         return refuse("mask-unknown", "is_causal is set beside it")
-    return _shapes(query, key, val)
+    return _shapes(query, key, val, result)
 
 
-def _shapes(query: Any, key: Any, val: Any) -> Refusal | None:
+def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
     if query.dim() != 4 or key.dim() != 4 or val.dim() != 4:
         return refuse("mask-shape", "queries, keys and values have not 4 dimensions each")
+    if not all(t.numel() for t in (query, key, val)):
+        return refuse("mask-small", "a tensor of it is empty")
+    if widened(result, query, key):
+        return refuse("mask-shape", "its scores are broadcast to the mask")
     if key.shape[:3] != val.shape[:3] or len(key) != len(query) or query.shape[1] % key.shape[1]:
         return refuse("mask-shape", "its tensors are broadcast to each other")
     widths = query.shape[-1], val.shape[-1]
@@ -197,8 +206,8 @@ def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Re
     found = condition(mask, home.constants)
     if isinstance(found, Refusal):
         return found
-    seen, hides = found
-    if any(_written_to(node, home.body.graph) for node in {mask, seen}):
+    seen, hides, steps = found
+    if any(_written_to(node, home.body.graph) for node in steps):
         return refuse("mask-mutated", "an in-place op changes it")
     known = value(seen)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):

@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import tree_leaves, unset_fake_temporarily
-from coda_inductor.dynamo.attention import constants
-from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, TooLargeError
+from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, NotEvaluatedError
+from coda_inductor.dynamo.attention.fresh import fill_out_of_place
 from coda_inductor.dynamo.attention.index_proof import IndexProof
 from coda_inductor.dynamo.attention.index_values import (
     Affine,
@@ -78,6 +78,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
     place."""
     known: dict[int, _Masks] = {}
     assert isinstance(graph.owning_module, GraphModule), "Dynamo's graph has an owner"
+    fill_out_of_place(graph.owning_module)
     for body in bodies(graph.owning_module):
         around = None if body.around is None else known[id(body.around)]
         masks = known[id(body)] = _Masks(body, around)
@@ -109,28 +110,21 @@ class _Masks:
                 self.known[key] = self._classify(mask, queries, keys)
             except (NotConstantError, DataError) as error:
                 self.known[key] = error.refusal
-            except NotProvenError as error:
-                self.known[key] = _why_a_proof(mask, queries, keys).within(f"{{}}, and {error}")
         return self.known[key]
 
     def _classify(self, mask: Node, queries: Any, keys: Any) -> Verdict:
-        if _static(mask, queries, keys):
+        why = refuse("mask-size", "its size is symbolic")
+        if all(isinstance(size, int) for size in (*value(mask).shape, queries, keys)):
             try:
                 return classify(self.constants.value(mask), queries, keys)
-            except TooLargeError:
-                pass
-        return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
-
-
-def _static(mask: Node, queries: Any, keys: Any) -> bool:
-    return all(isinstance(size, int) for size in (*value(mask).shape, queries, keys))
-
-
-def _why_a_proof(mask: Node, queries: Any, keys: Any) -> Refusal:
-    """Why a mask was not evaluated."""
-    if _static(mask, queries, keys):
-        return constants.too_large()
-    return refuse("mask-size", "its size is symbolic")
+            except NotEvaluatedError as error:
+                why = error.refusal
+        try:
+            return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
+        except DataError:
+            raise
+        except NotProvenError as error:
+            return why.within(f"{{}}, and {error}")
 
 
 def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
@@ -140,7 +134,7 @@ def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
             continue
         mask = arguments.get("attn_mask")
         if mask is not None and record.enabled("constant_mask"):
-            verdict = _verdict(mask, arguments, masks)
+            verdict = _verdict(node, arguments, masks)
             if isinstance(verdict, Refusal):
                 record.refuse(
                     "constant_mask", node.name, verdict.within("no flag for the mask, {}")
@@ -171,13 +165,27 @@ def arguments_of(node: Node) -> dict[str, Any] | None:
     return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
 
 
-def _verdict(mask: Any, arguments: dict[str, Any], masks: _Masks) -> Verdict:
+def _verdict(call: Node, arguments: dict[str, Any], masks: _Masks) -> Verdict:
+    mask = arguments["attn_mask"]
     if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
         return refuse("mask-unknown", "it is no tensor of this graph")
     if arguments.get("is_causal"):
         return refuse("mask-unknown", "is_causal is set beside it")
-    queries, keys = (value(arguments[name]).shape[-2] for name in ("query", "key"))
-    return masks.verdict(mask, queries, keys)
+    query, key = (value(arguments[name]) for name in ("query", "key"))
+    if widened(value(call), query, key):
+        return refuse("mask-shape", "scores are broadcast to it")
+    return masks.verdict(mask, query.shape[-2], key.shape[-2])
+
+
+def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """May ``result`` of attention have more rows or batches than queries and keys make? A mask with
+    more of them does that under compilation; eager SDPA raises."""
+    batches = zip(*(reversed(t.shape[:-2]) for t in (result, query, key)), strict=False)
+    return (
+        result.dim() != query.dim()
+        or not same(result.shape[-2], query.shape[-2])
+        or not all(same(own, q) or same(own, k) for own, q, k in batches)
+    )
 
 
 def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:

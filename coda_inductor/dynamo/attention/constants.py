@@ -23,8 +23,12 @@ from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_tempora
 from coda_inductor.matching import changes, target_name, value
 from coda_inductor.refusal import Refusal, refuse
 
-#: Ops of which the first argument says only dtype, device and shape.
-_LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
+#: Ops of which this argument, if it is a tensor, says only dtype, device and shape.
+_LIKE = {
+    "new_ones": 0, "new_zeros": 0, "new_full": 0, "ones_like": 0, "zeros_like": 0, "full_like": 0,
+    "to": 1, "type_as": 1, "expand_as": 1,
+}  # fmt: skip
+_SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 #: Of one tensor: a boolean mask of 16384 x 16384. A few are alive at a time.
 MAX_BYTES = 2**28
 
@@ -37,13 +41,8 @@ class NotConstantError(Exception):
         self.refusal = refusal
 
 
-class TooLargeError(NotConstantError):
-    """It is constant, but takes too much memory to be evaluated."""
-
-
-def too_large() -> Refusal:
-    """That reason."""
-    return refuse("mask-large", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
+class NotEvaluatedError(NotConstantError):
+    """It may be constant, but is not evaluated: a size is symbolic, or a tensor too large."""
 
 
 class Constants:
@@ -74,29 +73,33 @@ class Constants:
         if node in self._outer and self._around is not None:
             elsewhere = refuse("mask-unknown", "it comes from elsewhere")
             return self._around._why.get(self._outer[node], elsewhere)
+        known = value(node)
+        sizes = known.shape if isinstance(known, torch.Tensor) else [known]
+        symbolic = any(isinstance(size, _SYMBOLS) for size in sizes)
+        if symbolic and not isinstance(known, torch.Tensor):
+            return refuse("mask-size", "its size is symbolic")
         if node.op in ("placeholder", "get_attr") or not _is_torch(node):
             text = f"it depends on {getattr(node.target, '__name__', node.target)}"
             return refuse("mask-data", text)
         for source in _sources(node):
             if self._why[source] is not None:
                 return self._why[source]
-        known = value(node)
-        sizes = known.shape if isinstance(known, torch.Tensor) else [known]
-        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+        if symbolic:
             return refuse("mask-size", "its size is symbolic")
         if isinstance(known, torch.Tensor) and known.numel() * known.itemsize > MAX_BYTES:
-            return too_large()
+            return refuse("mask-large", f"it takes more than {MAX_BYTES >> 20} MiB to evaluate")
         return None
 
     def value(self, node: Node) -> torch.Tensor:
         """The value of ``node`` as a CPU tensor.
 
         Raises:
-            TooLargeError: it is constant, but too large.
+            NotEvaluatedError: it has no values yet, or too many.
             NotConstantError: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
-            raise TooLargeError(why) if why.code == "mask-large" else NotConstantError(why)
+            unknown = why.code in ("mask-large", "mask-size")
+            raise NotEvaluatedError(why) if unknown else NotConstantError(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
@@ -136,15 +139,20 @@ class Constants:
 
 def _sources(node: Node) -> list[Node]:
     """The nodes whose values ``node`` depends on."""
-    inputs = node.all_input_nodes
-    if target_name(node) in _LIKE and node.args and isinstance(value(node.args[0]), torch.Tensor):
-        return [n for n in inputs if n is not node.args[0]]
-    return inputs
+    at = _LIKE.get(target_name(node), len(node.args))
+    if at >= len(node.args) or not isinstance(value(node.args[at]), torch.Tensor):
+        return node.all_input_nodes
+    sources: list[Node] = []
+    others = (*node.args[:at], *node.args[at + 1 :], node.kwargs)
+    torch.fx.node.map_arg(others, sources.append)
+    return sources
 
 
 def _sample(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and dtype of ``like``; its values do not matter."""
-    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+    """A tensor of the shape and dtype of ``like``; its values do not matter. Nor does a symbolic
+    shape, which what is made of it does not have."""
+    static = all(isinstance(size, int) for size in like.shape)
+    return torch.zeros((), dtype=like.dtype).expand(like.shape if static else ())
 
 
 def _with_ancestors(node: Node) -> set[Node]:

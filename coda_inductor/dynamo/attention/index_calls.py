@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.dynamo.attention.index_values import NotProvenError, Number, Value, constant
+from coda_inductor.dynamo.attention.index_values import Choice, NotProvenError, Number, constant
 from coda_inductor.matching import value
 
 #: Ops of which no argument but the filling number says what the elements are.
@@ -47,7 +47,7 @@ def op_name(node: Node) -> str:
     return _SPELLINGS.get(name, name)
 
 
-def fill(node: Node, name: str) -> Value:
+def fill(node: Node, name: str) -> Choice:
     """What a call of ``name``, one of ``FILLED``, fills its tensor with."""
     number: Any = FILLED[name]
     if number is None:

@@ -104,7 +104,7 @@ class IndexProof:
             text = f"it depends on {getattr(node.target, '__name__', node.target)}"
             raise DataError(refuse("mask-data", text))
         if name in FILLED:
-            result = fill(node, name)
+            result: Value = fill(node, name)
         elif name in _POINTWISE:
             result = self._pointwise(node, name)
         elif name in _OPS:

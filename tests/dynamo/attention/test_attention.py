@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn, reasons
-from harness import Harness
+from harness import Harness, Stock
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo.attention import calls as calls_module
@@ -55,7 +55,13 @@ def packed_mask(q):
     return true & (i[None, None, None, :] <= i[:, None]) & same
 
 
-@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])
+def like_mask(q):
+    """The query says only its dtype and shape."""
+    low = torch.full((T, T), float("-inf")).triu(1)
+    return low.type_as(q) + low.to(q).expand_as(q @ q.mT)
+
+
+@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask, like_mask])
 def test_constant_causal_masks_become_a_flag(mask):
     def attend(q, k, v):
         return sdpa(q, k, v, attn_mask=mask(q))
@@ -139,6 +145,27 @@ def test_queries_and_keys_of_different_number_stay():
 
     harness = check(attend, heads(), heads(t=7), heads(t=7))
     assert "12 queries but 7 keys" in reasons(harness)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda q: torch.ones(3, 1, T, T, dtype=torch.bool).tril(),
+        lambda q: torch.ones(6, T, dtype=torch.bool),
+        lambda q: torch.ones(1, 2, 1, T, T, dtype=torch.bool),
+    ],
+)
+def test_scores_are_not_broadcast_to_a_mask_that_is_gone(mask):
+    """Eager raises; torch.compile makes the larger result."""
+
+    def attend(q, k, v):
+        q = q[:1, :1, :1] if len(mask(q)) == 6 else q[:1, :1]
+        return sdpa(q, k[:1, :1], v[:1, :1], attn_mask=mask(q)).shape
+
+    args, harness = [heads() for _ in range(3)], Harness()
+    assert harness.run(attend, *args) == Stock().run(attend, *args)
+    assert not harness.counts["constant_mask"]
+    assert "scores are broadcast to it" in reasons(harness)
 
 
 @pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])

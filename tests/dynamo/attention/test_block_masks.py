@@ -14,7 +14,7 @@ from harness import Harness
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor.dynamo.attention import block_masks
+from coda_inductor.dynamo.attention import block_masks, constants
 from coda_inductor.dynamo.attention.blocks import block_lists
 
 T = 300
@@ -204,6 +204,10 @@ ADDITIVE = {
     "where, the other way": lambda mask: torch.where(~mask, -math.inf, torch.zeros(T, T)).to(
         torch.float64
     ),
+    "masked_fill by name": lambda mask: mask.new_zeros(mask.shape, dtype=torch.float64).masked_fill(
+        mask=~mask, value=-math.inf
+    ),
+    "method": lambda mask: torch.zeros(mask.shape, dtype=torch.float64).where(mask, -math.inf),
 }
 
 
@@ -215,6 +219,12 @@ def test_masks_of_zero_and_minus_infinity(how):
     mask = MASKS["random"]()
     mask[:, :, 7] = False
     assert compare(added, *inputs(), mask).counts["block_mask"] == 1
+
+
+def test_zeros_of_any_size_are_known(monkeypatch):
+    monkeypatch.setattr(constants, "MAX_BYTES", 100)
+    harness = compare(lambda *a: attend(*a[:3], additive(a[3])), *inputs(), MASKS["random"]())
+    assert harness.counts["block_mask"] == 1
 
 
 def layers(q, k, v, mask, n=3):
@@ -374,7 +384,15 @@ def condition_written_after(q, k, v, mask):
     return sdpa(q, k, v, attn_mask=bias)
 
 
-@pytest.mark.parametrize("function", [written_after, condition_written_after])
+def written_before_a_cast(q, k, v, mask):
+    bias = torch.where(mask, 0.0, -math.inf)
+    bias[:, :, 5:9] = 0.0
+    return sdpa(q, k, v, attn_mask=bias.double())
+
+
+@pytest.mark.parametrize(
+    "function", [written_after, condition_written_after, written_before_a_cast]
+)
 def test_masks_that_are_written_to_stay(function):
     stays("an in-place op changes it", function, *inputs(), MASKS["random"]())
 
@@ -417,6 +435,20 @@ def test_heads_of_other_widths_stay(d, widths):
 def test_tensors_that_are_broadcast_stay():
     q, (_, k, v) = inputs()[0], inputs(batch=1)
     stays("broadcast to each other", attend, q, k, v, MASKS["random"]())
+
+
+def test_scores_that_are_broadcast_to_the_mask_stay():
+    q, k, v = (t.detach() for t in inputs(t=20, batch=1))
+    harness = Harness(gate="always")  # eager raises
+    assert len(harness.run(attend, q, k, v, torch.rand(2, 1, 20, 20) > 0.5)) == 2
+    assert "broadcast to the mask" in reasons(harness)
+
+
+@pytest.mark.parametrize(("t", "keys", "batch"), [(0, 9, 2), (9, 0, 2), (9, 9, 0)])
+def test_empty_tensors_stay(t, keys, batch):
+    q, (_, k, v) = inputs(t=t, batch=batch)[0], inputs(t=keys, batch=batch)
+    harness = check(attend, q, k, v, torch.rand(batch, 1, t, keys) > 0.5, gate="always")
+    assert "a tensor of it is empty" in reasons(harness)
 
 
 def test_three_dimensions_stay():

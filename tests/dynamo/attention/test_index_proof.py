@@ -221,6 +221,26 @@ def test_a_full_mask_needs_no_equal_lengths():
     assert harness.counts["constant_mask"] == 1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda q, causal: causal & q.new_ones((), dtype=torch.bool),
+        lambda q, causal: (causal & torch.ones(len(q), 1, 12, 12, dtype=torch.bool))[0],
+    ],
+)
+def test_only_the_batch_is_symbolic(make):
+    def attend(q, k, v):
+        i, j = rows_and_columns(q, k)
+        return sdpa(q, k, v, attn_mask=make(q, j <= i))
+
+    args = [t.detach() for t in inputs()]
+    for t in args:
+        torch._dynamo.mark_dynamic(t, 0)
+    harness = Harness()
+    assert_same(harness.run(attend, *args), attend(*args))
+    assert harness.counts["constant_mask"] == 1
+
+
 def test_masks_outside_of_checkpoints():
     def attend(q, k, v):
         i, j = rows_and_columns(q, k)
