@@ -28,6 +28,7 @@ _LIKE = {
     "new_ones": 0, "new_zeros": 0, "new_full": 0, "ones_like": 0, "zeros_like": 0, "full_like": 0,
     "to": 1, "type_as": 1, "expand_as": 1,
 }  # fmt: skip
+_CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 #: Of one tensor: a boolean mask of 16384 x 16384. A few are alive at a time.
 MAX_BYTES = 2**28
@@ -125,8 +126,13 @@ class Constants:
 
             args = torch.fx.node.map_arg((step.args, step.kwargs), known)
             args, kwargs = tree_map(_on_cpu, args)
+            if kwargs.get("device") is not None:  # a number too
+                kwargs = {**kwargs, "device": _CPU}
             if step.op == "call_method":
-                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
+                name = str(step.target)
+                values[step] = (
+                    args[0] if name == "cuda" else getattr(args[0], name)(*args[1:], **kwargs)
+                )
             elif step in self._outer and self._around is not None:
                 values[step] = self._around.value(self._outer[step])
             else:
@@ -182,7 +188,7 @@ def _is_torch(node: Node) -> bool:
 
 def _on_cpu(arg: Any) -> Any:
     device = isinstance(arg, torch.device) or (isinstance(arg, str) and arg.startswith("cuda"))
-    return torch.device("cpu") if device else arg
+    return _CPU if device else arg
 
 
 class _NoRandom(TorchDispatchMode):
