@@ -16,7 +16,8 @@ Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
 
 Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
 (``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
-and products in another dtype than bfloat16. The two gradients of a layer follow its forward
+weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), and products in another
+dtype than bfloat16. The two gradients of a layer follow its forward
 product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
 """
 
@@ -58,7 +59,7 @@ class Linear:
 def quantize_linears(graph: Graph, record: Record) -> None:
     """Apply the rewrite, in place, where ``options["fp8"]`` asks for it. Each forward product
     counts, or has its reason."""
-    if not record.options.fp8:
+    if not record.options.fp8 or not record.enabled("fp8_linear"):
         return
     scope, products = Scope(graph), [n for n in graph.nodes if n.target in _PRODUCTS]
     linears = [found for n in products if (found := _linear(n, scope, record)) is not None]
@@ -90,8 +91,7 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
     if x in scope.graded or weight in scope.graded:
         return None
     root = _root(weight)
-    given = root.op in ("placeholder", "get_attr") and fake(root).dim() == 2
-    if not given or not is_transpose(weight):
+    if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
         return Linear(node, origin(x), root, chosen=False)
     why = _refusal(node, record)
     if why is not None:
@@ -105,6 +105,9 @@ def _refusal(node: Node, record: Record) -> Refusal | None:
     for pattern in options.fp8_skip:
         if any(fnmatch.fnmatchcase(name, pattern) for name in (path, path.rpartition(".")[2])):
             return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
+    if not is_transpose(weight):
+        text = "its weight is (K, N), as no nn.Linear's is"
+        return refuse("fp8-weight", text)
     if fake(node).dtype != torch.bfloat16:
         return refuse("fp8-dtype", f"it multiplies {fake(node).dtype}, not bfloat16")
     k, n = fake(weight).shape

@@ -21,6 +21,7 @@ from float8 import (
 )
 from harness import Harness, Stock
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from coda_inductor.errors import OptionError
 from coda_inductor.options import parse
@@ -173,6 +174,21 @@ REFUSED = {
     "not-multiple-of-16": ({"fp8_small": True, "fp8_skip": []}, 40, torch.bfloat16, "first"),
     "fp8-dtype": ({"fp8_small": True}, 32, torch.float32, "first"),
 }
+
+
+def test_a_weight_that_is_no_linears_says_so():
+    """Hugging Face's Conv1D, in GPT-2."""
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(Conv1D(32, D).bfloat16(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+    assert [why.code for why in harness.record.report.refusals] == ["fp8-weight"]
+
+
+def test_disabled():
+    harness = Quantized(fp8="rowwise", fp8_small=True, disable=["fp8_linear"])
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+    assert not harness.record.fired
 
 
 @pytest.mark.parametrize("code", REFUSED)
