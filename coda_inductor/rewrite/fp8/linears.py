@@ -16,7 +16,8 @@ Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
 
 Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
 (``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
-and products in another dtype than bfloat16. The two gradients of a layer follow its forward
+weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), and products in another
+dtype than bfloat16. The two gradients of a layer follow its forward
 product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
 """
 
@@ -46,8 +47,8 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer's forward product: its node, what its input and its weight (N, K) come from, and
-    whether it is quantized."""
+    """A forward product: its node, what its input and its weight come from, and whether it is that
+    of a layer which is quantized."""
 
     node: Node
     x: Any
@@ -58,18 +59,18 @@ class Linear:
 def quantize_linears(graph: Graph, record: Record) -> None:
     """Apply the rewrite, in place, where ``options["fp8"]`` asks for it. Each forward product
     counts, or has its reason."""
-    if not record.options.fp8:
+    if not record.options.fp8 or not record.enabled("fp8_linear"):
         return
     scope, products = Scope(graph), [n for n in graph.nodes if n.target in _PRODUCTS]
     linears = [found for n in products if (found := _linear(n, scope, record)) is not None]
+    # Before the first change: a layer's input may be another one's product.
+    roles = {node: _gradient_role(node, linears, scope) for node in products}
     put = _Quantizer(graph, RECIPES[record.options.fp8], scope)
     for linear in linears:
         if linear.chosen:
             put(linear.node, Role.FORWARD, gradient=None)
             record.fire("fp8_linear")
-    chosen = [linear for linear in linears if linear.chosen]
-    for node in products:
-        role = _gradient_role(node, chosen, scope)
+    for node, role in roles.items():
         why = _odd({"M": fake(node.args[0]).shape[1]}) if role is Role.WEIGHT_GRADIENT else None
         if why is not None and Role.WEIGHT_GRADIENT in put.recipe.vectors:
             record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
@@ -85,13 +86,13 @@ def _root(node: Node) -> Node:
 
 
 def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
-    """What ``node`` is the forward product of, if it is a linear layer's."""
+    """The product ``node``, if it is one of the forward pass."""
     x, weight = gemm_inputs(node)
-    if x in scope.graded or weight in scope.graded or not is_transpose(weight):
+    if x in scope.graded or weight in scope.graded:
         return None
     root = _root(weight)
     if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
-        return None
+        return Linear(node, origin(x), root, chosen=False)
     why = _refusal(node, record)
     if why is not None:
         record.refuse("fp8_linear", place(node), why)
@@ -104,6 +105,9 @@ def _refusal(node: Node, record: Record) -> Refusal | None:
     for pattern in options.fp8_skip:
         if any(fnmatch.fnmatchcase(name, pattern) for name in (path, path.rpartition(".")[2])):
             return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
+    if not is_transpose(weight):
+        text = "its weight is (K, N), as no nn.Linear's is"
+        return refuse("fp8-weight", text)
     if fake(node).dtype != torch.bfloat16:
         return refuse("fp8-dtype", f"it multiplies {fake(node).dtype}, not bfloat16")
     k, n = fake(weight).shape
@@ -127,24 +131,38 @@ def _odd(sizes: dict[str, Any]) -> Refusal | None:
     return None
 
 
-def _gradient_role(node: Node, chosen: list[Linear], scope: Scope) -> Role | None:
-    """Which gradient of one of the ``chosen`` layers ``node`` makes; None for any other product."""
+def _gradient_role(node: Node, linears: list[Linear], scope: Scope) -> Role | None:
+    """Which gradient of a quantized one of ``linears`` ``node`` makes; None for other products."""
     if node.target is not aten.mm.default:
         return None
     left, right = gemm_inputs(node)
     graded = (left in scope.graded, right in scope.graded)
     if sum(graded) != 1:
         return None
-    if is_transpose(left):
-        x, dy = (right, left.args[0]) if graded[0] else (left.args[0], right)
-        shape = (fake(dy).shape[1], fake(x).shape[1])
-        for linear in chosen:
-            if linear.x == origin(x) and same(fake(linear.weight).shape, shape):
-                return Role.WEIGHT_GRADIENT
-        return None
-    if graded[0] and any(linear.weight is _root(right) for linear in chosen):
-        return Role.INPUT_GRADIENT
-    return None
+    made_by: list[Linear] = []
+    if graded[0] or is_transpose(left):  # dy.T @ x, or x.T @ dy
+        x = right if graded[0] else left.args[0]
+        n = fake(left).shape[0] if graded[0] else fake(right).shape[1]
+        wanted = (fake(x).shape[1], n)
+        made_by = [
+            linear
+            for linear in linears
+            if linear.x == origin(x) and same(fake(gemm_inputs(linear.node)[1]).shape, wanted)
+        ]
+    if made_by:
+        return Role.WEIGHT_GRADIENT if _chosen(node, made_by) else None
+    weight = _root(right if graded[0] else left)  # dy @ W; W.T @ dy.T where x lies by columns
+    made_by = [linear for linear in linears if linear.weight is weight]
+    return Role.INPUT_GRADIENT if _chosen(node, made_by) else None
+
+
+def _chosen(gradient: Node, linears: list[Linear]) -> bool:
+    """Is that one of ``linears``, each of which may have made ``gradient``, quantized? Where only
+    some are, autograd's numbers tell which it is."""
+    if len({linear.chosen for linear in linears}) > 1:
+        number = gradient.meta.get("seq_nr")
+        linears = [linear for linear in linears if linear.node.meta.get("seq_nr") == number]
+    return bool(linears) and all(linear.chosen for linear in linears)
 
 
 class _Quantizer:
@@ -159,6 +177,8 @@ class _Quantizer:
         vectors = self.recipe.vectors.get(role)
         if vectors is None:
             return
+        if gradient == 1:
+            vectors = vectors[::-1]
         fast = role is Role.FORWARD
         put = Put(self.graph, like=node)
         with self.graph.inserting_before(node):

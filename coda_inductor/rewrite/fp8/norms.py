@@ -17,6 +17,7 @@ maxima read h, so that it stays on the tile, and memory has x, which others read
 columns need r first: x is read once for them. The norm's gradient stays as it is; its row
 sums are those of the gradient that is there (rule R3 holds of exact operands only). Another reader
 in the backward pass (a weight's gradient in 16 bits) reads n, made anew.
+So it is where n is float32 and its casts to 16 bits, one a layer under autocast, are quantized.
 
 Refuses, beside what ``rewrite.norm`` refuses: another reader in the forward pass.
 """
@@ -26,10 +27,11 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import base, fake, place, readers
+from coda_inductor.graph.nodes import base, fake, is_cast, place, readers
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -68,12 +70,17 @@ class Waiting:
 def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiting | None:
     """Let the norm whose result ``nodes``, all its quantizations, read, wait for them; None where
     there is none, or it stays."""
+    quantized = fake(nodes[0].args[0]).dtype
     result = base(nodes[0].args[0])
+    if is_cast(result) and fake(result.args[0]).dtype == torch.float32:
+        result = base(result.args[0])
     if result.target is not operator.getitem or result.args[0].target is not rms_norm:
         return None
     norm = result.args[0]
-    names, users = readers(result)
-    others = [(user, name) for user in users for name in names if name in user.all_input_nodes]
+    reads = _reads(result)
+    casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
+    others = [(user, name) for user, name in reads if user not in casts]
+    others += [read for cast in casts for read in _reads(cast)]
     others = [(user, name) for user, name in others if user not in nodes]
     why = _refusal(norm, others, scope, record)
     if why is not None:
@@ -89,6 +96,12 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiti
         x = put.reshape(norm.args[0], [-1, fake(norm.args[0]).shape[-1]])
         weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
     return Waiting(x, made.h, made.flat, weight, others)
+
+
+def _reads(result: Node) -> list[tuple[Node, Node]]:
+    """Who reads ``result``, each with the name that it reads."""
+    names, users = readers(result)
+    return [(user, name) for user in users for name in names if name in user.all_input_nodes]
 
 
 def _refusal(

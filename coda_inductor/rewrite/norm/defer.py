@@ -26,7 +26,7 @@ from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs, producer
-from coda_inductor.graph.nodes import fake, place, readers, renames
+from coda_inductor.graph.nodes import fake, is_cast, place, readers, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.log import logger
 from coda_inductor.record import Record
@@ -69,7 +69,12 @@ def defer_norms(graph: Graph, record: Record) -> None:
 
 def _quantized(norm: Node) -> bool:
     """Is the result of the RMSNorm ``norm`` quantized? ``rewrite.fp8`` judges it then."""
-    _, users = readers(norm, lambda user: user.target is operator.getitem or renames(user))
+
+    def same(user: Node) -> bool:
+        narrows = is_cast(user) and fake(user.args[0]).dtype == torch.float32
+        return user.target is operator.getitem or renames(user) or narrows
+
+    _, users = readers(norm, same)
     return norm.target is rms_norm and any(user.target is quantize for user in users)
 
 

@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from float8 import RECIPES, D, Stack, needs_scaled_mm, products, quantizations, stack, trained
+import torch.nn.functional as F
+from float8 import (
+    RECIPES,
+    D,
+    Stack,
+    convert,
+    needs_scaled_mm,
+    products,
+    quantizations,
+    stack,
+    trained,
+)
 from harness import Harness, Stock
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from coda_inductor.errors import OptionError
 from coda_inductor.options import parse
@@ -51,6 +65,57 @@ def test_numbers_are_torchaos_bit_for_bit(recipe, how):
     theirs = trained(Stock(), stack(recipe, **kwargs), x)
     for have, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=0)
+
+
+def one_shared():
+    model = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    return model
+
+
+class Turned(nn.Module):
+    """Two layers, the second of which reads the first one's columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 48, bias=False), nn.Linear(32, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x.flatten(0, 1)).t())
+
+
+class Masked(nn.Module):
+    """Two layers of one input and one width, of which torchao knows the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gain = nn.Linear(D, D), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return self.first(x) * F.linear(x, self.gain.tanh())
+
+
+BESIDE = {
+    "skipped": (Stack, ["gate"], RECIPES),  # up has its input and its widths
+    "shared": (one_shared, ["1"], ["rowwise"]),
+    "computed": (Masked, [], ["tensorwise"]),
+    "chained": (lambda: nn.Sequential(nn.Linear(D, 32), nn.Linear(32, D)), [], ["rowwise"]),
+    "turned": (Turned, [], RECIPES),
+}
+
+
+@pytest.mark.parametrize(("name", "recipe"), [(n, r) for n in BESIDE for r in BESIDE[n][2]])
+def test_gradients_are_those_of_the_layers_that_were_chosen(name, recipe):
+    """Whatever lies beside them, or in front."""
+    make, skip, _ = BESIDE[name]
+    needs_scaled_mm()
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    theirs = convert(copy.deepcopy(model), recipe, lambda _, path: path.split(".")[-1] not in skip)
+    want = trained(Stock(), theirs, batch())
+    have = trained(Harness(fp8=recipe, fp8_skip=skip, **PLAIN), model, batch())
+    for ours, other in zip(have, want, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=0)
 
 
 def test_under_autocast_it_is_as_exact_as_torchao():
@@ -109,6 +174,21 @@ REFUSED = {
     "not-multiple-of-16": ({"fp8_small": True, "fp8_skip": []}, 40, torch.bfloat16, "first"),
     "fp8-dtype": ({"fp8_small": True}, 32, torch.float32, "first"),
 }
+
+
+def test_a_weight_that_is_no_linears_says_so():
+    """Hugging Face's Conv1D, in GPT-2."""
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(Conv1D(32, D).bfloat16(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+    assert [why.code for why in harness.record.report.refusals] == ["fp8-weight"]
+
+
+def test_disabled():
+    harness = Quantized(fp8="rowwise", fp8_small=True, disable=["fp8_linear"])
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+    assert not harness.record.fired
 
 
 @pytest.mark.parametrize("code", REFUSED)

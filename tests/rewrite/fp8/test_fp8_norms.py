@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
-from float8 import HIDDEN, RECIPES, D, Stack, convert, exact, trained
+from float8 import HIDDEN, RECIPES, D, Stack, convert, exact, needs_scaled_mm, trained
 from harness import Harness, Stock
 from passes import codes
 from torch import nn
@@ -92,6 +94,25 @@ def test_nothing_normalized_leaves_the_forward_pass(recipe, monkeypatch):
     matrices = [n.meta["val"] for n in harness.saved if n.op != "placeholder"]
     matrices = [v for v in matrices if v.dim() > 1 and min(v.shape[-2:]) > 1]
     assert sorted(v.numel() for v in matrices) == [32 * D, *[32 * HIDDEN] * 4]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float32_under_autocast(recipe):
+    """The norm's result is float32 there, and each layer casts it for itself."""
+    needs_scaled_mm()
+    torch.manual_seed(0)
+    model, x = Stack(layers=2), torch.randn(2, 16, D)
+    harness = Harness(**ALL, fp8=recipe, fp8_small=True)
+    plain = Harness(**ALL, fp8=recipe, fp8_small=True, disable=["rms_norm"])
+    want = trained(Stock(), copy.deepcopy(model).double(), x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        other = trained(plain, copy.deepcopy(model), x)
+        have = trained(harness, model, x)
+    assert harness.counts["rms_norm"] == 1  # nothing makes the first one's input
+    assert "norm-read-elsewhere" not in codes(harness)
+    for ours, theirs, exactly in zip(have, other, want, strict=True):
+        error, reference = ((y.double() - exactly).norm() for y in (ours, theirs))
+        assert error <= 1.2 * reference
 
 
 def test_another_reader_in_the_forward_pass():
