@@ -105,6 +105,12 @@ def check_biases():
     trained(tensor_parallel(decoder(1, bias=True), mesh()), want, bias=True)
 
 
+def check_heads_of_one_rank_are_normalized_and_rotated():
+    """In their projections' epilogues: a tile has whole heads, whatever rank they are of."""
+    want = {"head_norm": 2, "rotary": 2, "swiglu": 1, "collective": REDUCES}
+    trained(tensor_parallel(decoder(1, turns=True), mesh()), want, turns=True)
+
+
 def check_sequence_parallelism():
     """Gathered once for gate and up, which can share a tile then; scattered once, too."""
     want = {"swiglu": 1, "swiglu_backward": 1, "collective": GATHERS + REDUCES, "rms_norm": 0}

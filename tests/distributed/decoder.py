@@ -20,11 +20,12 @@ OPTIONS = {"gate": "always", "reference": True, "strict": True}
 
 
 class Block(nn.Module):
-    """Norm, causal attention, residual; norm, SwiGLU, residual."""
+    """Norm, causal attention, residual; norm, SwiGLU, residual. ``turns``: each head of queries and
+    keys is normalized and rotated."""
 
-    def __init__(self, width: int, bias: bool):
+    def __init__(self, width: int, bias: bool, turns: bool):
         super().__init__()
-        self.width = width
+        self.width, self.turns = width, turns
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=bias) for _ in range(2))
@@ -34,20 +35,36 @@ class Block(nn.Module):
         n = self.norm1(x)
         q, k, v = self.q(n), self.k(n), self.v(n)
         heads = (*q.shape[:2], -1, self.width // HEADS)  # those of this rank
-        q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(heads) for t in (q, k, v))
+        if self.turns:  # without weights, of whose gradients a rank would have a part
+            q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5) for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.turns:
+            q, k = rotated(q), rotated(k)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         n = self.norm2(x)
         return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Heads (B, H, T, d), each position's by angles of its own."""
+    half = x.shape[-1] // 2
+    places = torch.arange(x.shape[-2], dtype=x.dtype)
+    angles = torch.outer(places, 0.5 ** torch.arange(half, dtype=x.dtype)).repeat(1, 2)
+    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * angles.cos()) + (other * angles.sin())
+
+
 class Decoder(nn.Module):
     """Tokens to logits; ``each`` is called as ``each(block, x)``."""
 
-    def __init__(self, layers: int = 2, width: int = 32, *, bias: bool = False):
+    def __init__(
+        self, layers: int = 2, width: int = 32, *, bias: bool = False, turns: bool = False
+    ):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, bias, turns) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, VOCABULARY, bias=False)
         self.each: Callable[..., torch.Tensor] = lambda block, x: block(x)
 
