@@ -118,6 +118,13 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"{', '.join(sorted(_OWN))}; Inductor's options (torch._inductor.list_options()) "
                 "are accepted too"
             )
+    for key in ("fp8_skip", "fp8_small"):
+        if key in own and "fp8" not in own:
+            recipes = ", ".join(repr(recipe) for recipe in FP8_RECIPES if recipe)
+            raise OptionError(
+                f"option {key!r}, here {own[key]!r}, says which layers the option 'fp8' takes, and "
+                f"that is not given: add 'fp8' with one of {recipes}, or leave {key!r} out"
+            )
     for path in own["patterns"]:
         if not Path(path).exists():
             raise PatternError(

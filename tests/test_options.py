@@ -250,3 +250,13 @@ def test_higher_priority_comes_first(tmp_path):
     later = tmp_path / "later.py"
     later.write_text(path.read_text().replace("name=", "priority=-1, name="))
     assert [p.name for p in patterns.load((str(later),))] == [*builtin, "users_own"]
+
+
+@pytest.mark.parametrize("given", [{"fp8_skip": ["gate"]}, {"fp8_small": True}], ids=str)
+def test_what_fp8_takes_says_nothing_without_fp8(given):
+    ((name, value),) = given.items()
+    with pytest.raises(OptionError, match=f"'{name}', here .* add 'fp8' with one of 'tensorwise'"):
+        parse(None, given)
+    for recipe in ("rowwise", ""):  # turned off for a moment, say
+        kept = getattr(parse(None, {"fp8": recipe, **given}), name)
+        assert kept == (tuple(value) if isinstance(value, list) else value)
