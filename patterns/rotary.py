@@ -9,16 +9,23 @@ Before::
     first, second = x[..., ::2], x[..., 1::2]                    # neighbouring pairs
     y = x * cos + torch.stack((-second, first), -1).flatten(-2) * sin      # Cohere, GPT-J, GLM
 
+    first, second = x.chunk(2, -1)                               # one angle a pair: GPT-OSS, vLLM
+    y = torch.cat((first * c - second * s, second * c + first * s), -1)
+    y = torch.cat((first * c + second * s, second * c - first * s), -1)    # back: nanochat
+
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)          # torchtune, gpt-fast
+    y = torch.stack((first * c - second * s, second * c + first * s), -1).flatten(-2)
+
     y = torch.cat((rotated x[..., :w], x[..., w:]), -1)          # partial: GPT-NeoX, Phi, Nemotron
 
 After::
 
-    y = coda_inductor.rotate(x, cos, sin, distance, False, partial, dtype_of(y))
+    y = coda_inductor.rotate(x, cos, sin, distance, paired, inverse, joined, dtype_of(y))
 
 Why it is valid: the same sum, place by place. A rotation is linear in x; its gradient is the
 transposed map, whatever the tables hold.
 
-What it enables (coda_inductor.rewrite.rotary): a rotation never crosses the border of a head, so
+What it enables (coda_inductor.rewrite.heads): a rotation never crosses the border of a head, so
 that the epilogue of the projection that makes x rotates it.
 
 Refuses: tables that want a gradient; tables of another width than what is rotated; pairs that are
@@ -33,32 +40,87 @@ from coda_inductor.refusal import refuse
 from coda_inductor.semantic import rotate
 
 
-def halves(x, cos, sin, half):
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + turned * sin
+def turned_halves(x, cos, sin, half):
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
-def pairs(x, cos, sin):
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return x * cos + turned * sin
+def turned_pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
-def partial_halves(x, cos, sin, half, width):
-    return torch.cat((halves(x[..., :width], cos, sin, half), x[..., width:]), -1)
+def _forward(a, b, c, s):
+    return a * c - b * s, b * c + a * s
 
 
-def partial_pairs(x, cos, sin, width):
-    return torch.cat((pairs(x[..., :width], cos, sin), x[..., width:]), -1)
+def _back(a, b, c, s):
+    return a * c + b * s, b * c - a * s
 
 
-def _distance(match: Match) -> int:
-    return int(number(match, "half")) if "half" in match.bound else 1
+def _negated(a, b, c, s):
+    return a * c + b * s, b * c + a * -s
+
+
+def halves(x, c, s, half):
+    return torch.cat(_forward(x[..., :half], x[..., half:], c, s), -1)
+
+
+def halves_back(x, c, s_back, half):
+    return torch.cat(_back(x[..., :half], x[..., half:], c, s_back), -1)
+
+
+def halves_negated(x, c, s_back, half):
+    return torch.cat(_negated(x[..., :half], x[..., half:], c, s_back), -1)
+
+
+def pairs(x, c, s):
+    return torch.stack(_forward(x[..., ::2], x[..., 1::2], c, s), -1).flatten(-2)
+
+
+def pairs_back(x, c, s_back):
+    return torch.stack(_back(x[..., ::2], x[..., 1::2], c, s_back), -1).flatten(-2)
+
+
+def pairs_negated(x, c, s_back):
+    return torch.stack(_negated(x[..., ::2], x[..., 1::2], c, s_back), -1).flatten(-2)
+
+
+def partial_turned_halves(x, cos, sin, half, width):
+    return torch.cat((turned_halves(x[..., :width], cos, sin, half), x[..., width:]), -1)
+
+
+def partial_turned_pairs(x, cos, sin, width):
+    return torch.cat((turned_pairs(x[..., :width], cos, sin), x[..., width:]), -1)
+
+
+def partial_halves(x, c, s, half, width):
+    return torch.cat((halves(x[..., :width], c, s, half), x[..., width:]), -1)
+
+
+def partial_halves_beside(x, c, s, half, width):
+    part = x[..., :width]
+    return torch.cat((*_forward(part[..., :half], part[..., half:], c, s), x[..., width:]), -1)
+
+
+def partial_pairs(x, c, s, width):
+    return torch.cat((pairs(x[..., :width], c, s), x[..., width:]), -1)
+
+
+def _tables(match: Match):
+    """Cosines, sines, whether they hold one angle a pair, whether they turn back."""
+    bound = match.bound
+    if "cos" in bound:
+        return bound["cos"], bound["sin"], False, False
+    back = "s_back" in bound
+    return bound["c"], bound["s_back" if back else "s"], True, back
 
 
 def _arguments(match: Match):
-    x, cos, sin = (match.bound[name] for name in ("x", "cos", "sin"))
-    joined, dtype = "width" in match.bound, value(match.root).dtype
-    return (x, cos, sin, _distance(match), False, joined, dtype)
+    bound = match.bound
+    cos, sin, paired, back = _tables(match)
+    distance = int(number(match, "half")) if "half" in bound else 1
+    joined = paired or "width" in bound  # laid out by a cat or a stack, else like x
+    dtype = value(match.root).dtype
+    return (bound["x"], cos, sin, distance, paired, back, joined, dtype)
 
 
 def _numbers(match: Match):
@@ -66,9 +128,8 @@ def _numbers(match: Match):
 
 
 def _shapes(match: Match):
-    x, cos, sin, y = (
-        value(n) for n in (*(match.bound[name] for name in ("x", "cos", "sin")), match.root)
-    )
+    cos, sin, paired, _ = _tables(match)
+    x, cos, sin, y = map(value, (match.bound["x"], cos, sin, match.root))
     if not all(isinstance(t, torch.Tensor) for t in (x, cos, sin, y)):
         return refuse("not-recorded", "the shape of an input is unknown")
     if x.shape != y.shape or not all(t.is_floating_point() for t in (x, cos, sin)):
@@ -78,23 +139,30 @@ def _shapes(match: Match):
         return refuse("turns-gradient", "a gradient of the tables is wanted")
     width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
     half = int(number(match, "half")) if "half" in match.bound else width // 2
-    if cos.shape[-1] != width or sin.shape[-1] != width or 2 * half != width:
+    columns = half if paired else width
+    if cos.shape[-1] != columns or sin.shape[-1] != columns or 2 * half != width:
         said = f"tables of {cos.shape[-1]} and {sin.shape[-1]} columns for {width} that are rotated"
         return refuse("rotary-width", said)
     return None
 
 
-_TABLES = {"cos": (3, 4), "sin": (3, 4)}
+_EACH, _PAIRS, _BACK = (
+    {"cos": (3, 4), "sin": (3, 4)},
+    {"c": (3, 2), "s": (3, 2)},
+    {"c": (3, 2), "s_back": (3, 2)},
+)
+_WHOLE = [{"x": (2, 3, 4), **tables} for tables in (_EACH, _PAIRS, _BACK)]
+_PART = [{"x": (2, 3, 6), "width": 4, **tables} for tables in (_EACH, _PAIRS)]
 PATTERN = Pattern(
     name="rotary",
-    idioms=(partial_halves, partial_pairs, halves, pairs),
+    idioms=(
+        *(partial_turned_halves, partial_turned_pairs),
+        *(partial_halves, partial_halves_beside, partial_pairs),
+        *(turned_halves, turned_pairs, halves, halves_back, halves_negated),
+        *(pairs, pairs_back, pairs_negated),
+    ),
     op=rotate,
     arguments=_arguments,
     conditions=(_numbers, _shapes),
-    example=(
-        {"x": (2, 3, 4), **_TABLES, "half": 2},
-        {"x": (2, 3, 4), **_TABLES},
-        {"x": (2, 3, 6), **_TABLES, "half": 2, "width": 4},
-        {"x": (2, 3, 6), **_TABLES, "width": 4},
-    ),
+    example=tuple(e | half for e in (*_WHOLE, *_PART) for half in ({"half": 2}, {})),
 )

@@ -26,14 +26,9 @@ from coda_inductor.refusal import refuse
 from coda_inductor.semantic import rotate_pairs
 
 
-def four_dimensions(x, turns, b, t, h, first):
-    z = torch.view_as_complex(x.reshape(b, t, h, -1, 2))
-    return torch.view_as_real(z * turns).flatten(first)
-
-
-def three_dimensions(x, turns, t, h, first):
-    z = torch.view_as_complex(x.reshape(t, h, -1, 2))
-    return torch.view_as_real(z * turns).flatten(first)
+def complex_numbers(x, turns):
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * turns).flatten(-2)
 
 
 def _arguments(match: Match):
@@ -54,25 +49,9 @@ def _shapes(match: Match):
 
 PATTERN = Pattern(
     name="rotary_complex",
-    idioms=(four_dimensions, three_dimensions),
+    idioms=(complex_numbers,),
     op=rotate_pairs,
     arguments=_arguments,
     conditions=(_shapes,),
-    example=(
-        {
-            "x": (2, 3, 1, 4),
-            "b": 2,
-            "t": 3,
-            "h": 1,
-            "first": 3,
-            "turns": torch.ones(1, 3, 1, 2, dtype=torch.complex128),
-        },
-        {
-            "x": (3, 1, 4),
-            "t": 3,
-            "h": 1,
-            "first": 2,
-            "turns": torch.ones(3, 1, 2, dtype=torch.complex128),
-        },
-    ),
+    example={"x": (2, 3, 1, 4), "turns": torch.ones(1, 3, 1, 2, dtype=torch.complex128)},
 )

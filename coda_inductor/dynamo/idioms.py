@@ -135,8 +135,14 @@ def _changed(match: Match, later: list[Node]) -> Refusal | None:
 def _widens(node: Node) -> bool:
     """Does ``node`` make float64 of what is none? The op would compute in float32."""
     double = (torch.float64, torch.complex128)
-    result, *inputs = (getattr(value(n), "dtype", None) for n in (node, *node.all_input_nodes))
+    result, *inputs = (_dtype(value(n)) for n in (node, *node.all_input_nodes))
     return result in double and not any(dtype in double for dtype in inputs)
+
+
+def _dtype(known: object) -> torch.dtype | None:
+    """The dtype of a value, or of the parts that a tensor was divided into."""
+    first = known[0] if isinstance(known, (tuple, list)) and known else known
+    return getattr(first, "dtype", None)
 
 
 def _fake(arg: object) -> object:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matching plain PyTorch functions in Dynamo graphs.
 
+canon      what the matcher reads of one node
+columns    columns that are taken out of a tensor and put together, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     mutations and mode changes that an idiom must not straddle
 match      the matcher
@@ -8,6 +10,7 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
+from coda_inductor.matching.canon import target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -17,7 +20,7 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.match import Idiom, Match
-from coda_inductor.matching.normalize import normalize, target_name, value
+from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "forward_mode",

@@ -24,7 +24,7 @@ from coda_inductor.compat import (
     tree_leaves,
 )
 from coda_inductor.matching.bodies import bodies, nested, passed
-from coda_inductor.matching.normalize import value
+from coda_inductor.matching.canon import value
 
 _STATE = frozenset(
     {

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching.normalize import COMMUTATIVE, normalize, value
+from coda_inductor.matching.canon import target_name, value
+from coda_inductor.matching.normalize import COMMUTATIVE, normalize
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Idiom:
         want, have = normalize(pattern), normalize(target)
         if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
             return False
-        found.nodes[target] = None
+        found.nodes.update(dict.fromkeys((target, *have.through)))
         orders = [have.args]
         if want.op in COMMUTATIVE and len(have.args) == 2:
             orders.append(have.args[::-1])
@@ -83,11 +84,34 @@ class Idiom:
             found.casts[target] = None
             target = target.args[0]
         if name in found.bound:
-            return found.bound[name] is target or (
-                not isinstance(target, Node) and found.bound[name] == target
-            )
+            return _same(found.bound[name], target)
         found.bound[name] = target
         return True
+
+
+#: Views, which are what they are of, whenever they were made.
+_VIEWS = ("expand", "permute", "select", "squeeze", "transpose", "unflatten", "unsqueeze", "view")
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Are both one thing: a literal, a node, or one view of it that was written twice?"""
+    if not (isinstance(left, Node) and isinstance(right, Node)):
+        return type(left) is type(right) and left == right
+    if left is right:
+        return True
+    if (left.op, left.target) != (right.op, right.target) or left.kwargs != right.kwargs:
+        return False
+    name = target_name(left)
+    if name == "getitem":
+        index = left.args[1]
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, (Node, list)) for part in parts):
+            return False  # a tensor or a list copies
+    elif name not in _VIEWS:
+        return False
+    pairs = zip(left.args[1:], right.args[1:], strict=False)
+    alike = len(left.args) == len(right.args) and all(a == b for a, b in pairs)
+    return alike and _same(left.args[0], right.args[0])
 
 
 def _is_cast(node: Any) -> bool:

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-
-class Canon(NamedTuple):
-    """A node in the common dialect: op name and its significant arguments."""
-
-    op: str
-    args: tuple[Any, ...]
-
+from coda_inductor.matching import columns
+from coda_inductor.matching.canon import Canon, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -65,22 +60,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "relu6": {"inplace": False},
     "softplus": {"beta": 1.0, "threshold": 20.0},
 }
-
-
-def target_name(node: Node) -> str:
-    """The name of the function or method that ``node`` calls; empty for what calls nothing."""
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-
-
-def value(node: Any) -> Any:
-    """The fake value of a node of Dynamo's graph, under Dynamo's own key, or under AOTAutograd's,
-    as nested regions have them; None for anything else. ``graph.nodes.fake`` reads aten graphs."""
-    if not isinstance(node, Node):
-        return None
-    for key in ("example_value", "val"):
-        if key in node.meta:
-            return node.meta[key]
-    return None
 
 
 def normalize(node: Node) -> Canon | None:
@@ -185,6 +164,8 @@ def _rms_norm(node: Node) -> Canon | None:
 
 def _view(node: Node) -> Canon | None:
     """``view``, ``reshape``: the tensor, then the sizes one by one."""
+    if (found := columns.merged(node)) is not None:
+        return found
     if node.kwargs or not node.args:
         return None
     sizes = node.args[1:]
@@ -195,43 +176,8 @@ def _view(node: Node) -> Canon | None:
     return Canon("view", (node.args[0], *sizes))
 
 
-def _getitem(node: Node) -> Canon | None:
-    """Columns of a tensor, ``x[..., start:stop:step]``: the tensor and the three numbers."""
-    source, index = node.args
-    known = value(source)
-    if not isinstance(index, tuple) or not isinstance(index[-1], slice):
-        return None
-    first = index[:-1]
-    rank = known.dim() if isinstance(known, torch.Tensor) else None
-    if first != (Ellipsis,) and (len(index) != rank or any(i != slice(None) for i in first)):
-        return None
-    start, stop, step = index[-1].start, index[-1].stop, index[-1].step
-    return Canon("columns", (source, start or 0, stop, 1 if step is None else step))
-
-
-def _joined(node: Node) -> Canon | None:
-    """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors. A
-    part of a ``cat`` that has nothing in that dimension is none."""
-    named = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    tensors, dim = named.pop("tensors", ()), named.pop("dim", 0)
-    if named or not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
-        return None
-    name = target_name(node)
-    if dim >= 0:
-        known = value(node)
-        if not isinstance(known, torch.Tensor):
-            return None
-        dim -= known.dim()
-    if name == "cat":
-        tensors = [part for part in tensors if not _empty(part, dim)]
-    return Canon(name, (dim, *tensors))
-
-
-def _empty(part: Any, dim: int) -> bool:
-    known = value(part)
-    if not isinstance(known, torch.Tensor) or known.dim() < -dim:
-        return False
-    return isinstance(known.shape[dim], int) and known.shape[dim] == 0
+def _flatten(node: Node) -> Canon | None:
+    return columns.merged(node) or (None if node.kwargs else Canon("flatten", tuple(node.args)))
 
 
 def _cross_entropy(node: Node) -> Canon | None:
@@ -283,9 +229,13 @@ def _layer_norm(node: Node) -> Canon | None:
 
 _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "cast": _cast,
-    "cat": _joined,
-    "stack": _joined,
-    "getitem": _getitem,
+    "cat": columns.joined,
+    "stack": columns.joined,
+    "flatten": _flatten,
+    "getitem": columns.item,
+    "select": columns.select,
+    "narrow": columns.narrow,
+    "view_as_complex": columns.complex_columns,
     "pow": _pow,
     "mean": _mean,
     "rms_norm": _rms_norm,

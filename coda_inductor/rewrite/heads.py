@@ -11,10 +11,10 @@ After::
     z = permute(view(rotate_heads(y, cos, sin, even, odd, distance), [B, T, H, d]), [0, 2, 1, 3])
 
 Why it is valid: views move nothing, and a rotation stays within one head and one position. What is
-not rotated is the sum of its halves. Complex turns are both tables in one. Why it pays: a
-tile of whole heads has both columns of each pair, so that an epilogue can rotate (``fuse.heads``):
-queries and keys are written once, rotated. Where none does, it is undone as if nothing had
-happened, and nobody makes the tables.
+not rotated is the sum of its halves. Complex turns are both tables in one, and a rotation back is
+one forward by other sines. Why it pays: a tile of whole heads has both columns of each pair, so
+that an epilogue can rotate (``fuse.heads``): queries and keys are written once, rotated. Where none
+does, it is undone as if nothing had happened, and nobody makes the tables.
 
 The gradient stays where it is: attention makes dq and dk, and its rotation back is one elementwise
 kernel with whatever scales the rows of dz.
@@ -45,7 +45,14 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP
-from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs, turn
+from coda_inductor.semantic.rotary import (
+    each_column,
+    exchange,
+    rotate,
+    rotate_heads,
+    rotate_pairs,
+    turn,
+)
 
 _VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 #: Views of any layout.
@@ -129,16 +136,16 @@ def _of_tables(graph: Graph, node: Node, tables: dict[Hashable, tuple[Node, Node
         tables[key] = splice(graph, node, _real, (turns,), like=base(turns))
     cos, sin = tables[key]
     with graph.inserting_before(node):
-        new = insert(graph, rotate, (x, cos, sin, 1, inverse, False, dtype), like=node)
+        new = insert(graph, rotate, (x, cos, sin, 1, True, inverse, False, dtype), like=node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
 
 
 def _real(turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each under both columns of its pair."""
-    cos, sin = torch.view_as_real(turns).unsqueeze(-2).expand(*turns.shape, 2, 2).unbind(-1)
-    return cos.flatten(-2), sin.flatten(-2)
+    """Cosines and sines, one for each pair."""
+    cos, sin = torch.view_as_real(turns).unbind(-1)
+    return cos, sin
 
 
 def with_cast(node: Node) -> Node:
@@ -149,8 +156,6 @@ def with_cast(node: Node) -> Node:
 
 def _unreadable(node: Node, found: Place) -> Refusal | None:
     """Why an epilogue cannot read the tables of ``node``, or None."""
-    if node.args[4]:
-        return refuse("heads-no-gemm", "it rotates back")
     for table in node.args[1:3]:
         if not same(as_rows(fake(table), fake(found.heads), found.order).shape[-2], 1):
             return refuse("heads-tables", f"{table.name} differs between heads")
@@ -203,10 +208,11 @@ def as_rows(table: Tensor, heads: Tensor, order: list[int] | None) -> Tensor:
 def _rewrite(
     graph: Graph, node: Node, root: Node, found: Place, tables: dict[Hashable, tuple[Node, Node]]
 ) -> None:
-    cos, sin, distance = node.args[1:4]
-    key, rows = _key(node, found), found.rows
+    cos, sin, *form = node.args[1:6]
+    key, rows, distance = _key(node, found), found.rows, form[0]
     source = max(base(cos), base(sin))  # its meta: tables belong to no layer
-    cos, sin = splice(graph, node, _both_as_rows, (cos, sin, found.heads, found.order), like=source)
+    given = (cos, sin, found.heads, found.order, *form)
+    cos, sin = splice(graph, node, _both_as_rows, given, like=source)
     put, plain = Put(graph, like=node, pattern=("rotary", node.name)), Put(graph, like=node)
     with graph.inserting_before(node):
         lead = lead_of(plain, found.heads)
@@ -216,7 +222,7 @@ def _rewrite(
             tables[key] = splice(graph, node, _tables, given, like=source)
         if not same(fake(rows).shape[:-1], fake(found.heads).shape[:-2]):
             rows = plain.reshape(rows, [*lead, fake(rows).shape[-1]])
-        last = (distance, node.args[5], fake(root).dtype)
+        last = (distance, node.args[6], fake(root).dtype)
         new = put(rotate_heads, rows, cos, sin, *tables[key], *last)
         new = plain(aten.view.default, new, [*lead, *fake(found.heads).shape[-2:]])
         if found.order is not None:
@@ -240,17 +246,25 @@ def _of_each_row(put: Put, table: Node, lead: list[Any]) -> Node:
 
 def _key(node: Node, found: Place) -> Hashable:
     """Equal for rotations that read equal tables."""
-    cos, sin, distance = node.args[1:4]
+    cos, sin, *form = node.args[1:6]
     shapes = fake(cos).shape, fake(sin).shape, fake(found.heads).shape[:-2]
     order = () if found.order is None else tuple(found.order)
     size = fake(found.heads).shape[-1]
-    return (base(cos), base(sin), order, distance, size, *map(str, shapes))
+    return (base(cos), base(sin), order, *form, size, *map(str, shapes))
 
 
 def _both_as_rows(
-    cos: Tensor, sin: Tensor, heads: Tensor, order: list[int] | None
+    cos: Tensor,
+    sin: Tensor,
+    heads: Tensor,
+    order: list[int] | None,
+    distance: int,
+    paired: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    return as_rows(cos, heads, order), as_rows(sin, heads, order)
+    """Tables of a rotation forward: turn(x * sin), which goes back, is turn(x) * exchange(sin)."""
+    cos, sin = (each_column(as_rows(t, heads, order), distance, paired) for t in (cos, sin))
+    return cos, -exchange(sin, distance) if inverse else sin
 
 
 def _tables(cos: Tensor, sin: Tensor, distance: int, size: int) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ def rotate_definition(
     cos: Tensor,
     sin: Tensor,
     distance: int,
+    paired: bool,
     inverse: bool,
     joined: bool,
     out_dtype: torch.dtype,
@@ -51,22 +52,38 @@ def rotate_definition(
 
     Of each two columns a and b that are ``distance`` apart, in blocks of twice the distance,
     y = x * cos + (-b, a) * sin. Halves of W (Hugging Face's ``rotate_half``) have the distance
-    W / 2, neighbouring pairs 1. ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which
-    is the rotation back where both columns of a pair have one angle.
+    W / 2, neighbouring pairs 1. ``paired``: the tables (..., W / 2) hold one angle a pair.
+    ``inverse`` is the transposed map, dy * cos - turn(dy * sin), which is the rotation back where
+    both columns of a pair have one angle.
 
     ``joined``: only the first W columns are turned; the others, if there are any, are copied, and
-    the result is laid out as ``torch.cat`` lays it out. Computed in float32 (float64 for float64),
-    cast to ``out_dtype``. Source: Su et al., "RoFormer" (arXiv 2104.09864), section 3.4.2.
+    the result is laid out as Inductor lays out ``torch.cat`` of both, or of the halves of pairs
+    that have one angle. It drops the cat where a part has no columns, and its layout too.
+    Computed in float32 (float64 for float64), cast to ``out_dtype``. Source: Su et al., "RoFormer"
+    (arXiv 2104.09864), section 3.4.2.
     """
-    wide, width = statistics_dtype(x.dtype), cos.shape[-1]
+    wide = statistics_dtype(x.dtype)
+    cos, sin = (each_column(t.to(wide), distance, paired) for t in (cos, sin))
+    width = cos.shape[-1]
     part = (x[..., :width] if joined else x).to(wide)
-    cos, sin = cos.to(wide), sin.to(wide)
     if inverse:
         turned = part * cos - turn(part * sin, distance)
     else:
         turned = part * cos + turn(part, distance) * sin
     turned = turned.to(out_dtype)
-    return torch.cat((turned, x[..., width:].to(out_dtype)), -1) if joined else turned
+    if not joined:
+        return turned
+    if paired and width == x.shape[-1]:
+        return turned.contiguous()
+    return torch.cat((turned, x[..., width:].to(out_dtype)), -1)
+
+
+def each_column(table: Tensor, distance: int, paired: bool) -> Tensor:
+    """``table`` (..., W), or (..., W / 2) with one column for each pair, as (..., W)."""
+    if not paired:
+        return table
+    blocks = table.unflatten(-1, (-1, 1, distance))
+    return blocks.expand(*blocks.shape[:-2], 2, distance).flatten(-3)
 
 
 def turn(x: Tensor, distance: int) -> Tensor:
@@ -76,18 +93,30 @@ def turn(x: Tensor, distance: int) -> Tensor:
     of two slices Inductor counts so many reads that it stores a rotation that two kernels read.
     """
     signs = 2 * torch.arange(2, dtype=x.dtype, device=x.device) - 1
-    return (x.unflatten(-1, (-1, 2, distance)).flip(-2) * signs[:, None]).flatten(-3)
+    return (exchange(x, distance).unflatten(-1, (-1, 2, distance)) * signs[:, None]).flatten(-3)
+
+
+def exchange(x: Tensor, distance: int) -> Tensor:
+    """(b, a) for each two columns (a, b)."""
+    return x.unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
 
 
 def _turn_back(
-    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, distance: int, inverse: bool, joined: bool
+    dy: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    distance: int,
+    paired: bool,
+    inverse: bool,
+    joined: bool,
 ) -> Tensor:
-    return rotate(dy, cos, sin, distance, not inverse, joined, x.dtype)
+    return rotate(dy, cos, sin, distance, paired, not inverse, joined, x.dtype)
 
 
 rotate = define(
-    "rotate(Tensor x, Tensor cos, Tensor sin, int distance, bool inverse, bool joined, "
-    "ScalarType out_dtype) -> Tensor",
+    "rotate(Tensor x, Tensor cos, Tensor sin, int distance, bool paired, bool inverse, "
+    "bool joined, ScalarType out_dtype) -> Tensor",
     rotate_definition,
     gradient=_turn_back,
     of=("x",),
@@ -113,7 +142,9 @@ def rotate_heads_definition(
     """
     assert even.shape == odd.shape, "two tables of one form"
     heads = x.unflatten(-1, (-1, even.shape[-1]))
-    return rotate_definition(heads, cos, sin, distance, False, joined, out_dtype).flatten(-2)
+    return rotate_definition(
+        heads, cos, sin, distance, paired=False, inverse=False, joined=joined, out_dtype=out_dtype
+    ).flatten(-2)
 
 
 rotate_heads = define(

@@ -110,7 +110,7 @@ def test_halves_of_a_packed_weight_are_two_products(monkeypatch):
 def rotated(x, w, row, col, cos, sin):
     """One value a row scales the product, one a column is added, then heads of two are turned."""
     q = (torch.addmm(row, x, w) * col).view(2, 3, 2, 2).permute(0, 2, 1, 3)
-    return rotate(q, cos, sin, 1, False, False, q.dtype)
+    return rotate(q, cos, sin, 1, False, False, False, q.dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["shared", "own"])
@@ -130,7 +130,7 @@ def test_an_exchange_of_columns_goes_through_the_epilogue(rows, monkeypatch):
 def normed(x, w, weight, cos, sin):
     """Each head of two is normalized, then turned."""
     q = rms_norm((x @ w).view(2, 3, 2, 2), weight, 0.25, x.dtype)[0].permute(0, 2, 1, 3)
-    return rotate(q, cos, sin, 1, False, False, q.dtype)
+    return rotate(q, cos, sin, 1, False, False, False, q.dtype)
 
 
 def test_a_norm_of_heads_goes_before_the_exchange(monkeypatch):

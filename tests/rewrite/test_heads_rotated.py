@@ -47,6 +47,20 @@ def part(turn):
     return function
 
 
+def sums(x, cos, sin):
+    """Halves with one angle each, back: nanochat's."""
+    first, second = x.chunk(2, -1)
+    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+
+
+def sums_of_pairs(x, cos, sin):
+    """Torchtune's."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
 #: Spelling -> the function, and how many columns of a head it turns.
 SPELLINGS = {
     "halves": (whole(rotate_half), D),
@@ -54,6 +68,8 @@ SPELLINGS = {
     "partial halves": (part(rotate_half), D // 2),
     "partial pairs": (part(rotate_every_two), D // 2),
     "all of a part": (part(rotate_half), D),
+    "sums": (sums, D),
+    "sums of pairs": (sums_of_pairs, D),
 }
 
 
@@ -214,7 +230,7 @@ def test_in_a_checkpoint():
 def test_a_second_run_does_nothing():
     def function(x, w, cos, sin):
         q = (x @ w).view(B, T, H, D)
-        return rotate(q, cos, sin, D // 2, False, False, x.dtype)
+        return rotate(q, cos, sin, D // 2, False, False, False, x.dtype)
 
     graph = aten_graph(
         function, randn(B * T, WIDTH), randn(WIDTH, H * D), randn(T, 1, D), randn(T, 1, D)
@@ -256,7 +272,7 @@ refused = functools.partial(passes.refused, rotate_rows)
 
 
 def halves(q, cos, sin, joined=False):
-    return rotate(q, cos, sin, cos.shape[-1] // 2, False, joined, q.dtype)
+    return rotate(q, cos, sin, cos.shape[-1] // 2, False, False, joined, q.dtype)
 
 
 X, W = (B * T, WIDTH), (WIDTH, H * D)
@@ -320,13 +336,23 @@ def test_a_layout_that_a_view_needs():
     assert found == {"heads-layout"}
 
 
-def test_rotations_back():
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("distance", [1, D // 2])
+def test_rotations_back(distance, paired):
+    """By tables that are no rotations."""
+    width = D // 2 if paired else D
+
     def function(x, w, cos, sin):
         q = (x @ w).view(B, T, H, D)
-        return rotate(q, cos, sin, D // 2, True, False, q.dtype)
+        return rotate(q, cos, sin, distance, paired, True, False, q.dtype)
 
-    found = refused(function, randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D))
-    assert found == {"heads-no-gemm"}
+    args = randn(*X), randn(*W), randn(T, 1, width), randn(T, 1, width)
+    graph = aten_graph(function, *args)
+    assert not run_pass(rotate_rows, graph).report.refusals
+    assert count(graph, rotate_heads) == 1
+    got = torch.fx.Interpreter(graph.owning_module).run(*args)
+    got = got[0] if isinstance(got, (tuple, list)) else got
+    torch.testing.assert_close(got, function(*args), rtol=0, atol=1e-10)
 
 
 def test_projections_that_stay_unfused():

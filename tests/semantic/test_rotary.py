@@ -51,6 +51,14 @@ def partial(turn):
 
 
 neox, glm = partial(rotate_half), partial(rotate_every_two)
+
+
+def gpt_oss(x, cos, sin):
+    first, second = x.transpose(1, 2).chunk(2, -1)
+    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
 SPELLINGS = {
     "llama": (llama, D),
     "cohere": (cohere, D),
@@ -58,6 +66,7 @@ SPELLINGS = {
     "neox": (neox, D // 2),
     "glm": (glm, D // 2),
     "phi3": (neox, D),  # no column is left
+    "gpt_oss": (gpt_oss, D),
 }
 
 
@@ -75,7 +84,7 @@ def test_fires_and_agrees(spelling, rows):
     assert raised(harness, rotate) == 1
     left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
     assert ("cat" in left) == (spelling == "phi3")  # which Inductor takes out
-    assert not {"stack", "neg", "mul"} & left
+    assert not {"stack", "neg", "mul", "sub"} & left
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -103,14 +112,16 @@ def test_unfused_it_is_inductors_own_kernel(spelling):
 
 
 @pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("width", "distance", "joined"), [(8, 4, False), (8, 1, False),
                          (8, 2, False), (4, 2, True), (4, 1, True), (8, 4, True)])  # fmt: skip
-def test_gradient_is_the_transposed_map(width, distance, joined, inverse):
+def test_gradient_is_the_transposed_map(width, distance, joined, paired, inverse):
+    width = width // 2 if paired else width
     x, (cos, sin) = randn(T, H, D).requires_grad_(), tables(width, (T, 1))
-    run = lambda x: rotate(x, cos, sin, distance, inverse, joined, x.dtype)  # noqa: E731
+    run = lambda x: rotate(x, cos, sin, distance, paired, inverse, joined, x.dtype)  # noqa: E731
     assert torch.autograd.gradcheck(run, (x,))
     dy = randn(T, H, D)
-    back = rotate(dy, cos, sin, distance, not inverse, joined, x.dtype)
+    back = rotate(dy, cos, sin, distance, paired, not inverse, joined, x.dtype)
     torch.testing.assert_close((back * x).sum(-1), (dy * run(x)).sum(-1))
 
 
@@ -169,7 +180,7 @@ def test_a_rotation_back_that_two_kernels_read_is_not_stored():
     """Two operands of GEMMs are made of queries' gradients, as of a deferred norm's projections."""
 
     def operands(dy, cos, sin, rstd):
-        dz = rotate_definition(dy, cos, sin, D // 2, True, False, dy.dtype)
+        dz = rotate_definition(dy, cos, sin, D // 2, False, True, False, dy.dtype)
         dz = dz.transpose(1, 2).reshape(-1, H * D)
         return torch.cat([dz, rstd], 1), torch.cat([dz * rstd, rstd], 1)
 

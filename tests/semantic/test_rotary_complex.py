@@ -74,13 +74,16 @@ def test_learned_turns_are_left_alone():
 
 
 def test_other_results_are_left_alone():
-    def rotate(x, freqs):
-        z = torch.view_as_complex(x.reshape(B, T, H, -1, 2))
-        return torch.view_as_real(z * freqs[:, None]).flatten(2)
+    def rotate(x, freqs, first):
+        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(z * freqs).flatten(first)
 
-    harness = check(rotate, randn(B, T, H, D), turns())
+    x, own = randn(1, T, H, D), torch.stack([turns(), turns()])[:, :, None]
+    harness = check(lambda x, own: rotate(x, own, 3), x, own)  # a batch of one, turned in two ways
     assert raised(harness, rotate_pairs) == 0
     assert "is not shaped like the input" in reasons(harness)
+    harness = check(lambda x, own: rotate(x, own, 2), x.expand(B, T, H, D), own)
+    assert raised(harness, rotate_pairs) == 0
 
 
 @pytest.mark.parametrize("inverse", [False, True])

@@ -131,7 +131,7 @@ def examples(dtype):
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         **loss_examples(dtype),
-        rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, dtype),
+        rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
         rotate_heads: (
             x.detach(),
             *randn(2, 2, 3, 1, D, dtype=dtype),
