@@ -61,6 +61,21 @@ def rotated_product(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
+def packed(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
+    """Queries, keys and values of one product: ``which`` is 0 under columns that are copied."""
+    base = rotary(head, dtype=dtype)
+    return dataclasses.replace(
+        base,
+        operands=(*base.operands, Operand("which", "row", "float32")),
+        steps=(
+            *base.steps[:-1],
+            Step("rotated", "add", ("x_cos", "turned_sin")),
+            Step("is_rotated", "ne", ("which", 0.0)),
+            Step("y", "where", ("is_rotated", "rotated", "x")),
+        ),
+    )
+
+
 def head_norm(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
     """An RMSNorm of each head, then the rotation; what was normalized is stored as well."""
     base = kinds(dtype)["head_norm"]
@@ -145,6 +160,8 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia
         "part_of_80": rotary(80, 32, dtype=dtype),  # Phi
         "part_of_128": rotary(128, 64, dtype=dtype),
+        "packed_64": packed(64, dtype),
+        "packed_128": packed(128, dtype),
         "wide_tables": rotated_product(64, dtype),
         "head_norm_64": head_norm(64, dtype),
         "head_norm_80": head_norm(80, dtype),

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.region import SWAPPED, NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, settle
-from coda_inductor.graph.nodes import aten, base, fake, prims
+from coda_inductor.graph.nodes import VIEWS, aten, base, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.program import EpilogueProgram, reference
@@ -31,8 +30,6 @@ from coda_inductor.program.heads import swap
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import direct, op
 from coda_inductor.semantic.loss import row_logsumexp
-
-_VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
 
 def emit(
@@ -187,7 +184,7 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     for view in region.values:
-        makes_shape = view.target in _VIEWS and same(fake(view).shape, shape)
+        makes_shape = view.target in VIEWS and same(fake(view).shape, shape)
         if makes_shape:
             return list(view.args[1])
     text = f"no view in the region makes the symbolic shape {tuple(shape)}"

@@ -27,6 +27,9 @@ ALIASES = frozenset(
     }
 )  # fmt: skip
 
+#: Views whose sizes are given, of row-major tensors.
+VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
+
 
 def fake(node: Any) -> Any:
     """The fake value that AOTAutograd recorded for a node; anything else passes through. Nodes of

@@ -27,23 +27,30 @@ head; attention takes any layout); projections that policy leaves alone.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import unsafe_view
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.edit import Put, insert, prune
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import aten, base, fake, is_cast, leaves, place, renames
+from coda_inductor.graph.nodes import VIEWS, aten, base, fake, is_cast, leaves, place, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.head_parts import (
+    Part,
+    cut_out,
+    inseparable,
+    look_at,
+    part_of,
+    rotate_part,
+)
 from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.semantic.rotary import (
     each_column,
@@ -54,7 +61,6 @@ from coda_inductor.semantic.rotary import (
     turn,
 )
 
-_VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 #: Views of any layout.
 _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 
@@ -62,22 +68,32 @@ _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 @dataclass
 class Place:
     """What is rotated or normalized: ``rows`` (..., H * d), as ``heads`` (..., H, d), turned by
-    ``order`` (None: not turned)."""
+    ``order`` (None: not turned). Of heads that are ``part`` of the rows, ``heads`` is a view that
+    was made to look at them."""
 
     rows: Node
     heads: Node
     order: list[int] | None
+    part: Part | None = None
+
+
+@dataclass
+class Made:
+    """What belongs to no layer: tables, by what they are made of, and masks of parts of rows."""
+
+    tables: dict[Hashable, tuple[Node, Node]] = field(default_factory=dict)
+    masks: dict[Hashable, Node] = field(default_factory=dict)
 
 
 def rotate_rows(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every rotation of the forward pass where it is valid. Counts nothing: a
     rotation that an epilogue absorbs counts."""
     scope = Scope(graph)
-    tables: dict[Hashable, tuple[Node, Node]] = {}
+    made = Made()
     for node in [n for n in graph.nodes if n.target in (rotate, rotate_pairs)]:
         if node not in scope.forward:
             continue
-        if (why := _rotate_rows(graph, node, scope, record, tables)) is not None:
+        if (why := _rotate_rows(graph, node, scope, record, made)) is not None:
             record.refuse("rotary", place(node), why)
         scope.refresh(graph)
 
@@ -87,17 +103,24 @@ def _rotate_rows(
     node: Node,
     scope: Scope,
     record: Record,
-    tables: dict[Hashable, tuple[Node, Node]],
+    made: Made,
 ) -> Refusal | None:
     """Apply the rewrite to ``node``, or say why not."""
-    found = place_of(node.args[0], scope, record)
+    part = part_of(node.args[0])
+    found = place_of(node.args[0], scope, record) if part is None else _cut(part, scope, record)
     if isinstance(found, Refusal):
         return found
-    node = _of_tables(graph, node, tables)
+    node = _of_tables(graph, node, made)
     root = with_cast(node)
     why = _unreadable(node, found) or unlike(root, found)
+    if why is None and part is not None:
+        known = made.tables.get(_key(node, found), ())
+        form = (*known, node.args[3], node.args[6], fake(root).dtype)
+        why = inseparable(part, node, form)
     if why is None:
-        _rewrite(graph, node, root, found, tables)
+        _rewrite(graph, node, root, found, made)
+    else:
+        prune([found.heads])
     return why
 
 
@@ -107,7 +130,7 @@ def place_of(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     if heads.target is aten.permute.default:
         heads, order = heads.args[0], list(heads.args[1])
     rank = fake(heads).dim()
-    if heads.target not in _VIEWS or rank < 3 or (order and order[-1] != rank - 1):
+    if heads.target not in VIEWS or rank < 3 or (order and order[-1] != rank - 1):
         return refuse("heads-no-gemm", "it does not read the heads of a matrix's rows")
     count, size = fake(heads).shape[-2:]
     if any(isinstance(n, torch.SymInt) for n in (count, size)):
@@ -115,26 +138,39 @@ def place_of(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     rows = heads
     while renames(rows) and not same(fake(rows).shape[-1], count * size):
         rows = rows.args[0]
+    if not same(fake(rows).shape[-1], count * size):
+        return refuse("heads-no-gemm", "no GEMM makes what it reads")
+    return _unmade(rows, scope, record) or Place(rows, heads, order)
+
+
+def _unmade(rows: Node, scope: Scope, record: Record) -> Refusal | None:
+    """Why no GEMM's epilogue makes ``rows``, or None."""
     gemm = producer(rows)
-    if gemm is None or not same(fake(rows).shape[-1], count * size):
+    if gemm is None:
         return refuse("heads-no-gemm", "no GEMM makes what it reads")
     if (why := record.policy.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
     if not reaches(gemm, rows, scope):
         text = f"something between it and its GEMM {gemm.name} is in no epilogue"
         return refuse("heads-no-gemm", text)
-    return Place(rows, heads, order)
+    return None
 
 
-def _of_tables(graph: Graph, node: Node, tables: dict[Hashable, tuple[Node, Node]]) -> Node:
+def _cut(part: Part, scope: Scope, record: Record) -> Place | Refusal:
+    """The same of heads that are part of the rows."""
+    rows = part.rows.args[0] if part.rows.target is rotate_heads else part.rows
+    return _unmade(rows, scope, record) or Place(part.rows, look_at(part), part.order, part)
+
+
+def _of_tables(graph: Graph, node: Node, made: Made) -> Node:
     """The rotation ``node`` by tables, if it is one by complex numbers."""
     if node.target is rotate:
         return node
     x, turns, inverse, dtype = node.args
     key = (base(turns), str(fake(turns).shape))
-    if key not in tables:
-        tables[key] = splice(graph, node, _real, (turns,), like=base(turns))
-    cos, sin = tables[key]
+    if key not in made.tables:
+        made.tables[key] = splice(graph, node, _real, (turns,), like=base(turns))
+    cos, sin = made.tables[key]
     with graph.inserting_before(node):
         new = insert(graph, rotate, (x, cos, sin, 1, True, inverse, False, dtype), like=node)
     node.replace_all_uses_with(new)
@@ -166,7 +202,9 @@ def _unreadable(node: Node, found: Place) -> Refusal | None:
 
 def unlike(root: Node, found: Place) -> Refusal | None:
     """Why the result must not be laid out as what is rotated, or None."""
-    after = torch.empty_like(fake(found.heads), memory_format=torch.contiguous_format)
+    after = fake(found.heads)
+    if found.part is None:
+        after = torch.empty_like(after, memory_format=torch.contiguous_format)
     after = after if found.order is None else after.permute(found.order)
     if not _laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers count on another layout of its result")
@@ -205,9 +243,7 @@ def as_rows(table: Tensor, heads: Tensor, order: list[int] | None) -> Tensor:
     return table.permute([order.index(i) for i in range(len(order))])
 
 
-def _rewrite(
-    graph: Graph, node: Node, root: Node, found: Place, tables: dict[Hashable, tuple[Node, Node]]
-) -> None:
+def _rewrite(graph: Graph, node: Node, root: Node, found: Place, made: Made) -> None:
     cos, sin, *form = node.args[1:6]
     key, rows, distance = _key(node, found), found.rows, form[0]
     source = max(base(cos), base(sin))  # its meta: tables belong to no layer
@@ -216,25 +252,31 @@ def _rewrite(
     put, plain = Put(graph, like=node, pattern=("rotary", node.name)), Put(graph, like=node)
     with graph.inserting_before(node):
         lead = lead_of(plain, found.heads)
-        if key not in tables:
+        if key not in made.tables:
             flat = [_of_each_row(Put(graph, like=source), table, lead) for table in (cos, sin)]
             given = (*flat, distance, fake(found.heads).shape[-1])
-            tables[key] = splice(graph, node, _tables, given, like=source)
+            made.tables[key] = splice(graph, node, _tables, given, like=source)
         if not same(fake(rows).shape[:-1], fake(found.heads).shape[:-2]):
             rows = plain.reshape(rows, [*lead, fake(rows).shape[-1]])
         last = (distance, node.args[6], fake(root).dtype)
-        new = put(rotate_heads, rows, cos, sin, *tables[key], *last)
-        new = plain(aten.view.default, new, [*lead, *fake(found.heads).shape[-2:]])
+        if found.part is None:
+            new = put(rotate_heads, rows, cos, sin, *made.tables[key], *last, None, [])
+            new = plain(aten.view.default, new, [*lead, *fake(found.heads).shape[-2:]])
+        else:
+            given = (cos, sin, *made.tables[key], *last)
+            rotated = rotate_part(put, found.part, given, made.masks)
+            new = cut_out(plain, found.part, rotated, lead)
         if found.order is not None:
             new = plain(aten.permute.default, new, found.order)
     root.replace_all_uses_with(new)
-    prune([root])
+    prune([root, found.heads])
 
 
 def lead_of(put: Put, heads: Node) -> list[Any]:
     """The leading sizes of ``heads`` as the view that makes it has them: tables that ask the view
     for a symbolic size would depend on the GEMM behind it."""
-    known = heads.args[1][: fake(heads).dim() - 2]
+    view = heads if heads.target in VIEWS else heads.args[0]
+    known = view.args[1][: fake(heads).dim() - 2]
     return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(known)]
 
 

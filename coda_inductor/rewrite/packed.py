@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import unsafe_view
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import GEMMS, bias_of, gemm_inputs, plain_bias, scales_of
 from coda_inductor.graph.nodes import (
+    VIEWS,
     aten,
     base,
     elementwise,
@@ -201,8 +201,7 @@ def _sizes(half: Node) -> list[Any] | None:
     if not symbolic or (symbolic == 1 and not any(isinstance(s, int) and s == 0 for s in shape)):
         return [-1 if isinstance(s, torch.SymInt) else s for s in shape]
     source = half.args[0] if half.target is aten.slice.Tensor else half.args[0].args[0]
-    views = (aten.view.default, aten.reshape.default, unsafe_view)
-    return [*source.args[1][:-1], shape[-1]] if source.target in views else None
+    return [*source.args[1][:-1], shape[-1]] if source.target in VIEWS else None
 
 
 def _gradients(found: _Packed, scope: Scope) -> list[Node]:

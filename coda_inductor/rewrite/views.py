@@ -48,15 +48,19 @@ def refresh_views(graph: Graph, _record: Record) -> None:
     what it may write over: a saved tensor that an output is a view of must not look like its own.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or not may_view(node) or not node.args:
-            continue
-        source, result = _storages(fake(node.args[0])), _storages(fake(node))
-        if not result or result <= source:
-            continue
-        mode = fake_mode(node.args)
-        with contextlib.nullcontext() if mode is None else mode:
-            arguments = tree_map(fake, (node.args, dict(node.kwargs)))
-            node.meta["val"] = node.target(*arguments[0], **arguments[1])
+        if node.op == "call_function" and may_view(node) and node.args:
+            refresh(node)
+
+
+def refresh(view: Node) -> None:
+    """The same for one node."""
+    source, result = _storages(fake(view.args[0])), _storages(fake(view))
+    if not result or result <= source:
+        return
+    mode = fake_mode(view.args)
+    with contextlib.nullcontext() if mode is None else mode:
+        args, kwargs = tree_map(fake, (view.args, dict(view.kwargs)))
+        view.meta["val"] = view.target(*args, **kwargs)
 
 
 def _needs_no_copy(node: Node) -> bool:
