@@ -149,8 +149,18 @@ def capped_z_loss(logits, labels):
     return z_loss(1.5 * torch.tanh(logits / 1.5), labels)
 
 
+def z_loss_of_one_view(logits, labels):
+    """Both losses read the same rows of logits, widened."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    rows, targets = wide.view(-1, V), labels.view(-1)
+    loss = F.cross_entropy(rows, targets, ignore_index=3)
+    return loss + 0.1 * torch.logsumexp(rows, -1).square().mean()
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("loss", [z_loss, z_loss_of_rows_that_count, capped_z_loss])
+@pytest.mark.parametrize(
+    "loss", [z_loss, z_loss_of_rows_that_count, capped_z_loss, z_loss_of_one_view]
+)
 def test_sliced_gradients_with_a_z_loss(loss, bias, slices):
     harness = check_gradients(LanguageModel(loss, bias=bias), *inputs())
     assert harness.counts["cross_entropy_backward"] == 1
