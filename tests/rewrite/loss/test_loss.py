@@ -253,6 +253,30 @@ def test_dynamic_rows(slices):
     assert harness.counts["cross_entropy_backward"] == 1
 
 
+def of_picked_rows(logits, labels):
+    """As masked language models write it: the number of rows is known when it runs."""
+    counts = labels != 3
+    return F.cross_entropy(logits[counts], labels[counts])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_that_a_mask_picks(dynamic, slices):
+    """The head reads the picked rows; where nothing fuses, the op is taken apart."""
+
+    class Masked(LanguageModel):
+        def forward(self, x, labels):
+            counts = labels != 3
+            return F.cross_entropy(self.head(torch.tanh(self.body(x))[counts]), labels[counts])
+
+    for options in ({}, {"gate": "never"}):
+        harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic, **options)
+        assert raised(harness, cross_entropy) == 1
+    harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic)
+    assert harness.counts["cross_entropy_backward"] == 1
+    check_gradients(LanguageModel(of_picked_rows), *inputs(), dynamic=dynamic)
+
+
 def test_evaluation_and_all_rows_ignored():
     def evaluate(x, w, labels):
         return hugging_face(x @ w.T, labels)
