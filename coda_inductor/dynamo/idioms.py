@@ -30,7 +30,16 @@ from coda_inductor import patterns
 from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
-from coda_inductor.matching import Match, bodies, epochs, forward_mode, mutates, value, writes_to
+from coda_inductor.matching import (
+    Match,
+    bodies,
+    epochs,
+    forward_mode,
+    mutates,
+    normalize,
+    value,
+    writes_to,
+)
 from coda_inductor.patterns import Pattern
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -103,7 +112,7 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
     if len({epoch[n] for n in covered}) != 1:
         text = "an in-place op or a grad/autocast mode change lies between its nodes"
         return refuse("mutation", text)
-    leaves = {n for n in match.casts if n.args[0] in match.bound.values()}
+    leaves = _leaves(match)
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
         return refuse("float64-mixed", f"{wide.name} makes it float64, which its input is not")
@@ -114,10 +123,20 @@ def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
         return refuse("float64-mixed", text)
     for node in match.inner:
         if node in leaves:
-            continue  # a widened input may have other readers; it simply stays
+            continue  # a widened or flattened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
             return refuse("intermediate-used", f"its intermediate {node.name} is used elsewhere")
     return None
+
+
+def _leaves(match: Match) -> set[Node]:
+    """The casts and views that ``match`` begins with: of what it binds, and of each other."""
+    found = {n for n in match.bound.values() if isinstance(n, Node)}
+    views = [n for n in match.nodes if (canon := normalize(n)) and canon.op in ("view", "flatten")]
+    for node in sorted((*match.casts, *views)):  # in the graph's order
+        if node.args[0] in found:
+            found.add(node)
+    return found.difference(match.bound.values())
 
 
 def _changed(match: Match, later: list[Node]) -> Refusal | None:

@@ -12,6 +12,7 @@ the rounding of the operands from everything else.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,11 +25,26 @@ from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.ops import saturated
 from coda_inductor.program.scales import scaled
 
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """``torch.logsumexp``, of a floating tensor whose number of rows may be symbolic.
+
+    Torch's asks whether there is any row, which only the run tells of rows that a mask has picked;
+    the rest is what it decomposes to.
+    """
+    if all(isinstance(size, int) for size in x.shape):
+        return torch.logsumexp(x, dim, keepdim)
+    largest = x.amax(dim, keepdim=True)
+    largest = torch.where(largest.abs() == math.inf, 0.0, largest)
+    total = torch.log(torch.exp(x - largest).sum(dim, keepdim))
+    return total + (largest if keepdim else largest.squeeze(dim))
+
+
 #: How the values of a tile, and then the partials of all tiles, are combined.
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "add": torch.sum,
     "max": torch.amax,
-    "logsumexp": torch.logsumexp,
+    "logsumexp": logsumexp,
 }
 
 

@@ -10,6 +10,7 @@ from torch.fx import Graph
 
 from coda_inductor.compat import remove_noop_ops
 from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger
 from coda_inductor.record import Record
@@ -28,7 +29,11 @@ def _ask_inputs(graph: Graph) -> None:
     asked = graph.find_nodes(op="call_function", target=aten.sym_size.int)
     if not asked:
         return
-    inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(fake(n), Tensor)]
+    inputs = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
+    ]
     known = [
         (node, dim, size)
         for node in inputs

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from checking import check_gradients, randn
 from passes import aten_graph, run_pass
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -43,3 +45,14 @@ def test_sizes_are_asked_of_inputs():
     asked.meta["val"] = cos.meta["val"].shape[0]
     run_pass(NOOPS, graph)
     assert asked.args == (next(iter(graph.nodes)), 0)
+
+
+def test_the_forward_pass_asks_no_tangent_for_its_sizes():
+    """Of all inputs only the gradient of the output has as many rows as ``both``."""
+
+    def function(x, y, weight):
+        both = torch.cat([x, y])
+        return F.linear(both, weight).sum((1, 2))
+
+    inputs = [randn(4, 3, 8).requires_grad_() for _ in range(2)]
+    check_gradients(function, *inputs, randn(8, 8), dynamic=True)

@@ -25,6 +25,7 @@ reads; one with more between it and the linear layer than ``logit_gradients`` kn
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -55,7 +56,9 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 
 def _slice(graph: Graph, node: Node) -> Refusal | None:
     logits = fake(node.args[1])
-    size, columns = hint(logits.numel()) * logits.element_size(), logits.shape[-1]
+    # Each size has a hint of its own: of rows that a mask picks, the product would have none.
+    size = math.prod(map(hint, logits.shape)) * logits.element_size()
+    columns = logits.shape[-1]
     if size < 2 * linear_cross_entropy.SLICE_BYTES:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, node.args[1])

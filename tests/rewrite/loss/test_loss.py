@@ -149,8 +149,18 @@ def capped_z_loss(logits, labels):
     return z_loss(1.5 * torch.tanh(logits / 1.5), labels)
 
 
+def z_loss_of_one_view(logits, labels):
+    """Both losses read the same rows of logits, widened."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    rows, targets = wide.view(-1, V), labels.view(-1)
+    loss = F.cross_entropy(rows, targets, ignore_index=3)
+    return loss + 0.1 * torch.logsumexp(rows, -1).square().mean()
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("loss", [z_loss, z_loss_of_rows_that_count, capped_z_loss])
+@pytest.mark.parametrize(
+    "loss", [z_loss, z_loss_of_rows_that_count, capped_z_loss, z_loss_of_one_view]
+)
 def test_sliced_gradients_with_a_z_loss(loss, bias, slices):
     harness = check_gradients(LanguageModel(loss, bias=bias), *inputs())
     assert harness.counts["cross_entropy_backward"] == 1
@@ -241,6 +251,32 @@ def test_only_wanted_gradients(frozen, slices):
 def test_dynamic_rows(slices):
     harness = check_gradients(LanguageModel(hugging_face), *inputs(), dynamic=True)
     assert harness.counts["cross_entropy_backward"] == 1
+
+
+def of_picked_rows(logits, labels):
+    """As masked language models write it: the number of rows is known when it runs."""
+    counts = labels != 3
+    return F.cross_entropy(logits[counts], labels[counts])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_that_a_mask_picks(dynamic, monkeypatch):
+    """The head reads the picked rows; where nothing fuses, the op is taken apart. Their number,
+    which nothing tells, is taken for 8192: a slice is a tenth of such logits."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 8192 * V * 8 // 10)
+
+    class Masked(LanguageModel):
+        def forward(self, x, labels):
+            counts = labels != 3
+            return F.cross_entropy(self.head(torch.tanh(self.body(x))[counts]), labels[counts])
+
+    for options in ({}, {"gate": "never"}):
+        harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic, **options)
+        assert raised(harness, cross_entropy) == 1
+    harness = check_gradients(Masked(None), *inputs(), dynamic=dynamic)
+    assert harness.counts["cross_entropy_backward"] == 1
+    check_gradients(LanguageModel(of_picked_rows), *inputs(), dynamic=dynamic)
 
 
 def test_evaluation_and_all_rows_ignored():
