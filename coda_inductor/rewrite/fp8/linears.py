@@ -16,9 +16,10 @@ Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
 
 Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
 (``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
-weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), and products in another
-dtype than bfloat16. The two gradients of a layer follow its forward
-product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
+weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), products in another
+dtype than bfloat16, and inputs without rows (an expert that no token chose). The two gradients of a
+layer follow its forward product; that of its weight, which sums over rows, stays in bfloat16 where
+M is no multiple of 16.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, plain_bias
 from coda_inductor.graph.nodes import aten, base, fake, is_transpose, place, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import at_least_one, same
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.merge import origin
@@ -116,9 +117,20 @@ def _refusal(node: Node, record: Record) -> Refusal | None:
     if too_small(options.fp8, n, k) and not options.fp8_small:
         text = f"N={n}, K={k} is too small to gain from {options.fp8}"
         return refuse("fp8-small", text)
+    if (why := _no_rows(fake(node).shape[0], RECIPES[options.fp8])) is not None:
+        return why
     if bias_of(node) is not None and not plain_bias(node):
         return refuse("bias-form", "its bias or alpha/beta is not supported")
     return None
+
+
+def _no_rows(rows: Any, recipe: Recipe) -> Refusal | None:
+    """Why a product of so many rows is none, or None: nothing at all has no maximum."""
+    if same(rows, 0):
+        return refuse("empty", "it multiplies no rows")
+    if all(recipe.vectors[Role.FORWARD]) or at_least_one(rows):
+        return None
+    return refuse("fp8-rows", f"M={rows} may be 0, and a tensor without elements has no maximum")
 
 
 def _odd(sizes: dict[str, Any]) -> Refusal | None:

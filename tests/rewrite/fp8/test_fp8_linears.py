@@ -209,6 +209,46 @@ def test_a_gradient_over_odd_rows_stays():
     assert "its weight's gradient: M=24" in harness.record.report.refusals[0].text
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_have_no_maximum(recipe):
+    """An expert that no token chose: in bfloat16 it runs, and so it does in FP8."""
+    harness = Harness(fp8=recipe, reference=True, gate="always", fp8_small=True)
+    y, *gradients = trained(harness, plain(), batch(rows=(0,)))
+    assert y.shape == (0, D)
+    assert all(not gradient.any() for gradient in gradients)
+    stays = [why.code for why in harness.report.refusals if why.what == "fp8_linear"]
+    assert stays == 3 * ["empty"]
+
+
+class Chosen(nn.Module):
+    """A layer of the rows that data chooses; with ``some``, the model says that there are such."""
+
+    def __init__(self, some: bool):
+        super().__init__()
+        self.expert, self.some = nn.Linear(D, 32), some
+
+    def forward(self, x):
+        rows = x[(x[:, 0] > 0).nonzero().squeeze(1)]
+        if self.some:
+            torch._check(rows.shape[0] > 0)
+        return self.expert(rows)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "some", "codes"),
+    [("tensorwise", False, {"fp8-rows"}), ("tensorwise", True, set()), ("rowwise", False, set())],
+)
+def test_rows_that_may_be_none(recipe, some, codes):
+    x = batch(rows=(32,))
+    x[:, 0] = -1 + 2 * some
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        harness = Quantized(fp8=recipe, **PLAIN)
+        y = harness.run(Chosen(some).bfloat16(), x)
+    assert y.shape == (32 * some, 32)
+    assert {why.code for why in harness.report.refusals} == codes
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == int(not codes)
+
+
 def test_the_recipe_is_part_of_the_identity():
     given = [{"fp8": recipe} for recipe in RECIPES]
     given += [{}, {"fp8": "rowwise", "fp8_skip": ["gate"]}, {"fp8": "rowwise", "fp8_small": True}]
