@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +38,29 @@ from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, pla
 from coda_inductor.graph.nodes import aten, base, fake, is_transpose, place, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import at_least_one, same
+from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import Float8Layers
 from coda_inductor.rewrite.fp8.merge import origin
 from coda_inductor.rewrite.fp8.recipes import MULTIPLE, RECIPES, Recipe, Role, too_small
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
+#: What peft calls a layer that it wraps, behind the layer's own name.
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$")
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A forward product: its node, what its input and its weight come from, and whether it is that
-    of a layer which is quantized."""
+    """A forward product: its node, what its input and its weight come from, whether its weight is
+    one, and whether it is that of a layer which is quantized."""
 
     node: Node
     x: Any
     weight: Node
+    layer: bool
     chosen: bool
 
 
@@ -79,6 +86,26 @@ def quantize_linears(graph: Graph, record: Record) -> None:
             graded = [x in scope.graded for x in gemm_inputs(node)]
             put(node, role, gradient=graded.index(True))
     graph.eliminate_dead_code()
+    record.report.float8.add(_said(linears, record.options))
+
+
+def skips(pattern: str, path: str) -> bool:
+    """Does ``pattern``, one of ``options["fp8_skip"]``, name the layer at ``path``? It may leave
+    out first parts of the path, and what peft puts behind it."""
+    names = {path, _WRAPPED.sub("", path)}
+    parts = [name.split(".") for name in names]
+    ends = {".".join(part[i:]) for part in parts for i in range(len(part))}
+    return any(fnmatch.fnmatchcase(end, pattern) for end in ends)
+
+
+def _said(linears: list[Linear], options: Options) -> Float8Layers:
+    """What became of the layers, for the report."""
+    layers = [linear for linear in linears if linear.layer]
+    chosen = {place(linear.node) for linear in layers if linear.chosen}
+    kept = {place(linear.node) for linear in layers} - chosen
+    named = {p for p in options.fp8_skip if any(skips(p, path) for path in chosen | kept)}
+    own = options.fp8_skip if options.fp8_skip != Options.fp8_skip else ()
+    return Float8Layers(options.fp8, own, chosen, kept, named)
 
 
 def _root(node: Node) -> Node:
@@ -93,18 +120,17 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
         return None
     root = _root(weight)
     if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
-        return Linear(node, origin(x), root, chosen=False)
+        return Linear(node, origin(x), root, layer=False, chosen=False)
     why = _refusal(node, record)
     if why is not None:
         record.refuse("fp8_linear", place(node), why)
-    return Linear(node, origin(x), root, why is None)
+    return Linear(node, origin(x), root, layer=True, chosen=why is None)
 
 
 def _refusal(node: Node, record: Record) -> Refusal | None:
-    options, weight = record.options, gemm_inputs(node)[1]
-    path = place(node)
+    options, weight, path = record.options, gemm_inputs(node)[1], place(node)
     for pattern in options.fp8_skip:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (path, path.rpartition(".")[2])):
+        if skips(pattern, path):
             return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
     if not is_transpose(weight):
         text = "its weight is (K, N), as no nn.Linear's is"

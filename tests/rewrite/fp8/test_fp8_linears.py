@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from coda_inductor.errors import OptionError
 from coda_inductor.options import parse
 from coda_inductor.pipeline import ON_ATEN
+from coda_inductor.rewrite.fp8.linears import skips
 
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"disable": ["idioms", "fuse"], "fp8_small": True}
@@ -247,6 +248,48 @@ def test_rows_that_may_be_none(recipe, some, codes):
     assert y.shape == (32 * some, 32)
     assert {why.code for why in harness.report.refusals} == codes
     assert harness.ops()["coda_inductor.scaled_mm.default"] == int(not codes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "yes"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("lm_head", "base_model.model.lm_head.base_layer", True),
+        ("lm_head", "base_model.model.lm_head.modules_to_save.default", True),
+        ("lm_head.base_layer", "base_model.model.lm_head.base_layer", True),
+        ("layers.0.mlp.up", "module.model.layers.0.mlp.up", True),
+        ("layers.0.*", "model.layers.0.mlp.up", True),
+        ("layers.0.*", "model.layers.10.mlp.up", False),
+        ("head", "lm_head", False),
+        ("output", "encoder.layer.0.output.dense", False),  # BERT's are no heads
+        ("q_proj", "layers.0.q_proj.lora_A.default", False),
+    ],
+)
+def test_what_a_pattern_names(pattern, path, yes):
+    assert skips(pattern, path) is yes
+
+
+def test_the_report_says_which_patterns_name_nothing():
+    """One that names a layer which another has named already is none of them."""
+    given = ["gate", "layers.0.*", "lm_hed"]
+    harness = Quantized(fp8="rowwise", fp8_skip=given, **PLAIN)
+    harness.train(plain(layers=2), batch().requires_grad_())
+    layers = harness.report.float8
+    assert layers.quantized == {"layers.1.up", "layers.1.down"}
+    assert layers.kept == {"layers.0.gate", "layers.0.up", "layers.0.down", "layers.1.gate"}
+    assert layers.unmatched == ["lm_hed"]
+    line = "FP8 (rowwise): 2 of 6 linear layers; fp8_skip: 'lm_hed' names none of them"
+    assert line in harness.report.table().splitlines()
+
+
+def test_default_patterns_need_not_name_anything():
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.report.float8.summary == "FP8 (rowwise): 3 of 3 linear layers"
+    without = Quantized()
+    without.train(plain(), batch().requires_grad_())
+    assert "FP8" not in without.report.table()
 
 
 def test_the_recipe_is_part_of_the_identity():
