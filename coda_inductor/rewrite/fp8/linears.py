@@ -16,10 +16,10 @@ Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
 
 Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
 (``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
-weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), products in another
-dtype than bfloat16, and inputs without rows (an expert that no token chose). The two gradients of a
-layer follow its forward product; that of its weight, which sums over rows, stays in bfloat16 where
-M is no multiple of 16.
+weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either) or are computed,
+products in another dtype than bfloat16, and inputs without rows (an expert that no token chose). A
+product with what the caller hands over is no layer. The two gradients of a layer follow its forward
+product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, plain_bias
-from coda_inductor.graph.nodes import aten, base, fake, is_transpose, place, renames_or_casts
+from coda_inductor.graph.nodes import (
+    aten,
+    base,
+    fake,
+    is_transpose,
+    of_linear,
+    place,
+    renames_or_casts,
+)
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import at_least_one, same
 from coda_inductor.options import Options
@@ -119,12 +127,20 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
     if x in scope.graded or weight in scope.graded:
         return None
     root = _root(weight)
-    if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
+    given = root.op in ("placeholder", "get_attr") and fake(root).dim() == 2
+    if not of_linear(node) and not (given and _kept(root, record)):
         return Linear(node, origin(x), root, layer=False, chosen=False)
-    why = _refusal(node, record)
+    computed = refuse("fp8-computed", f"its weight is computed, by {root.target}")
+    why = _refusal(node, record) if given else computed
     if why is not None:
         record.refuse("fp8_linear", place(node), why)
     return Linear(node, origin(x), root, layer=True, chosen=why is None)
+
+
+def _kept(root: Node, record: Record) -> bool:
+    """Is the input ``root`` of a graph a parameter? What the caller hands over, be it another
+    graph's result, is multiplied in no linear layer, unless a module says so."""
+    return getattr(root.meta.get("desc"), "idx", None) not in record.tensors
 
 
 def _refusal(node: Node, record: Record) -> Refusal | None:

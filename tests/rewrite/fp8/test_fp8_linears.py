@@ -250,6 +250,38 @@ def test_rows_that_may_be_none(recipe, some, codes):
     assert harness.ops()["coda_inductor.scaled_mm.default"] == int(not codes)
 
 
+class Scores(nn.Module):
+    """A layer, and a product with what the caller, or the graph in front of a break, hands over."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own = nn.Linear(D, D), nn.Parameter(torch.randn(32, D))
+
+    def forward(self, x, others):
+        y = self.layer(x)
+        return F.linear(y, self.own), y @ others.t()
+
+
+def test_what_is_handed_over_is_no_weight():
+    """In one graph with what makes it, it would be none either."""
+    needs_scaled_mm()
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    rows = batch(rows=(32,)).requires_grad_()
+    harness.train(Scores().bfloat16(), rows, rows.detach().requires_grad_())
+    assert harness.report.float8.quantized == {"layer", "mm"}
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 2 * 3
+    assert harness.ops()["aten.mm.default"] == 3
+
+
+def test_a_weight_that_is_computed_says_so():
+    needs_scaled_mm()
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(D, D)).bfloat16()
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(nn.Sequential(layer, nn.Linear(D, D).bfloat16()), batch().requires_grad_())
+    assert [(why.code, why.where) for why in harness.report.refusals] == [("fp8-computed", "0")]
+    assert harness.report.float8.quantized == {"1"}
+
+
 @pytest.mark.parametrize(
     ("pattern", "path", "yes"),
     [
