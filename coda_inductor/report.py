@@ -139,7 +139,7 @@ class Float8Layers:
         recipe: the option's; "" without it.
         patterns: those of ``fp8_skip``, where they are the user's.
         quantized: the layers that multiply in FP8, by their modules' paths.
-        kept: those that do not.
+        kept: those that never do.
         named: the patterns that name one of them.
     """
 
@@ -153,7 +153,7 @@ class Float8Layers:
         """Take in the layers of another graph."""
         self.recipe, self.patterns = other.recipe, other.patterns
         self.quantized |= other.quantized
-        self.kept |= other.kept
+        self.kept = (self.kept | other.kept) - self.quantized
         self.named |= other.named
 
     @property

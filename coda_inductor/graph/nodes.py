@@ -59,9 +59,13 @@ def module_path(node: Node) -> str:
     """The dotted path of the module that ``node`` came from, or an empty string."""
     if (found := _module(node)) is None:
         return ""
-    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", str(found[0]))
+    path, changed = str(found[0]), 1
+    while changed:  # torch.func.functional_call's
+        path, changed = re.subn(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)
+    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", path)
     path = path.replace("__dict__['_modules']['", "_modules['")  # behind a __getattr__ (peft)
-    return path.replace("_modules['", "").replace("']", "")
+    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
+    return re.sub(r"\['?([^]']*)'?\]", r".\1", path).lstrip(".")
 
 
 def of_linear(node: Node) -> bool:

@@ -50,6 +50,7 @@ from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Float8Layers
+from coda_inductor.rewrite.fp8.chains import is_fp8
 from coda_inductor.rewrite.fp8.merge import origin
 from coda_inductor.rewrite.fp8.recipes import MULTIPLE, RECIPES, Recipe, Role, too_small
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
@@ -128,12 +129,13 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
         return None
     root = _root(weight)
     given = root.op in ("placeholder", "get_attr") and fake(root).dim() == 2
-    if not of_linear(node) and not (given and _kept(root, record)):
+    ours = any(map(is_fp8, root.all_input_nodes))  # a region's body, expanded before
+    if ours or (not of_linear(node) and not (given and _kept(root, record))):
         return Linear(node, origin(x), root, layer=False, chosen=False)
     computed = refuse("fp8-computed", f"its weight is computed, by {root.target}")
     why = _refusal(node, record) if given else computed
-    if why is not None:
-        record.refuse("fp8_linear", place(node), why)
+    if why is not None and why.at("fp8_linear", place(node)) not in record.report.refusals:
+        record.refuse("fp8_linear", place(node), why)  # once: Inductor hands regions in again
     return Linear(node, origin(x), root, layer=True, chosen=why is None)
 
 

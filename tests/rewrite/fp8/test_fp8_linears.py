@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from coda_inductor.errors import OptionError
 from coda_inductor.options import parse
 from coda_inductor.pipeline import ON_ATEN
+from coda_inductor.report import forget, reports
 from coda_inductor.rewrite.fp8.linears import skips
 
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
@@ -271,6 +272,28 @@ def test_what_is_handed_over_is_no_weight():
     assert harness.report.float8.quantized == {"layer", "mm"}
     assert harness.ops()["coda_inductor.scaled_mm.default"] == 2 * 3
     assert harness.ops()["aten.mm.default"] == 3
+
+
+class Region(nn.Linear):
+    """Inductor hands its body in again after it was rewritten."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_region_is_said_once():
+    needs_scaled_mm()
+    forget()
+    model = nn.Sequential(Region(D, D), Region(D, 40)).bfloat16()
+    options = {"fp8": "rowwise", "fp8_small": True, "reference": True, "gate": "always"}
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        torch._dynamo.reset()
+        torch.compile(model, backend="coda", options=options)(batch()).sum().backward()
+    (report,) = reports()
+    assert report.float8.summary == "FP8 (rowwise): 1 of 2 linear layers"
+    stays = [(why.code, why.where) for why in report.refusals if why.what == "fp8_linear"]
+    assert stays == [("not-multiple-of-16", "1")]
 
 
 def test_a_weight_that_is_computed_says_so():
