@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from float8 import (
     RECIPES,
     D,
+    Layer,
     Stack,
     convert,
     needs_scaled_mm,
@@ -274,7 +275,7 @@ def test_what_is_handed_over_is_no_weight():
     assert harness.ops()["aten.mm.default"] == 3
 
 
-class Region(nn.Linear):
+class Region(Layer):
     """Inductor hands its body in again after it was rewritten."""
 
     @torch.compiler.nested_compile_region
@@ -282,18 +283,21 @@ class Region(nn.Linear):
         return super().forward(x)
 
 
-def test_a_region_is_said_once():
+@pytest.mark.parametrize("how", [{"disable": ["fuse"]}, {"reference": True, "gate": "always"}])
+def test_a_region_is_said_once(how):
+    """As it was left, or as programs were expanded in it."""
     needs_scaled_mm()
     forget()
-    model = nn.Sequential(Region(D, D), Region(D, 40)).bfloat16()
-    options = {"fp8": "rowwise", "fp8_small": True, "reference": True, "gate": "always"}
+    model = nn.Sequential(Region(), Region()).bfloat16()  # which share one body
+    options = {"fp8": "rowwise", "fp8_small": True, "fp8_skip": "0.gate", **how}
     with torch._functorch.config.patch(enable_autograd_cache=False):
         torch._dynamo.reset()
-        torch.compile(model, backend="coda", options=options)(batch()).sum().backward()
+        x = batch().requires_grad_()
+        torch.compile(model, backend="coda", options=options)(x).sum().backward()
     (report,) = reports()
-    assert report.float8.summary == "FP8 (rowwise): 1 of 2 linear layers"
+    assert report.float8.summary == "FP8 (rowwise): 2 of 3 linear layers"
     stays = [(why.code, why.where) for why in report.refusals if why.what == "fp8_linear"]
-    assert stays == [("not-multiple-of-16", "1")]
+    assert stays == [("fp8-skipped", "0.gate")]
 
 
 def test_a_weight_that_is_computed_says_so():
