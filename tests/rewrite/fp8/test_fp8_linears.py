@@ -275,6 +275,21 @@ def test_what_is_handed_over_is_no_weight():
     assert harness.ops()["aten.mm.default"] == 3
 
 
+def test_torchs_caches_tell_parameters_from_tensors(tmp_path, monkeypatch):
+    """What decides that a product is a layer is part of torch's own key."""
+    needs_scaled_mm()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, w = batch(rows=(32,)), torch.randn(48, D, dtype=torch.bfloat16)
+    given = {"fp8": "rowwise", "fp8_small": True}
+    found = []
+    for weight in (nn.Parameter(w, requires_grad=False), w):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            y = torch.compile(F.linear, backend="coda", options=given)(x, weight)
+        found.append(torch.equal(y, F.linear(x, w)))
+    assert found == [False, True]
+
+
 class Region(Layer):
     """Inductor hands its body in again after it was rewritten."""
 
