@@ -52,8 +52,9 @@ class Options:
         fp8: multiply the linear layers of an unmodified bfloat16 model in FP8, by torchao's recipe
             of this name: "tensorwise", "rowwise" or "rowwise_with_gw_hp". Off by default: it is
             less exact.
-        fp8_skip: the layers that stay in bfloat16 all the same: patterns of module paths, or of
-            their last parts, with ``*`` and ``?``.
+        fp8_skip: the layers that stay in bfloat16 all the same: patterns, with ``*`` and ``?``, of
+            module paths, or of their last parts ("lm_head", "0.mlp.up_proj"; what peft wraps keeps
+            its name).
         fp8_small: take layers too that are said to be too small to gain.
         aot: fuse in programs of AOTInductor's too (with ``coda_inductor.enable``). Each then needs
             a Python process that has imported ``coda_inductor.backend``.

@@ -30,7 +30,7 @@ from coda_inductor.graph.attention import calls
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
-from coda_inductor.matching import bodies
+from coda_inductor.matching import bodies, value
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
@@ -197,6 +197,8 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     check_names(record)
+    given = enumerate(gm.graph.find_nodes(op="placeholder"))
+    record.tensors = frozenset(i for i, n in given if not isinstance(value(n), torch.nn.Parameter))
     _run(ON_DYNAMO, gm.graph, record)
     record.folder.graph("1_raised", gm)
     _count(record)

@@ -254,6 +254,7 @@ def test_the_command(base, monkeypatch, capsys):
     monkeypatch.setattr(command, "prewarmed", lambda: None)
     monkeypatch.setenv("QUACK_CACHE_DIR", "/quacks")
     monkeypatch.setenv("CODA_CACHE_SIZE", "2")
+    monkeypatch.delenv("CODA_CACHE_DIR", raising=False)
     assert main(["cache", "show"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{base}: at most 2 GiB (CODA_CACHE_SIZE, in GiB)\n")
@@ -280,3 +281,18 @@ def test_the_command_shows_what_can_only_be_read(base, tmp_path, monkeypatch, ca
     assert f"{base}: can only be read\n" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0
     assert len(entries(base)) == 8
+
+
+def test_another_folder_than_the_named_one_is_not_cleared(base, tmp_path, monkeypatch, capsys):
+    """Who names a folder that cannot be used has named no other one."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(command, "cache_dir", lambda: base)
+    monkeypatch.setattr(command, "prewarmed", lambda: None)
+    assert main(["cache", "clear"]) == 1
+    assert "is not used, so nothing was deleted" in capsys.readouterr().err
+    assert len(entries(base)) == 8
+    assert main(["cache", "show"]) == 0
+    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
+    assert main(["cache", "clear"]) == 0
+    assert not entries(base)

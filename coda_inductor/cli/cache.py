@@ -17,6 +17,7 @@ from tabulate import tabulate
 
 from coda_inductor import cache_contents
 from coda_inductor.cache_dir import cache_dir, prewarmed
+from coda_inductor.errors import OptionError
 
 HELP = "show or clear what is kept between runs"
 
@@ -32,8 +33,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Show or clear the cache; 0."""
+    """Show or clear the cache; 0.
+
+    Raises:
+        OptionError: what is to be cleared is not the folder that ``CODA_CACHE_DIR`` names.
+    """
     if chosen.action == "clear":
+        _same_folder()
         count, size = cache_contents.clear(cache_dir(), older=chosen.older)
         sys.stdout.write(f"{cache_dir()}: {count} entries deleted, {_size(size)}\n")
         return 0
@@ -46,6 +52,17 @@ def run(chosen: argparse.Namespace) -> int:
     if folder := os.environ.get("QUACK_CACHE_DIR"):
         sys.stdout.write(f"QUACK_CACHE_DIR={folder} has the kernels; clear does not touch it\n")
     return 0
+
+
+def _same_folder() -> None:
+    """Is what would be cleared what the user has named? Where that cannot be used, all else goes on
+    in another folder, but nobody has asked to delete that one's files."""
+    named = os.environ.get("CODA_CACHE_DIR")
+    if named and prewarmed() is None and cache_dir() != Path(named).expanduser().absolute():
+        raise OptionError(
+            f"CODA_CACHE_DIR={named} is not used, so nothing was deleted; without that variable, "
+            f"{cache_dir()} is cleared"
+        )
 
 
 def _show(base: Path, note: str) -> None:

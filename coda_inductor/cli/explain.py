@@ -26,7 +26,8 @@ HELP = "what each GEMM of a model absorbs, and what to do about those that do no
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     models.arguments(parser)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a sequence (--hf)")
+    parser.add_argument("--tokens", type=models.positive,
+                        help="tokens a sequence, by default 2048 (--hf)")  # fmt: skip
     parser.add_argument("--out", metavar="PAGE.html", help="write the page there")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
@@ -35,12 +36,12 @@ def run(chosen: argparse.Namespace) -> int:
     """Explain, print, save. Returns 1, with a message, if that is not possible."""
     from coda_inductor.explanation import explain
 
-    if chosen.out and not Path(chosen.out).resolve().parent.is_dir():
-        sys.stderr.write(f"error: --out {chosen.out}: its folder does not exist\n")
+    if chosen.out and (why := _unwritable(Path(chosen.out).resolve())):
+        sys.stderr.write(f"error: --out {chosen.out}: {why}\n")
         return 1
     model: Callable[..., Any] | None = None
     try:
-        model, args, kwargs = models.model_of(chosen, chosen.tokens)
+        model, args, kwargs = models.model_of(chosen, chosen.tokens or 2048)
         options = dict(models.setting(text, "--option") for text in chosen.option)
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, **kwargs)
@@ -51,8 +52,19 @@ def run(chosen: argparse.Namespace) -> int:
         return 1
     sys.stdout.write(f"{found}\n")
     if chosen.out or chosen.open:
-        path = found.save(chosen.out or f"{found.name}.html").resolve()
+        try:
+            path = found.save(chosen.out or f"{found.name}.html").resolve()
+        except OSError as error:
+            sys.stderr.write(f"error: the page cannot be written: {error}\n")
+            return 1
         sys.stdout.write(f"\nwrote {path}\n")
         if chosen.open:
             webbrowser.open(path.as_uri())
     return 0
+
+
+def _unwritable(page: Path) -> str:
+    """Why there can be no such file; empty if nothing speaks against it, before all the work."""
+    if page.is_dir():
+        return "it is a folder"
+    return "" if page.parent.is_dir() else "its folder does not exist"

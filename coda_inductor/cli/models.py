@@ -28,8 +28,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="a language model's model_type, e.g. llama")  # fmt: skip
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[],
                         help="a value of the --hf config, e.g. num_hidden_layers=4")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=1, help="sequences (--hf)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of --hf models")
+    parser.add_argument("--batch", type=positive, help="sequences, by default 1 (--hf)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of --hf models, by default bfloat16")
     parser.add_argument("--train", action="store_true", help="forward and backward")
     parser.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
                         help="an option of the backend, e.g. gate=always")  # fmt: skip
@@ -48,6 +48,11 @@ def model_of(
         raise ExplainError("give either FILE.py:FUNCTION or --hf FAMILY")
     if chosen.hf is not None:
         return _hugging_face(chosen, tokens)
+    for name in ("set", "batch", "dtype", "tokens"):
+        if getattr(chosen, name):
+            raise ExplainError(
+                f"--{name} is for --hf models: {chosen.target} makes its model and its inputs"
+            )
     made = _function(chosen.target)()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         raise ExplainError(f"{chosen.target} must return (model, args) or (model, args, kwargs)")
@@ -97,9 +102,9 @@ def _hugging_face(
     values = dict(setting(text, "--set") for text in chosen.set)
     try:
         config = transformers.AutoConfig.for_model(chosen.hf, **values)
-    except (ValueError, KeyError) as error:
-        first = str(error).split("\n", maxsplit=1)[0]
-        raise ExplainError(f"--hf {chosen.hf}: {first[:300]}") from None
+    except Exception as error:  # a value of a wrong type has a class of huggingface_hub's
+        said = " ".join(str(error).split())
+        raise ExplainError(f"--hf {chosen.hf}: {said[:300]}") from None
     known = config.__class__().to_dict()
     if unknown := [key for key in values if key not in known]:
         raise ExplainError(
@@ -111,17 +116,24 @@ def _hugging_face(
             model = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:
             model = transformers.AutoModel.from_config(config)
-    model = model.to(getattr(torch, chosen.dtype)).train(chosen.train)
+    model = model.to(getattr(torch, chosen.dtype or _DTYPES[0])).train(chosen.train)
     with contextlib.suppress(RuntimeError):
         model = model.to_empty(device="cpu")
         model.tie_weights()
     device = next(model.parameters()).device
-    ids = torch.zeros((chosen.batch, tokens), dtype=torch.long, device=device)
+    ids = torch.zeros((chosen.batch or 1, tokens), dtype=torch.long, device=device)
     causal = speaks(model)
     kwargs: dict[str, Any] = {"use_cache": False} if causal else {}
     if chosen.train and causal:
         kwargs["labels"] = ids
     return model, (ids,), kwargs
+
+
+def positive(text: str) -> int:
+    """A positive number, as an argument's type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 def speaks(model: Callable[..., Any]) -> bool:

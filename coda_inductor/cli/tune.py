@@ -31,8 +31,9 @@ HELP = "measure on this GPU what a model needs; show what won by how much"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     models.arguments(parser)
-    parser.add_argument("--tokens", default="2048", metavar="N[,N...]",
-                        help="tokens a sequence (--hf); several are measured in turn")  # fmt: skip
+    parser.add_argument("--tokens", metavar="N[,N...]",
+                        help="tokens a sequence, by default 2048 (--hf); several are measured in "
+                        "turn")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600.0, help="at most, for each graph")
     parser.add_argument("--report", action="store_true", help="what is measured, as a table")
     parser.add_argument("--plot", metavar="FILE", help="the same as a plot (.svg, .png)")
@@ -124,7 +125,7 @@ def _tune(chosen: argparse.Namespace) -> None:
     options = replace(parse(None, given), strict=False)
     device = torch.device("cuda", torch.cuda.current_device())
     known = store_of(gpu_of(device))
-    for tokens in _lengths(chosen.tokens):
+    for tokens in _lengths("2048" if chosen.tokens is None else chosen.tokens):
         model, args, kwargs = models.model_of(chosen, tokens)
         before = set(known.own())
         with torch.set_grad_enabled(chosen.train):

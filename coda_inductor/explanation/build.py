@@ -20,6 +20,7 @@ from coda_inductor.graph.nodes import ALIASES, fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal
+from coda_inductor.report import Float8Layers
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.policy import as_16_bits
@@ -103,8 +104,10 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
         notes.append(f"{text} {_forecast(result, graphs, options)}")
     stock = [graph for captured in graphs for graph in captured.stock.graphs]
     ours = [graph for captured in graphs for graph in captured.ours.graphs]
-    if text := float8.note(stock, ours):
-        notes.append(text)
+    layers = Float8Layers()
+    for captured in graphs:
+        layers.add(captured.report.float8)
+    notes += [text for text in (float8.layers_note(layers), float8.note(stock, ours)) if text]
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "

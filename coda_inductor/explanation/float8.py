@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model in FP8 does around its products: casts, and copies that turn a factor."""
+"""What a model in FP8 does around its products: casts, and copies that turn a factor. Which of its
+layers ``options["fp8"]`` takes, and which names in ``fp8_skip`` are none of theirs."""
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from torch.fx import Graph
 
 from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.report import Float8Layers
 from coda_inductor.semantic.fp8 import FP8
 
 
@@ -41,6 +44,16 @@ def note(stock: Sequence[Graph], ours: Sequence[Graph]) -> str:
         f"FP8: casts {before.casts} -> {after.casts}, copies that turn a factor "
         f"{before.copies} -> {after.copies}."
     )
+
+
+def layers_note(layers: Float8Layers) -> str:
+    """How many of a model's layers are in FP8, and what may have been meant by names of none; empty
+    without the option. A call that is explained has all its graphs in ``layers``."""
+    paths = layers.quantized | layers.kept
+    known = sorted(paths | {path.rpartition(".")[2] for path in paths})
+    near = {p: difflib.get_close_matches(p, known, n=1) for p in layers.unmatched}
+    meant = [f" The name nearest to {p!r} is {found[0]!r}." for p, found in near.items() if found]
+    return f"{layers.summary}.{''.join(meant)}" if paths else ""
 
 
 def _fp8(value: object) -> bool:

@@ -16,6 +16,11 @@ def same(left: Any, right: Any) -> bool:
     return statically_known_true(left == right)
 
 
+def at_least_one(size: Any) -> bool:
+    """Is a size positive for certain? What data decides may be 0. Never adds a guard."""
+    return statically_known_true(size >= 1)
+
+
 def hint(size) -> int:
     """A concrete value for a size that may be symbolic; 8192 rows where nothing is known."""
     if not isinstance(size, torch.SymInt):

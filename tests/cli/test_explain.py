@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m coda_inductor explain``: targets, options, exit codes."""
 
+import os
 import subprocess
 import sys
 
@@ -69,12 +70,32 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
         (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
         (["explain", "--hf", "no_such_family"], "no_such_family"),
         (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
+        (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
+        (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
+        (["explain", "TARGET:make", "--dtype", "float16"], "--dtype is for --hf models"),
+        (["explain", "TARGET:make", "--tokens", "64"], "--tokens is for --hf models"),
         (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
+        (["explain", "TARGET:make", "--out", "."], "it is a folder"),
     ],
 )
 def test_mistakes_are_messages_and_exit_code_1(target, arguments, says, capsys):
     assert main([word.replace("TARGET", target) for word in arguments]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", "0"), ("batch", "-1"), ("batch", "two")])
+def test_sizes_are_positive(name, value, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "--hf", "llama", f"--{name}", value])
+    assert f"{value!r} is no positive number" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_page_that_cannot_be_written_is_a_message(target, capsys):
+    assert main(["explain", f"{target}:make", "--out", "/dev/full"]) == 1
+    found = capsys.readouterr()
+    assert "Sequential on cpu" in found.out
+    assert "error: the page cannot be written" in found.err
 
 
 def test_errors_of_a_language_model_have_no_hint_about_others(capsys):

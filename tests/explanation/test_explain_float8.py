@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from float8 import D, Stack, serve, stack
+from torch import nn
 
 import coda_inductor
 
@@ -39,6 +40,28 @@ def test_of_an_unmodified_model():
     model = Stack(2).bfloat16()
     assert "FP8: casts 0 -> 26" in notes(model, fp8="rowwise", fp8_small=True)
     assert "FP8" not in notes(model)
+
+
+class Halves(nn.Module):
+    """Two graphs: each has layers that the other one has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Stack().bfloat16(), nn.Linear(D, D).bfloat16()
+
+    def forward(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y)
+
+
+def test_names_of_no_layer_are_said_for_the_whole_call():
+    """A name of a layer in another graph is no mistake."""
+    text = notes(Halves(), fp8="rowwise", fp8_small=True, fp8_skip=["second", "gate", "dwn", "x"])
+    assert "FP8 (rowwise): 2 of 4 linear layers; fp8_skip: 'dwn', 'x' name none of them." in text
+    assert "The name nearest to 'dwn' is 'down'." in text
+    assert "nearest to 'x'" not in text
+    assert "nearest to 'second'" not in text
 
 
 def test_of_inference_where_every_product_is_scaled():

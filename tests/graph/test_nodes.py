@@ -111,3 +111,29 @@ def test_module_paths_behind_a_getattr():
     harness = Harness()
     harness.run(Behind(), torch.ones(3, 8))
     assert [site.site for site in harness.report.sites] == ["inner.0"]
+
+
+MODELS = {"main": nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))}
+LIST = [MODELS["main"]]
+
+
+def of_a_dict(x):
+    return MODELS["main"](x)
+
+
+def of_a_list(x):
+    return LIST[0](x)
+
+
+def functional(x):
+    return torch.func.functional_call(LIST[0], dict(LIST[0].named_parameters()), (x,))
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [(of_a_dict, "main.0.0"), (of_a_list, "0.0.0"), (functional, "0.0.0")],
+)
+def test_module_paths_of_what_a_function_calls(function, path):
+    harness = Harness()
+    harness.run(function, torch.ones(3, 8))
+    assert [site.site for site in harness.report.sites] == [path]

@@ -16,8 +16,9 @@ Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
 
 Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain
 (``recipes.too_small``; ``options["fp8_small"]`` takes them), features that are no multiples of 16,
-weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either), and products in another
-dtype than bfloat16. The two gradients of a layer follow its forward
+weights that are no nn.Linear's (GPT-2's Conv1D: torchao knows none either) or are computed,
+products in another dtype than bfloat16, and inputs without rows (an expert that no token chose). A
+product with what the caller hands over is no layer. The two gradients of a layer follow its forward
 product; that of its weight, which sums over rows, stays in bfloat16 where M is no multiple of 16.
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,26 +35,41 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, plain_bias
-from coda_inductor.graph.nodes import aten, base, fake, is_transpose, place, renames_or_casts
+from coda_inductor.graph.nodes import (
+    aten,
+    base,
+    fake,
+    is_transpose,
+    of_linear,
+    place,
+    renames_or_casts,
+)
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import at_least_one, same
+from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import Float8Layers
+from coda_inductor.rewrite.fp8.chains import is_fp8
 from coda_inductor.rewrite.fp8.merge import origin
 from coda_inductor.rewrite.fp8.recipes import MULTIPLE, RECIPES, Recipe, Role, too_small
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
+#: What peft calls a layer that it wraps, behind the layer's own name.
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$")
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A forward product: its node, what its input and its weight come from, and whether it is that
-    of a layer which is quantized."""
+    """A forward product: its node, what its input and its weight come from, whether its weight is
+    one, and whether it is that of a layer which is quantized."""
 
     node: Node
     x: Any
     weight: Node
+    layer: bool
     chosen: bool
 
 
@@ -78,6 +95,26 @@ def quantize_linears(graph: Graph, record: Record) -> None:
             graded = [x in scope.graded for x in gemm_inputs(node)]
             put(node, role, gradient=graded.index(True))
     graph.eliminate_dead_code()
+    record.report.float8.add(_said(linears, record.options))
+
+
+def skips(pattern: str, path: str) -> bool:
+    """Does ``pattern``, one of ``options["fp8_skip"]``, name the layer at ``path``? It may leave
+    out first parts of the path, and what peft puts behind it."""
+    names = {path, _WRAPPED.sub("", path)}
+    parts = [name.split(".") for name in names]
+    ends = {".".join(part[i:]) for part in parts for i in range(len(part))}
+    return any(fnmatch.fnmatchcase(end, pattern) for end in ends)
+
+
+def _said(linears: list[Linear], options: Options) -> Float8Layers:
+    """What became of the layers, for the report."""
+    layers = [linear for linear in linears if linear.layer]
+    chosen = {place(linear.node) for linear in layers if linear.chosen}
+    kept = {place(linear.node) for linear in layers} - chosen
+    named = {p for p in options.fp8_skip if any(skips(p, path) for path in chosen | kept)}
+    own = options.fp8_skip if options.fp8_skip != Options.fp8_skip else ()
+    return Float8Layers(options.fp8, own, chosen, kept, named)
 
 
 def _root(node: Node) -> Node:
@@ -91,19 +128,27 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
     if x in scope.graded or weight in scope.graded:
         return None
     root = _root(weight)
-    if root.op not in ("placeholder", "get_attr") or fake(root).dim() != 2:
-        return Linear(node, origin(x), root, chosen=False)
-    why = _refusal(node, record)
-    if why is not None:
-        record.refuse("fp8_linear", place(node), why)
-    return Linear(node, origin(x), root, why is None)
+    given = root.op in ("placeholder", "get_attr") and fake(root).dim() == 2
+    ours = any(map(is_fp8, root.all_input_nodes))  # a region's body, expanded before
+    if ours or (not of_linear(node) and not (given and _kept(root, record))):
+        return Linear(node, origin(x), root, layer=False, chosen=False)
+    computed = refuse("fp8-computed", f"its weight is computed, by {root.target}")
+    why = _refusal(node, record) if given else computed
+    if why is not None and why.at("fp8_linear", place(node)) not in record.report.refusals:
+        record.refuse("fp8_linear", place(node), why)  # once: Inductor hands regions in again
+    return Linear(node, origin(x), root, layer=True, chosen=why is None)
+
+
+def _kept(root: Node, record: Record) -> bool:
+    """Is the input ``root`` of a graph a parameter? What the caller hands over, be it another
+    graph's result, is multiplied in no linear layer, unless a module says so."""
+    return getattr(root.meta.get("desc"), "idx", None) not in record.tensors
 
 
 def _refusal(node: Node, record: Record) -> Refusal | None:
-    options, weight = record.options, gemm_inputs(node)[1]
-    path = place(node)
+    options, weight, path = record.options, gemm_inputs(node)[1], place(node)
     for pattern in options.fp8_skip:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (path, path.rpartition(".")[2])):
+        if skips(pattern, path):
             return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
     if not is_transpose(weight):
         text = "its weight is (K, N), as no nn.Linear's is"
@@ -116,9 +161,20 @@ def _refusal(node: Node, record: Record) -> Refusal | None:
     if too_small(options.fp8, n, k) and not options.fp8_small:
         text = f"N={n}, K={k} is too small to gain from {options.fp8}"
         return refuse("fp8-small", text)
+    if (why := _no_rows(fake(node).shape[0], RECIPES[options.fp8])) is not None:
+        return why
     if bias_of(node) is not None and not plain_bias(node):
         return refuse("bias-form", "its bias or alpha/beta is not supported")
     return None
+
+
+def _no_rows(rows: Any, recipe: Recipe) -> Refusal | None:
+    """Why a product of so many rows is none, or None: nothing at all has no maximum."""
+    if same(rows, 0):
+        return refuse("empty", "it multiplies no rows")
+    if all(recipe.vectors[Role.FORWARD]) or at_least_one(rows):
+        return None
+    return refuse("fp8-rows", f"M={rows} may be 0, and a tensor without elements has no maximum")
 
 
 def _odd(sizes: dict[str, Any]) -> Refusal | None:

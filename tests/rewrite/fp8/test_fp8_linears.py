@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from float8 import (
     RECIPES,
     D,
+    Layer,
     Stack,
     convert,
     needs_scaled_mm,
@@ -26,6 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from coda_inductor.errors import OptionError
 from coda_inductor.options import parse
 from coda_inductor.pipeline import ON_ATEN
+from coda_inductor.report import forget, reports
+from coda_inductor.rewrite.fp8.linears import skips
 
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"disable": ["idioms", "fuse"], "fp8_small": True}
@@ -207,6 +210,160 @@ def test_a_gradient_over_odd_rows_stays():
     assert harness.ops()["coda_inductor.scaled_mm.default"] == 2 * 3
     assert {why.code for why in harness.record.report.refusals} == {"not-multiple-of-16"}
     assert "its weight's gradient: M=24" in harness.record.report.refusals[0].text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_have_no_maximum(recipe):
+    """An expert that no token chose: in bfloat16 it runs, and so it does in FP8."""
+    harness = Harness(fp8=recipe, reference=True, gate="always", fp8_small=True)
+    y, *gradients = trained(harness, plain(), batch(rows=(0,)))
+    assert y.shape == (0, D)
+    assert all(not gradient.any() for gradient in gradients)
+    stays = [why.code for why in harness.report.refusals if why.what == "fp8_linear"]
+    assert stays == 3 * ["empty"]
+
+
+class Chosen(nn.Module):
+    """A layer of the rows that data chooses; with ``some``, the model says that there are such."""
+
+    def __init__(self, some: bool):
+        super().__init__()
+        self.expert, self.some = nn.Linear(D, 32), some
+
+    def forward(self, x):
+        rows = x[(x[:, 0] > 0).nonzero().squeeze(1)]
+        if self.some:
+            torch._check(rows.shape[0] > 0)
+        return self.expert(rows)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "some", "codes"),
+    [("tensorwise", False, {"fp8-rows"}), ("tensorwise", True, set()), ("rowwise", False, set())],
+)
+def test_rows_that_may_be_none(recipe, some, codes):
+    x = batch(rows=(32,))
+    x[:, 0] = -1 + 2 * some
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        harness = Quantized(fp8=recipe, **PLAIN)
+        y = harness.run(Chosen(some).bfloat16(), x)
+    assert y.shape == (32 * some, 32)
+    assert {why.code for why in harness.report.refusals} == codes
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == int(not codes)
+
+
+class Scores(nn.Module):
+    """A layer, and a product with what the caller, or the graph in front of a break, hands over."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own = nn.Linear(D, D), nn.Parameter(torch.randn(32, D))
+
+    def forward(self, x, others):
+        y = self.layer(x)
+        return F.linear(y, self.own), y @ others.t()
+
+
+def test_what_is_handed_over_is_no_weight():
+    """In one graph with what makes it, it would be none either."""
+    needs_scaled_mm()
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    rows = batch(rows=(32,)).requires_grad_()
+    harness.train(Scores().bfloat16(), rows, rows.detach().requires_grad_())
+    assert harness.report.float8.quantized == {"layer", "mm"}
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 2 * 3
+    assert harness.ops()["aten.mm.default"] == 3
+
+
+def test_torchs_caches_tell_parameters_from_tensors(tmp_path, monkeypatch):
+    """What decides that a product is a layer is part of torch's own key."""
+    needs_scaled_mm()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, w = batch(rows=(32,)), torch.randn(48, D, dtype=torch.bfloat16)
+    given = {"fp8": "rowwise", "fp8_small": True}
+    found = []
+    for weight in (nn.Parameter(w, requires_grad=False), w):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            y = torch.compile(F.linear, backend="coda", options=given)(x, weight)
+        found.append(torch.equal(y, F.linear(x, w)))
+    assert found == [False, True]
+
+
+class Region(Layer):
+    """Inductor hands its body in again after it was rewritten."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", [{"disable": ["fuse"]}, {"reference": True, "gate": "always"}])
+def test_a_region_is_said_once(how):
+    """As it was left, or as programs were expanded in it."""
+    needs_scaled_mm()
+    forget()
+    model = nn.Sequential(Region(), Region()).bfloat16()  # which share one body
+    options = {"fp8": "rowwise", "fp8_small": True, "fp8_skip": "0.gate", **how}
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        torch._dynamo.reset()
+        x = batch().requires_grad_()
+        torch.compile(model, backend="coda", options=options)(x).sum().backward()
+    (report,) = reports()
+    assert report.float8.summary == "FP8 (rowwise): 2 of 3 linear layers"
+    stays = [(why.code, why.where) for why in report.refusals if why.what == "fp8_linear"]
+    assert stays == [("fp8-skipped", "0.gate")]
+
+
+def test_a_weight_that_is_computed_says_so():
+    needs_scaled_mm()
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(D, D)).bfloat16()
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(nn.Sequential(layer, nn.Linear(D, D).bfloat16()), batch().requires_grad_())
+    assert [(why.code, why.where) for why in harness.report.refusals] == [("fp8-computed", "0")]
+    assert harness.report.float8.quantized == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "yes"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("lm_head", "base_model.model.lm_head.base_layer", True),
+        ("lm_head", "base_model.model.lm_head.modules_to_save.default", True),
+        ("lm_head.base_layer", "base_model.model.lm_head.base_layer", True),
+        ("layers.0.mlp.up", "module.model.layers.0.mlp.up", True),
+        ("layers.0.*", "model.layers.0.mlp.up", True),
+        ("layers.0.*", "model.layers.10.mlp.up", False),
+        ("head", "lm_head", False),
+        ("output", "encoder.layer.0.output.dense", False),  # BERT's are no heads
+        ("q_proj", "layers.0.q_proj.lora_A.default", False),
+    ],
+)
+def test_what_a_pattern_names(pattern, path, yes):
+    assert skips(pattern, path) is yes
+
+
+def test_the_report_says_which_patterns_name_nothing():
+    """One that names a layer which another has named already is none of them."""
+    given = ["gate", "layers.0.*", "lm_hed"]
+    harness = Quantized(fp8="rowwise", fp8_skip=given, **PLAIN)
+    harness.train(plain(layers=2), batch().requires_grad_())
+    layers = harness.report.float8
+    assert layers.quantized == {"layers.1.up", "layers.1.down"}
+    assert layers.kept == {"layers.0.gate", "layers.0.up", "layers.0.down", "layers.1.gate"}
+    assert layers.unmatched == ["lm_hed"]
+    line = "FP8 (rowwise): 2 of 6 linear layers; fp8_skip: 'lm_hed' names none of them"
+    assert line in harness.report.table().splitlines()
+
+
+def test_default_patterns_need_not_name_anything():
+    harness = Quantized(fp8="rowwise", **PLAIN)
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.report.float8.summary == "FP8 (rowwise): 3 of 3 linear layers"
+    without = Quantized()
+    without.train(plain(), batch().requires_grad_())
+    assert "FP8" not in without.report.table()
 
 
 def test_the_recipe_is_part_of_the_identity():
