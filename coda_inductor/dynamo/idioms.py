@@ -109,7 +109,8 @@ def _where(error: Exception) -> str:
 
 def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
     covered = set(match.nodes) | set(match.casts)
-    if len({epoch[n] for n in covered}) != 1:
+    apart = any(epoch[one] != epoch[other] for one, other in match.twins)
+    if apart or len({epoch[n] for n in covered}) != 1:
         text = "an in-place op or a grad/autocast mode change lies between its nodes"
         return refuse("mutation", text)
     leaves = _leaves(match)

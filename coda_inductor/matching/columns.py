@@ -29,7 +29,7 @@ def item(node: Node) -> Canon | None:
     if isinstance(index, int):
         return _part(source, index)
     places = _places(index, source) if isinstance(index, tuple) else None
-    if places is None:
+    if not places:
         return None
     taken = [i - len(places) for i, place in enumerate(places) if place != slice(None)] or [-1]
     last = places[-1]
@@ -140,7 +140,8 @@ def _width(given: dict[str, Any] | None, count: str = "") -> int | None:
     divided, into a number of parts."""
     if given is None or _from_end(given["dim"], given["input"]) != -1:
         return None
-    width = value(given["input"]).shape[-1]
+    recorded = value(given["input"])
+    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) else None
     known = isinstance(width, int) and (not count or isinstance(given[count], int))
     return width if known else None
 
@@ -165,8 +166,10 @@ def _unfolded(view: Any, index: int, dim: Any, through: tuple[Node, ...] = ()) -
     dim, inner = _from_end(dim, view), _unfolds(view)
     if inner is None or dim not in (-1, -2):
         return None
-    outer = value(view).shape[-2]
-    index = index + (inner if dim == -1 else outer) if index < 0 else index
+    recorded = value(view)
+    if recorded is None and (dim == -2 or index < 0):
+        return None  # an idiom's own
+    index = index + recorded.shape[dim] if index < 0 else index
     source, through = view.args[0], (*through, view)
     if dim == -1:
         return Canon("columns", (source, index, None, inner), through)
@@ -182,7 +185,8 @@ def _unfolds(view: Any) -> int | None:
         return after.shape[-1] if _unfolding(before, after) else None
     # An idiom's own, which is recorded nowhere.
     literal = target_name(view) == "unflatten" and view.args[1] == -1
-    return view.args[2][1] if literal and len(view.args[2]) == 2 else None
+    inner = view.args[2][1] if literal and len(view.args[2]) == 2 else None
+    return inner if isinstance(inner, int) and inner > 0 else None
 
 
 def _merges(node: Node, source: Node) -> bool:
@@ -226,6 +230,8 @@ def _places(index: tuple[Any, ...], source: Any) -> list[Any] | None:
     more is not known. None where it is no view, or makes a dimension."""
     if not all(isinstance(i, (int, slice, type(Ellipsis))) for i in index):
         return None
+    if any(isinstance(i, bool) for i in index):
+        return None  # a mask
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
     before, after = list(index[:at]), list(index[at + 1 :])
     known = value(source)

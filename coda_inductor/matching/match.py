@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.matching.canon import target_name, value
-from coda_inductor.matching.normalize import COMMUTATIVE, normalize
+from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Match:
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: dict[Node, None] = field(default_factory=dict)  # ordered set: ops of the idiom
     casts: dict[Node, None] = field(default_factory=dict)  # casts looked through
+    #: views that were written twice: the same where nothing has changed between the two
+    twins: dict[tuple[Node, Node], None] = field(default_factory=dict)
 
     @property
     def inner(self) -> list[Node]:
@@ -64,6 +66,8 @@ class Idiom:
             found.casts[target] = None
             target = target.args[0]
         want, have = normalize(pattern), normalize(target)
+        if want is not None and have is not None and want.op != have.op:
+            have = as_written(target)
         if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
             return False
         found.nodes.update(dict.fromkeys((target, *have.through)))
@@ -71,10 +75,10 @@ class Idiom:
         if want.op in COMMUTATIVE and len(have.args) == 2:
             orders.append(have.args[::-1])
         for args in orders:
-            saved = (dict(found.bound), dict(found.nodes), dict(found.casts))
+            saved = [dict(d) for d in (found.bound, found.nodes, found.casts, found.twins)]
             if all(self._node(p, t, found) for p, t in zip(want.args, args, strict=True)):
                 return True
-            found.bound, found.nodes, found.casts = saved
+            found.bound, found.nodes, found.casts, found.twins = saved
         return False
 
     def _parameter(self, name: str, target: Any, found: Match) -> bool:
@@ -84,17 +88,18 @@ class Idiom:
             found.casts[target] = None
             target = target.args[0]
         if name in found.bound:
-            return _same(found.bound[name], target)
+            return _same(found.bound[name], target, found.twins)
         found.bound[name] = target
         return True
 
 
-#: Views, which are what they are of, whenever they were made.
+#: Views, which are what they are of.
 _VIEWS = ("expand", "permute", "select", "squeeze", "transpose", "unflatten", "unsqueeze", "view")
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Are both one thing: a literal, a node, or one view of it that was written twice?"""
+def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
+    """Are both one thing: a literal, a node, or one view of it that was written twice? Then both
+    are added to ``twins``."""
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
     if left is right:
@@ -105,13 +110,14 @@ def _same(left: Any, right: Any) -> bool:
     if name == "getitem":
         index = left.args[1]
         parts = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(part, (Node, list)) for part in parts):
-            return False  # a tensor or a list copies
+        if any(isinstance(part, (Node, list, bool)) for part in parts):
+            return False  # a tensor, a list or a mask copies
     elif name not in _VIEWS:
         return False
     pairs = zip(left.args[1:], right.args[1:], strict=False)
     alike = len(left.args) == len(right.args) and all(a == b for a, b in pairs)
-    return alike and _same(left.args[0], right.args[0])
+    twins[left, right] = None
+    return alike and _same(left.args[0], right.args[0], twins)
 
 
 def _is_cast(node: Any) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from coda_inductor.matching import columns
-from coda_inductor.matching.canon import Canon, value
+from coda_inductor.matching.canon import Canon, target_name, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -92,6 +92,21 @@ def normalize(node: Node) -> Canon | None:
     return Canon(name, args)
 
 
+def as_written(node: Node) -> Canon | None:
+    """``node`` without what :func:`normalize` looks through: what an idiom reads that spells only
+    the last op of several, or spells its dimensions in another way. None if that is nothing else.
+    """
+    canon = normalize(node)
+    if canon is None or not canon.through:
+        return None
+    name = target_name(node)
+    if name in ("view", "reshape"):
+        return _view_as_written(node)
+    if name == "flatten":
+        return _flatten_as_written(node)
+    return Canon(name, tuple(node.args)) if name == "view_as_complex" else None
+
+
 _MISSING = object()
 
 
@@ -164,8 +179,10 @@ def _rms_norm(node: Node) -> Canon | None:
 
 def _view(node: Node) -> Canon | None:
     """``view``, ``reshape``: the tensor, then the sizes one by one."""
-    if (found := columns.merged(node)) is not None:
-        return found
+    return columns.merged(node) or _view_as_written(node)
+
+
+def _view_as_written(node: Node) -> Canon | None:
     if node.kwargs or not node.args:
         return None
     sizes = node.args[1:]
@@ -177,7 +194,11 @@ def _view(node: Node) -> Canon | None:
 
 
 def _flatten(node: Node) -> Canon | None:
-    return columns.merged(node) or (None if node.kwargs else Canon("flatten", tuple(node.args)))
+    return columns.merged(node) or _flatten_as_written(node)
+
+
+def _flatten_as_written(node: Node) -> Canon | None:
+    return None if node.kwargs else Canon("flatten", tuple(node.args))
 
 
 def _cross_entropy(node: Node) -> Canon | None:

@@ -224,6 +224,49 @@ def test_tables_that_are_two_copies_of_what_changes_between_them():
     assert raised(check(function, *inputs()), rotate) == 0
 
 
+def test_views_of_which_one_has_no_gradient():
+    """The rotation would have that one's gradient, for both."""
+
+    def of_x(x, cos, sin):
+        with torch.no_grad():
+            without = x.view(B, T, H, D)
+        x, c, s = x.view(B, T, H, D), under_heads(cos), under_heads(sin)
+        y1 = without[..., : D // 2] * c - without[..., D // 2 :] * s
+        return torch.cat((y1, x[..., D // 2 :] * c + x[..., : D // 2] * s), -1)
+
+    def of_a_table(x, cos, sin):
+        with torch.no_grad():
+            without = cos.unsqueeze(1)
+        (first, second), c, s = x.chunk(2, -1), cos.unsqueeze(1), under_heads(sin)
+        return torch.cat((first * without - second * s, second * c + first * s), -1)
+
+    x, cos, sin = inputs()
+    flat = x.detach().flatten(2).requires_grad_()
+    assert raised(check_gradients(of_x, flat, cos, sin), rotate) == 0
+    assert raised(check_gradients(of_a_table, x, cos.requires_grad_(), sin), rotate) == 0
+
+
+def test_views_of_what_is_laid_out_anew_between_them():
+    def function(x, cos, sin):
+        table = cos.clone()
+        before = table[:, None]
+        table.t_()
+        (first, second), c, s = x.chunk(2, -1), table[:, None], sin[:, None]
+        return torch.cat((first * before - second * s, second * c + first * s), -1)
+
+    harness = check(function, randn(B, 4, H, D), randn(4, 4), randn(4, 4))
+    assert raised(harness, rotate) == 0
+
+
+@pytest.mark.parametrize("index", [(), True, (True, Ellipsis), (None, Ellipsis), (0, Ellipsis)])
+def test_indices_that_take_no_columns(index):
+    def function(x, scale):
+        scale = scale if index == (0, Ellipsis) else scale.sum()
+        return torch.cat((x * scale[index], x), -1).sum()[()]
+
+    assert not check(function, randn(2, 3), randn(1, 3)).report.near_misses
+
+
 def test_thirds_are_left_alone():
     def thirds(x, cos, sin):
         x = x[..., :6]
