@@ -21,6 +21,7 @@ Where no epilogue rotates, ``unpack`` undoes it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,14 @@ def part_of(x: Node) -> Part | None:
     start = view.storage_offset() - whole.storage_offset()
     if not all(isinstance(n, int) for n in (width, size, start)) or storage(view) != storage(whole):
         return None
-    if not same(view.stride(-1), 1) or not 0 < size < width:
+    if view.dtype != whole.dtype or not same(view.stride(-1), 1) or not 0 < size < width:
         return None
     across = [i for i in range(view.dim() - 1) if _within(view, i, width)]
     lead = [i for i in range(view.dim() - 1) if i not in across]
     if len(across) != 1 or not _are_rows(view, lead, width):
         return None
+    if not same(math.prod(view.shape[i] for i in lead), math.prod(whole.shape[:-1])):
+        return None  # some rows only
     (head,) = across
     count, step = view.shape[head], view.stride(head)
     if any(n % size for n in (width, start, step)) or start + (count - 1) * step + size > width:
@@ -146,7 +149,7 @@ def _views(rows: Node) -> list[Node]:
 def _columns(view: Any, rows: Tensor, width: int) -> set[int]:
     """The columns of ``rows`` that ``view`` shows; all where that is not known."""
     everything = set(range(width))
-    if not isinstance(view, Tensor):
+    if not isinstance(view, Tensor) or view.dtype != rows.dtype:
         return everything
     start = view.storage_offset() - rows.storage_offset()
     dims = [i for i in range(view.dim()) if not same(view.shape[i], 1)]

@@ -230,6 +230,31 @@ def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.parametrize(("b", "t"), [(1, T - 2), (1, 1), (2, T)])
+def test_some_rows_only(b, t):
+    """The first positions of one sequence, or the first of several."""
+
+    def function(x, w, cos, sin):
+        parts = [p.unflatten(-1, (-1, D)) for p in (x @ w).split(H * D, -1)]
+        q, k, v = (p.transpose(1, 2)[:1, :, :t] for p in parts)
+        return attend(rotary(q, cos[:, :t], sin[:, :t]), rotary(k, cos[:, :t], sin[:, :t]), v)
+
+    _, cos, sin = inputs()
+    x = randn(b, T, WIDTH).requires_grad_()
+    assert not rotations(check_gradients(function, x, randn(*W), cos, sin))
+
+
+def test_columns_that_are_read_as_other_numbers():
+    """By strides of these, the second of two rows seems to be columns, and others than it reads."""
+
+    def function(x, w, cos, sin):
+        q, k, v = (p.view(1, 2, -1, D).transpose(1, 2) for p in (x @ w).split(H * D, -1))
+        return attend(q, turned(k, cos, sin), v), k.view(torch.complex128).abs()
+
+    given = randn(2, WIDTH), randn(*W), randn(2, D), randn(2, D)
+    assert refused(function, *given) == {"heads-packed"}
+
+
 def test_columns_that_something_else_reads():
     def function(x, w, cos, sin):
         q, k, v = sliced(x @ w, B)
