@@ -19,10 +19,10 @@ from coda_inductor.matching.guards import (
     mutates,
     writes_to,
 )
-from coda_inductor.matching.match import Idiom, Match
+from coda_inductor.matching.match import Idiom, Match, first_match
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "forward_mode",
-    "mutates", "named", "normalize", "target_name", "value", "writes_to",
+    "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
+    "forward_mode", "mutates", "named", "normalize", "target_name", "value", "writes_to",
 ]  # fmt: skip
