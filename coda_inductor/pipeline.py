@@ -23,6 +23,7 @@ from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
+from coda_inductor.dynamo.likelihoods import gathered_losses
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
@@ -131,6 +132,7 @@ class Pass:
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
     Pass("spelling", respell, spelled_in_aten, stage="0_before"),
+    Pass("likelihoods", gathered_losses),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),

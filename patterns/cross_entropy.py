@@ -5,6 +5,8 @@ Before::
 
     loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1), ignore_index=-100)
 
+    loss = F.nll_loss(F.log_softmax(logits, -1).view(-1, V), labels.view(-1))
+
 After::
 
     loss, lse, number = coda_inductor.cross_entropy(logits, labels, -100, 0.0, "mean", dtype)
@@ -49,9 +51,26 @@ def plain(logits, target, ignore_index, reduction, label_smoothing):
     )
 
 
+def likelihood(logits, target, ignore_index, reduction):
+    return F.nll_loss(
+        F.log_softmax(logits, -1), target, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def likelihood_flattened(logits, target, ignore_index, reduction, rows, columns):
+    return likelihood(logits.view(rows, columns), target, ignore_index, reduction)
+
+
+def likelihood_of_rows(logits, target, ignore_index, reduction, rows, columns):
+    chances = F.log_softmax(logits, -1).view(rows, columns)
+    return F.nll_loss(chances, target, ignore_index=ignore_index, reduction=reduction)
+
+
 def _arguments(match: Match):
     logits, target, reduction = (match.bound[name] for name in ("logits", "target", "reduction"))
-    ignored, smoothing = int(number(match, "ignore_index")), number(match, "label_smoothing")
+    smoothed = "label_smoothing" in match.bound
+    smoothing = number(match, "label_smoothing") if smoothed else 0.0
+    ignored = int(number(match, "ignore_index"))
     return (logits, target, ignored, smoothing, reduction, value(match.root).dtype)
 
 
@@ -68,6 +87,11 @@ def _classes_last(match: Match):
     return None
 
 
+def _constants(match: Match):
+    smoothing = ("label_smoothing",) if "label_smoothing" in match.bound else ()
+    return constant("ignore_index", "reduction", *smoothing)(match)
+
+
 def _examples():
     """Three classes, and rows of each and one that is ignored; in every reduction, with smoothing
     and without (0.75 / 3, which torch computes, is no rounded number)."""
@@ -75,16 +99,20 @@ def _examples():
     for reduction, smoothing in (("none", 0.0), ("none", 0.75), ("sum", 0.75), ("mean", 0.0)):
         how = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
         plain = {"logits": (4, 3), "target": target, **how}
-        batched = {**plain, "logits": (2, 2, 3)}
-        yield from (plain, batched | {"rows": 4, "columns": 3}, batched | {"first": 0, "last": 1})
+        batched, viewed = {**plain, "logits": (2, 2, 3)}, {"rows": 4, "columns": 3}
+        yield from (plain, batched | viewed, batched | {"first": 0, "last": 1})
+        if not smoothing:  # which log-likelihoods know nothing of
+            plain, batched = ({**each} for each in (plain, batched))
+            del plain["label_smoothing"], batched["label_smoothing"]
+            yield from (plain, batched | viewed)
 
 
 PATTERN = Pattern(
     name="cross_entropy",
-    idioms=(flattened, merged, plain),
+    idioms=(flattened, merged, plain, likelihood_of_rows, likelihood_flattened, likelihood),
     op=cross_entropy,
     arguments=_arguments,
-    conditions=(_classes_last, constant("ignore_index", "label_smoothing", "reduction")),
+    conditions=(_classes_last, _constants),
     result=0,
     example=tuple(_examples()),
 )

@@ -34,6 +34,7 @@ from coda_inductor.matching import (
     Match,
     bodies,
     epochs,
+    first_match,
     forward_mode,
     mutates,
     normalize,
@@ -69,7 +70,7 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
         if erased(root) or root.op not in ("call_function", "call_method"):
             continue
         try:  # what fails here does so alone: nothing has been changed yet
-            match = next((m for idiom in pattern.traced if (m := idiom.match(root))), None)
+            match = first_match(pattern.traced, root)
             why = None if match is None else _refusal(pattern, match, epoch, changes, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"

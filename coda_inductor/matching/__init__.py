@@ -10,7 +10,7 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import target_name, value
+from coda_inductor.matching.canon import named, target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -19,10 +19,10 @@ from coda_inductor.matching.guards import (
     mutates,
     writes_to,
 )
-from coda_inductor.matching.match import Idiom, Match
+from coda_inductor.matching.match import Idiom, Match, first_match
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "forward_mode",
-    "mutates", "normalize", "target_name", "value", "writes_to",
+    "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
+    "forward_mode", "mutates", "named", "normalize", "target_name", "value", "writes_to",
 ]  # fmt: skip

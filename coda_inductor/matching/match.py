@@ -9,7 +9,7 @@ dtype is checked by whoever replaces the match).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,12 @@ class Idiom:
         graph = torch.fx.symbolic_trace(function).graph
         self.root: Node = graph.output_node().args[0]
         self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}
+        self.known = {n: normalize(n) for n in graph.nodes}
+        last = self.root
+        while self._is_cast(last):
+            last = last.args[0]
+        canon = self.known[last]
+        self.op = None if canon is None else canon.op
 
     def match(self, root: Node) -> Match | None:
         """The occurrence of this idiom whose result is ``root``, or None."""
@@ -53,19 +59,23 @@ class Idiom:
         found = Match(root)
         return found if self._node(self.root, root, found) else None
 
+    def _is_cast(self, pattern: Node) -> bool:
+        canon = self.known[pattern]
+        return canon is not None and canon.op == "cast"
+
     def _node(self, pattern: Any, target: Any, found: Match) -> bool:
         if not isinstance(pattern, Node):
             return not isinstance(target, Node) and pattern == target
         if pattern in self.parameters:
             return self._parameter(self.parameters[pattern], target, found)
-        if _is_cast(pattern):
+        if self._is_cast(pattern):
             return self._node(pattern.args[0], target, found)
         if not isinstance(target, Node):
             return False
         while _is_cast(target):
             found.casts[target] = None
             target = target.args[0]
-        want, have = normalize(pattern), normalize(target)
+        want, have = self.known[pattern], normalize(target)
         if want is not None and have is not None and want.op != have.op:
             have = as_written(target)
         if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
@@ -91,6 +101,12 @@ class Idiom:
             return _same(found.bound[name], target, found.twins)
         found.bound[name] = target
         return True
+
+
+def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
+    """The occurrence whose result is ``root`` of the first of ``idioms`` that has one, or None."""
+    ops = {canon.op for canon in (normalize(root), as_written(root)) if canon is not None}
+    return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
 
 
 #: Views, which are what they are of.

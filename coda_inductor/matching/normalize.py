@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from coda_inductor.matching import columns
-from coda_inductor.matching.canon import Canon, target_name, value
+from coda_inductor.matching.canon import Canon, named, target_name, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -99,6 +99,8 @@ def as_written(node: Node) -> Canon | None:
     canon = normalize(node)
     if canon is None or not canon.through:
         return None
+    if canon.op == "rsqrt":
+        return Canon("reciprocal", canon.through[:1])
     name = target_name(node)
     if name in ("view", "reshape"):
         return _view_as_written(node)
@@ -119,16 +121,17 @@ def _torch_name(target: Any) -> str | None:
 
 
 def _with_options(name: str, node: Node) -> Canon | None:
-    """A function of :data:`_OPTIONS` with every option in its place, given or not."""
+    """A function of :data:`_OPTIONS` with every option in its place, given or not; None stands for
+    one that has no default."""
     options = _OPTIONS[name]
-    named = dict(zip(("input", *options), node.args, strict=False))
-    named.update(node.kwargs)
-    if set(named) - {"input", *options} or "input" not in named:
+    given = dict(zip(("input", *options), node.args, strict=False))
+    given.update(node.kwargs)
+    if set(given) - {"input", *options} or "input" not in given:
         return None
-    named = {**options, **named}
-    if named.pop("inplace", False):
+    given = {**options, **given}
+    if given.pop("inplace", False):
         return None
-    return Canon(name, (named.pop("input"), *(named[key] for key in options if key in named)))
+    return Canon(name, (given.pop("input"), *(given[key] for key in options if key in given)))
 
 
 def _cast(node: Node) -> Canon | None:
@@ -146,35 +149,66 @@ def _cast(node: Node) -> Canon | None:
 
 def _pow(node: Node) -> Canon:
     exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
-    if not isinstance(exponent, Node) and exponent == 2:
-        return Canon("square", (node.args[0],))
-    return Canon("pow", (node.args[0], exponent))
+    if not isinstance(exponent, Node) and exponent == -1:
+        return _inverse(node.args[0])
+    function = None if isinstance(exponent, Node) else _POWERS.get(exponent)
+    return Canon(function, (node.args[0],)) if function else Canon("pow", (node.args[0], exponent))
+
+
+#: As torch computes them.
+_POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt"}
+
+
+def _div(node: Node) -> Canon | None:
+    """``1 / x`` is a reciprocal; ``div`` that rounds is another function."""
+    given = named(node, "input", "other", "rounding_mode", rounding_mode=None)
+    if given is None or given["rounding_mode"] is not None:
+        return None
+    left, right = given["input"], given["other"]
+    one = not isinstance(left, (Node, bool)) and left == 1
+    return _inverse(right) if one and isinstance(right, Node) else Canon("div", (left, right))
+
+
+def _reciprocal(node: Node) -> Canon | None:
+    given = named(node, "input")
+    return None if given is None else _inverse(given["input"])
+
+
+def _inverse(x: Node) -> Canon:
+    """One over ``x``, which may be a root."""
+    root = normalize(x) if isinstance(x, Node) else None
+    if root is not None and root.op == "sqrt":
+        return Canon("rsqrt", root.args, (x, *root.through))
+    return Canon("reciprocal", (x,))
 
 
 def _mean(node: Node) -> Canon | None:
     """Only a mean over the last dimension that keeps it."""
-    named = dict(zip(("input", "dim", "keepdim"), node.args, strict=False))
-    named.update(node.kwargs)
-    dim, keepdim = named.get("dim"), named.get("keepdim", False)
-    if isinstance(dim, (list, tuple)):
-        if len(dim) != 1:
-            return None
-        dim = dim[0]
-    source = value(named["input"])
-    last = (-1,) if source is None else (-1, source.dim() - 1)
-    if dim not in last or keepdim is not True or set(named) - {"input", "dim", "keepdim", "dtype"}:
+    given = named(node, "input", "dim", "keepdim", "dtype", dim=None, keepdim=False, dtype=None)
+    if given is None or given["keepdim"] is not True or not _is_last(given["dim"], given["input"]):
         return None
-    return Canon("mean_last", (named["input"],))
+    return Canon("mean_last", (given["input"],))
+
+
+def _is_last(dim: Any, x: Any) -> bool:
+    """Is ``dim`` the last dimension of ``x``, and no other?"""
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    known = value(x)
+    last = (-1,) if known is None else (-1, known.dim() - 1)
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
 
 
 def _rms_norm(node: Node) -> Canon | None:
     """``F.rms_norm(x, shape, weight, eps)`` over the last dimension only."""
-    named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args, strict=False))
-    named.update(node.kwargs)
-    shape = named.get("normalized_shape")
-    if not isinstance(shape, (list, tuple, torch.Size)) or len(shape) != 1:
+    given = named(node, "input", "normalized_shape", "weight", "eps", weight=None, eps=None)
+    if given is None or not _one_dimension(given["normalized_shape"]):
         return None
-    return Canon("rms_norm", (named["input"], named.get("weight"), named.get("eps")))
+    return Canon("rms_norm", (given["input"], given["weight"], given["eps"]))
+
+
+def _one_dimension(shape: Any) -> bool:
+    return isinstance(shape, (list, tuple, torch.Size)) and len(shape) == 1
 
 
 def _view(node: Node) -> Canon | None:
@@ -201,51 +235,67 @@ def _flatten_as_written(node: Node) -> Canon | None:
     return None if node.kwargs else Canon("flatten", tuple(node.args))
 
 
-def _cross_entropy(node: Node) -> Canon | None:
-    """``F.cross_entropy`` without class weights: (input, target, ignore_index, reduction,
-    label_smoothing)."""
-    names = (
-        *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-        "label_smoothing",
-    )
-    named = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if any(named.get(name) is not None for name in ("weight", "size_average", "reduce")):
+def _loss(name: str, smoothing: dict[str, Any]) -> Callable[[Node], Canon | None]:
+    """A loss of classes without weights: (input, target, ignore_index, reduction), and what
+    ``smoothing`` names."""
+    options = {"ignore_index": -100, "reduction": "mean", **smoothing}
+    old = dict.fromkeys(("weight", "size_average", "reduce"))
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+
+    def canon(node: Node) -> Canon | None:
+        given = named(node, *names, *smoothing, **old, **options)
+        if given is None or any(given[key] is not None for key in old):
+            return None
+        return Canon(name, (given["input"], given["target"], *(given[key] for key in options)))
+
+    return canon
+
+
+def _log_softmax(node: Node) -> Canon | None:
+    """Only over the last dimension; a dtype that it computes in is a cast."""
+    names = ("input", "dim", "dtype") if node.op == "call_method" else _LOG_SOFTMAX
+    given = named(node, *names, dim=None, **dict.fromkeys(names[2:]))
+    if given is None or not _is_last(given["dim"], given["input"]):
         return None
-    if "input" not in named or "target" not in named:
-        return None
-    defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-    options = [named.get(name, default) for name, default in defaults.items()]
-    return Canon("cross_entropy", (named["input"], named["target"], *options))
+    return Canon("log_softmax_last", (given["input"],))
+
+
+_LOG_SOFTMAX = ("input", "dim", "_stacklevel", "dtype")
 
 
 def _var(node: Node) -> Canon | None:
     """Only the biased variance over the last dimension that keeps it."""
-    named = dict(zip(("input", "dim", "unbiased", "keepdim"), node.args, strict=False))
-    named.update(node.kwargs)
-    dim = named.get("dim")
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        dim = dim[0]
-    source = value(named["input"])
-    last = (-1,) if source is None else (-1, source.dim() - 1)
-    if isinstance(dim, bool) or dim not in last or named.get("keepdim") is not True:
-        return None
-    biased = named.get("correction") == 0 or named.get("unbiased") is False
-    known = {"input", "dim", "unbiased", "correction", "keepdim"}
-    return Canon("var_last", (named["input"],)) if biased and set(named) <= known else None
+    given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
+    return Canon("var_last", (given["input"],)) if given and _biased(given) else None
+
+
+_VAR = {"dim": None, "unbiased": None, "keepdim": False, "correction": None}
+
+
+def _biased(given: dict[str, Any]) -> bool:
+    """Is it the biased variance over the last dimension, which stays?"""
+    biased = given["correction"] == 0 or given["unbiased"] is False
+    return biased and given["keepdim"] is True and _is_last(given["dim"], given["input"])
 
 
 def _layer_norm(node: Node) -> Canon | None:
     """``F.layer_norm(x, shape, weight, bias, eps)`` over the last dimension only."""
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
-    named = dict(zip(names, node.args, strict=False))
-    named.update(node.kwargs)
-    shape = named.get("normalized_shape")
-    if not isinstance(shape, (list, tuple, torch.Size)) or len(shape) != 1:
+    names = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+    given = named(node, *names, weight=None, bias=None, eps=1e-5, cudnn_enable=None)
+    if given is None or not _one_dimension(given["normalized_shape"]):
         return None
-    source = named["input"]
-    return Canon(
-        "layer_norm", (source, named.get("weight"), named.get("bias"), named.get("eps", 1e-5))
-    )
+    return Canon("layer_norm", tuple(given[key] for key in ("input", "weight", "bias", "eps")))
+
+
+def _item(node: Node) -> Canon | None:
+    """One of the two that ``var_mean`` returns; else columns."""
+    source, index = node.args
+    if not isinstance(source, Node) or target_name(source) != "var_mean":
+        return columns.item(node)
+    given = named(source, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
+    if given is None or not _biased(given) or index not in (0, 1):
+        return None
+    return Canon(("var_last", "mean_last")[index], (given["input"],), (source,))
 
 
 _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
@@ -253,15 +303,19 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "cat": columns.joined,
     "stack": columns.joined,
     "flatten": _flatten,
-    "getitem": columns.item,
+    "getitem": _item,
     "select": columns.select,
     "narrow": columns.narrow,
     "view_as_complex": columns.complex_columns,
     "pow": _pow,
+    "div": _div,
+    "reciprocal": _reciprocal,
     "mean": _mean,
     "rms_norm": _rms_norm,
     "view": _view,
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": _loss("cross_entropy", {"label_smoothing": 0.0}),
+    "nll_loss": _loss("nll_loss", {}),
+    "log_softmax": _log_softmax,
     "var": _var,
     "layer_norm": _layer_norm,
 }

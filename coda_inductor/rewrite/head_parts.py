@@ -21,7 +21,6 @@ Where no epilogue rotates, ``unpack`` undoes it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import storage
 from coda_inductor.graph.edit import Put, settle
-from coda_inductor.graph.nodes import VIEWS, aten, fake, may_view
+from coda_inductor.graph.nodes import VIEWS, aten, fake, may_view, row_major
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.refusal import Refusal, refuse
@@ -72,20 +71,18 @@ def part_of(x: Node) -> Part | None:
     for name in reversed(through[:-1]):
         refresh(name)  # what it was a view of may have been replaced
     view, whole = fake(x), fake(through[-1])
-    if not isinstance(whole, Tensor) or not whole.dim() or not isinstance(view, Tensor):
+    if not isinstance(whole, Tensor) or whole.dim() < 2 or not isinstance(view, Tensor):
         return None
     width, size = whole.shape[-1], view.shape[-1]
     start = view.storage_offset() - whole.storage_offset()
     if not all(isinstance(n, int) for n in (width, size, start)) or storage(view) != storage(whole):
         return None
-    if view.dtype != whole.dtype or not same(view.stride(-1), 1) or not 0 < size < width:
+    if view.dtype != whole.dtype or view.is_neg() or not same(view.stride(-1), 1):
         return None
     across = [i for i in range(view.dim() - 1) if _within(view, i, width)]
     lead = [i for i in range(view.dim() - 1) if i not in across]
-    if len(across) != 1 or not _are_rows(view, lead, width):
+    if len(across) != 1 or not 0 < size < width or not _are_rows(view, lead, whole):
         return None
-    if not same(math.prod(view.shape[i] for i in lead), math.prod(whole.shape[:-1])):
-        return None  # some rows only
     (head,) = across
     count, step = view.shape[head], view.stride(head)
     if any(n % size for n in (width, start, step)) or start + (count - 1) * step + size > width:
@@ -104,14 +101,14 @@ def _within(view: Tensor, dim: int, width: int) -> bool:
     return known and 0 < view.stride(dim) < width
 
 
-def _are_rows(view: Tensor, lead: list[int], width: int) -> bool:
-    """Are the dimensions ``lead`` all rows of ``width`` columns, in order?"""
-    expected: Any = width
+def _are_rows(view: Tensor, lead: list[int], whole: Tensor) -> bool:
+    """Are the dimensions ``lead`` all rows of ``whole``, in order?"""
+    expected: Any = whole.shape[-1]
     for i in reversed(lead):
         if not same(view.shape[i], 1) and not same(view.stride(i), expected):
             return False
         expected = expected * view.shape[i]
-    return True
+    return row_major(whole) and same(expected, whole.numel())
 
 
 def _sizes(through: list[Node], lead: list[Any]) -> tuple[Any, ...] | None:
@@ -273,7 +270,7 @@ def unpack(graph: Graph, node: Node) -> None:
         name.replace_input_with(node, rows)
         if not name.meta.get(_ROTATED):
             continue
-        for part in list(name.users):
+        for part in [user for user in name.users if user.users]:
             readers = list(part.users)
             args = (part, cos, sin, *form)
             turned = splice(graph, min(readers), _rotated, args, like=node)

@@ -314,6 +314,16 @@ def test_a_layout_that_somebody_sees():
     assert refused(function, randn(*X), randn(*W), *tables()) == {"heads-layout"}
 
 
+@pytest.mark.parametrize("rows", [slice(0, T - 1), slice(1, T)], ids=["first", "last"])
+def test_some_of_the_rows(rows):
+    def function(x, w, cos, sin):
+        q, k, v = sliced(x @ w, 1)
+        q = turned(q[:, :, rows], cos[rows], sin[rows])
+        return attend(q, k, v)
+
+    assert refused(function, randn(T, WIDTH), randn(*W), *tables()) == {"heads-no-gemm"}
+
+
 def test_what_no_gemm_makes():
     def function(y, cos, sin):
         q, k, v = sliced(y, B)

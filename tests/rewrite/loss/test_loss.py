@@ -60,7 +60,33 @@ def a_row_each(logits, labels):
     return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=3, reduction="none")
 
 
-LOSSES = (hugging_face, torchtitan, summed, smoothed, a_row_each)
+def fairseq(logits, labels):
+    chances = F.log_softmax(logits, dim=-1)
+    return F.nll_loss(chances.view(-1, V), labels.view(-1), ignore_index=3, reduction="sum")
+
+
+def likelihood(logits, labels):
+    chances = logits.view(-1, V).log_softmax(-1, dtype=logits.dtype)
+    return F.nll_loss(chances, labels.view(-1))
+
+
+LOSSES = (hugging_face, torchtitan, summed, smoothed, a_row_each, fairseq, likelihood)
+
+
+@pytest.mark.parametrize("what", ["dim", "weight", "read", "smoothing"])
+def test_likelihoods_that_are_other_losses(what):
+    def function(logits, labels):
+        rows, targets = logits.view(-1, V), labels.view(-1)
+        if what == "dim":
+            return F.nll_loss(F.log_softmax(rows, 0), targets)
+        chances = F.log_softmax(rows, -1)
+        if what == "weight":
+            return F.nll_loss(chances, targets, weight=logits.new_ones(V))
+        loss = F.nll_loss(chances, targets)
+        return loss - (0.1 * chances.mean() if what == "smoothing" else chances[0, 0])
+
+    harness = check_gradients(LanguageModel(function), *inputs())
+    assert raised(harness, cross_entropy) == 0
 
 
 def soft_capped(logits, labels):

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of tokens that are gathered by hand, as policy gradients and DPO write them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, raised, randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
+
+V, D, B, T = 300, 16, 2, 6
+
+
+def openrlhf(logits, labels):
+    chances = F.log_softmax(logits, dim=-1)
+    return chances.gather(dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
+
+
+def dpo(logits, labels):
+    kept = labels != 3
+    labels = torch.where(kept, labels, 0)
+    each = torch.gather(logits.log_softmax(-1), dim=2, index=labels[..., None]).squeeze(2)
+    return (each * kept).sum(-1)
+
+
+def grpo(logits, labels):
+    """Each row's probability against the old one."""
+    each = torch.gather(torch.log_softmax(logits, -1), -1, labels[:, :, None])[..., 0]
+    return -(each - each.detach()).exp().mean()
+
+
+def flat(logits, labels):
+    rows = logits.reshape(-1, V)
+    return rows.log_softmax(1).gather(1, labels.reshape(-1, 1)).mean()
+
+
+LOSSES = (openrlhf, dpo, grpo, flat)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, loss, dtype=torch.float64):
+        super().__init__()
+        self.body, self.head = (nn.Linear(D, n, dtype=dtype) for n in (D, V))
+        self.loss = loss
+
+    def forward(self, x, labels):
+        return self.loss(self.head(torch.tanh(self.body(x))), labels)
+
+
+def inputs(dtype=torch.float64):
+    labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))
+    labels[0, :2] = 3
+    return randn(B, T, D).to(dtype).requires_grad_(), labels
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Let logits count as large, 16 bits too."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", B * T * 2 * 128)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fires_and_agrees(loss):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == harness.counts["cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_sliced(loss, slices):
+    harness = check_gradients(LanguageModel(loss), *inputs())
+    assert harness.counts["cross_entropy_backward"] == 1
+    kept = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert sum(t.numel() == B * T * V for t in kept) == 1  # the logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_the_dtype_that_was_asked_for(dtype):
+    """A softmax in float32 of logits in 16 bits."""
+
+    def wide(logits, labels):
+        return F.log_softmax(logits, -1, dtype=torch.float32).gather(-1, labels[..., None])
+
+    harness = check_gradients(LanguageModel(wide, dtype), *inputs(dtype), tolerance=3e-2)
+    assert raised(harness, cross_entropy) == 1
+
+
+def test_under_autocast():
+    def function(x, w, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(x, w)
+            return F.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
+
+    x, labels = inputs(torch.float32)
+    weight = randn(V, D, dtype=torch.float32).requires_grad_()
+    harness = check_gradients(function, x, weight, labels, tolerance=3e-2)
+    assert raised(harness, cross_entropy) == 1
+
+
+def test_dynamic_sizes():
+    """Tokens of one sequence, each the label of the one before."""
+
+    def function(x, tokens):
+        return openrlhf(F.linear(table[tokens[:, :-1]] + x, table), tokens[:, 1:])
+
+    table, (x, tokens) = randn(V, D), inputs()
+    torch._dynamo.mark_dynamic(tokens, 1)
+    harness = check_gradients(function, x[:, :1].detach().requires_grad_(), tokens)
+    assert raised(harness, cross_entropy) == 1
+
+
+def test_in_a_checkpoint():
+    model = LanguageModel(openrlhf)
+
+    def function(x, labels):
+        return checkpoint(model, x, labels, use_reentrant=False)
+
+    assert check_gradients(function, *inputs()).counts["cross_entropy"] == 1
+
+
+def entropy(logits, labels):
+    chances = logits.log_softmax(-1)
+    return chances.gather(-1, labels[..., None]), (chances.exp() * chances).sum(-1)
+
+
+def other_dimension(logits, labels):
+    return logits.log_softmax(1).gather(-1, labels[..., None])
+
+
+def several(logits, labels):
+    return logits.log_softmax(-1).gather(-1, torch.stack((labels, labels + 1), -1) % V)
+
+
+def some_rows(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels[:, 1:, None])
+
+
+def across(logits, labels):
+    return logits.log_softmax(-1).gather(1, labels[..., None] % T)
+
+
+def changed_between(logits, labels):
+    logits = logits.detach().clone()
+    chances = logits.log_softmax(-1)
+    logits.mul_(2)
+    return chances.gather(-1, labels[..., None])
+
+
+@pytest.mark.parametrize(
+    "loss", [entropy, other_dimension, several, some_rows, across, changed_between]
+)
+def test_what_is_no_loss_stays(loss):
+    harness = check(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == 0
+
+
+def test_no_index_is_ignored():
+    """One below zero is an error, as it was."""
+    harness = check_gradients(LanguageModel(openrlhf), *inputs())
+    (loss,) = (n for n in harness.raised.nodes if n.target is cross_entropy)
+    assert loss.args[2] == -(2**31)
+    with pytest.raises((RuntimeError, IndexError)):
+        cross_entropy_definition(randn(2, V), torch.tensor([1, -100]), *loss.args[2:])
+
+
+def test_disabled_with_cross_entropy():
+    harness = check_gradients(LanguageModel(openrlhf), *inputs(), disable=("cross_entropy",))
+    assert raised(harness, cross_entropy) == 0
