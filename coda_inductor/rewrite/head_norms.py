@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import aten, base, fake, place
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -51,11 +52,11 @@ def norm_rows(graph: Graph, record: Record) -> None:
     epilogue absorbs counts."""
     if not (record.enabled(NAME) and record.enabled("rms_norm")):
         return
-    scope, loses = Scope(graph), record.policy.head_norms_lose
+    scope = Scope(graph)
     for norm in [n for n in graph.nodes if n.target is rms_norm and n in scope.forward]:
         if not _of_heads(norm):
             continue
-        if (why := _norm_rows(graph, norm, scope, record, loses)) is not None:
+        if (why := _norm_rows(graph, norm, scope, record)) is not None:
             record.refuse("rms_norm", place(norm), why)
         else:
             scope = Scope(graph)
@@ -72,11 +73,8 @@ def _of_heads(norm: Node) -> bool:
     return same(shape[-2] * shape[-1], row) and not same(fake(base(x)).shape, shape)
 
 
-def _norm_rows(
-    graph: Graph, norm: Node, scope: Scope, record: Record, loses: Refusal | None
-) -> Refusal | None:
-    """Apply the rewrite to ``norm``, or say why not: at last, because policy says that it
-    ``loses``."""
+def _norm_rows(graph: Graph, norm: Node, scope: Scope, record: Record) -> Refusal | None:
+    """Apply the rewrite to ``norm``, or say why not."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if 0 not in outputs:
         return refuse("not-read", "its result is not read")
@@ -90,7 +88,9 @@ def _norm_rows(
     root = outputs[0]
     if fake(root).dtype == statistics_dtype(fake(norm.args[0]).dtype):
         root = with_cast(root)  # Gemma's, which nothing was rounded before
-    if (why := unlike(root, found) or loses) is None:
+    gemm = producer(found.rows)
+    assert gemm is not None, "found by it"
+    if (why := unlike(root, found) or record.policy.head_norms_lose(gemm)) is None:
         for user in readers:
             _read_again(graph, norm, user)
         _rewrite(graph, norm, root, found)

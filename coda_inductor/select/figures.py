@@ -78,8 +78,12 @@ def key_of(site: Site) -> str:
     terms = f" terms={site.terms}" if site.terms > 1 else ""
     copied = f" copied={'+'.join(map(str, site.copied))}" if site.copied else ""
     layout = f"{site.a_major}{site.b_major}"
-    size = f"{rows_class(site.m)}x{site.n}x{site.k}"
-    return f"{site.program.key} {size} {layout}{terms}{copied}"
+    return f"{site.program.key} {size_of(site.m, site.n, site.k)} {layout}{terms}{copied}"
+
+
+def size_of(m: int, n: int, k: int) -> str:
+    """The second word of a key."""
+    return f"{rows_class(m)}x{n}x{k}"
 
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from coda_inductor.codegen.render import RENDERER_VERSION
 from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
 from coda_inductor.select.device import Gpu
-from coda_inductor.select.figures import Figures, from_row, key_of, to_row
+from coda_inductor.select.figures import Figures, from_row, key_of, size_of, to_row
 from coda_inductor.select.model import same_kind
 from coda_inductor.select.site import Site
 
@@ -95,11 +95,11 @@ class Store:
         self._refresh()
         return self._own
 
-    @property
-    def head_norms_win(self) -> bool:
-        """Was any program that normalizes heads measured to win?"""
-        every = (*self._others.values(), *self.own().values())
-        normed = (found for found in every if found.sums_heads and found.us)
+    def head_norms_win(self, m: int, n: int, k: int) -> bool:
+        """Was any program that normalizes heads measured to win at this size?"""
+        size = size_of(m, n, k)
+        every = (*self._others.items(), *self.own().items())
+        normed = (f for key, f in every if f.sums_heads and f.us and size in key.split())
         return any(found.wins(min(found.us.values()), found.unfused) for found in normed)
 
     def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:

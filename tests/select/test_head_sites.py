@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from measured import figures
+from passes import aten_graph
 from programs_heads import head_norm, programs, rotary, two_sums
 
 from coda_inductor.options import Options
@@ -150,20 +152,27 @@ def test_by_default_none_runs_that_was_not_measured():
 
 
 def test_norms_are_rewritten_where_one_may_run(tmp_path):
+    gemm = aten_graph(torch.mm, torch.empty(8100, 2048), torch.empty(2048, 512)).find_nodes(
+        op="call_function", target=torch.ops.aten.mm.default
+    )[0]
+
+    def loses(store, tuning=None, **options):
+        return Policy(Options(**options), store=store, tuning=tuning).head_norms_lose(gemm)
+
     store = Store(H100, tmp_path)
-    assert Policy(Options(), store=store).head_norms_lose.code == "heads-unmeasured"
-    assert Policy(Options(gate="always"), store=store).head_norms_lose is None
-    assert Policy(Options()).head_norms_lose is None  # no GPU: plain ops
-    every, some = Tuning(None, every=True), Tuning(None, every=False)
-    assert Policy(Options(), store=store, tuning=every).head_norms_lose is None
-    assert Policy(Options(), store=store, tuning=some).head_norms_lose is not None
+    assert loses(store).code == "heads-unmeasured"
+    assert loses(store, gate="always") is None
+    assert loses(None) is None  # no GPU: plain ops
+    assert loses(store, Tuning(None, every=True)) is None
+    assert loses(store, Tuning(None, every=False)) is not None
     fast, slow = {"128x128:2x1:pp": 50.0}, {"128x128:2x1:pp": 150.0}
     for name, lost in [("failed", {}), ("slow", slow)]:
-        store.add({name: figures(lost, sums_heads=True)})
-    store.add({"rotary": figures(fast, kind="rotary")})
-    assert Policy(Options(), store=store).head_norms_lose is not None
-    store.add({"of no kind": figures(fast, sums_heads=True)})
-    assert Policy(Options(), store=Store(H100, tmp_path)).head_norms_lose is None
+        store.add({f"{name} 8192x512x2048 kk": figures(lost, sums_heads=True)})
+    store.add({"rotary 8192x512x2048 kk": figures(fast, kind="rotary")})
+    store.add({"larger 8192x1024x2048 kk": figures(fast, sums_heads=True)})
+    assert loses(store) is not None
+    store.add({"normed 8192x512x2048 kk": figures(fast, sums_heads=True)})
+    assert loses(Store(H100, tmp_path)) is None
 
 
 def test_inputs_have_tables():
