@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 import torch.nn.functional as F
 from measured import HOPPER, configs, figures
 from passes import codes
@@ -15,6 +16,7 @@ from torch import nn
 
 from coda_inductor.compat import BackendCompilerFailed
 from coda_inductor.fuse import driver
+from coda_inductor.select.device import tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.tune.rank import MANY, SOME
 
@@ -219,3 +221,35 @@ def test_norms_of_heads_run_where_one_was_measured_to_win(plan):
         again = plan(model=Queries, store=measured.measurer.store)
         assert again.fused == fused
         assert ("heads-unmeasured" in codes(again.record)) == (not fused)
+
+
+class Rotated(nn.Module):
+    """Queries and keys of a Llama 1B, so often that the graph is not too small. Linear layers read
+    them: attention on the meta device computes in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (nn.Linear(2048, n, bias=False) for n in (2048, 512))
+        self.of_q, self.of_k = (nn.Linear(n, 2048, bias=False) for n in (2048, 512))
+        self.register_buffer("cos", torch.empty(1, 64))
+        self.register_buffer("sin", torch.empty(1, 64))
+
+    def forward(self, x):
+        for _ in range(8):
+            q, k = (f(x).view(1, -1, f.out_features // 64, 64) for f in (self.q, self.k))
+            q, k = (self.turned(t.transpose(1, 2)).transpose(1, 2).flatten(2) for t in (q, k))
+            x = (self.of_q(q) + self.of_k(k))[0]
+        return x
+
+    def turned(self, x):
+        first, second = x.chunk(2, -1)
+        cos, sin = (table.expand(x.shape[-2], -1) for table in (self.cos, self.sin))
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("rows", [8192, 16384])
+def test_heads_are_rotated_where_the_shipped_figures_say_so(plan, rows):
+    gpu, measured = tables(None)["NVIDIA H200"], rows == 8192
+    found = plan(gpu=gpu, model=Rotated, m=rows, d=2048, tune="never")
+    assert found.fused & {"q", "k"} == ({"q", "k"} if measured else set())
+    assert ("heads-unmeasured" in codes(found.record)) == (not measured)
