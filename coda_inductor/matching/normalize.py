@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from coda_inductor.matching import columns
-from coda_inductor.matching.canon import Canon, named, target_name, value
+from coda_inductor.matching.canon import Canon, named, of_torch, target_name, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -114,10 +114,8 @@ _MISSING = object()
 
 def _torch_name(target: Any) -> str | None:
     """The plain name of a function of torch's own that is not in the tables, e.g. ``sin``."""
-    module = getattr(target, "__module__", None) or ""
     name = getattr(target, "__name__", "")
-    known = module.startswith("torch") or getattr(torch, name, None) is target
-    return name if name and known else None
+    return name if name and of_torch(target) else None
 
 
 def _with_options(name: str, node: Node) -> Canon | None:
