@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from passes import aten_graph, codes, run_pass
+from rotating import WIDTH, B, D, H, Stack, T, count, inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.program.reference import run as run_reference
 from coda_inductor.rewrite.head_parts import _regular
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.semantic.rotary import rotate, rotate_heads
-
-B, T, H, D, WIDTH = 2, 6, 4, 8, 24
 
 
 def rotate_half(x):
@@ -80,35 +78,19 @@ class Layer(nn.Module):
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, cut, keys=H, layers=2, checkpointed=False, **how):
-        super().__init__()
-        made = [Layer(cut, keys, norm=i > 0, **how) for i in range(layers)]
-        self.layers, self.checkpointed = nn.ModuleList(made).double(), checkpointed
-
-    def forward(self, x, cos, sin):
-        for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin)
-        return x
-
-
-def inputs(width=D, rows=(1, T)):
-    """Tables that are no rotations: what holds is to hold whatever they are."""
-    return randn(B, T, WIDTH).requires_grad_(), randn(*rows, width), randn(*rows, width)
-
-
-def count(graph, target) -> int:
-    return sum(node.target is target for node in graph.nodes)
+        made = (Layer(cut, keys, norm=i > 0, **how) for i in range(layers))
+        super().__init__(made, checkpointed)
 
 
 def rotations(harness):
     """Programs that rotate: with two tables and the mask of what they rotate."""
     found = [site.program for site in harness.fused if site.program.head]
     for program in found:
-        assert [o.kind for o in program.operands].count("table") == 2
+        kinds = [o.kind for o in program.operands]
+        assert kinds.count("table") == 2
+        assert "row" in kinds
         assert len(program.stores) == 1
     return found
 

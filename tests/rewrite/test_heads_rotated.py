@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from passes import aten_graph, run_pass
+from rotating import WIDTH, B, D, H, Stack, T, count, inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 KEEP = torch.ops.coda_inductor.keep.default
-B, T, H, D, WIDTH = 2, 6, 4, 8, 24
 
 
 def rotate_half(x):
@@ -93,28 +92,9 @@ class Layer(nn.Module):
         return x + self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, layers, apply, checkpointed=False, **how):
-        super().__init__()
-        made = [Layer(apply, norm=i > 0, **how) for i in range(layers)]
-        self.layers, self.checkpointed = nn.ModuleList(made).double(), checkpointed
-
-    def forward(self, x, cos, sin):
-        for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin)
-        return x
-
-
-def inputs(width=D, rows=(1, T)):
-    """Tables that are no rotations: what holds is to hold whatever they are."""
-    return randn(B, T, WIDTH).requires_grad_(), randn(*rows, width), randn(*rows, width)
-
-
-def count(graph, target) -> int:
-    return sum(node.target is target for node in graph.nodes)
+        super().__init__((Layer(apply, norm=i > 0, **how) for i in range(layers)), checkpointed)
 
 
 @pytest.mark.parametrize("rows", [(1, T), (B, T)], ids=["shared", "own"])
