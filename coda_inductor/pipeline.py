@@ -161,6 +161,7 @@ ON_ATEN = (
     Pass("fp8_rest", read_columns_once),
     Pass("fp8_unfused", scale_in_products),
     Pass("decompose_rest", decompose, needed=True),
+    Pass("tables_rest", keep_tables, _fuses),
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),
     Pass("refresh_views", refresh_views, needed=True),
