@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Elements of a head's tile: 16 bytes a thread of each tensor.
+#: Elements of a head's tile: 16 bytes of each half of it a thread.
 _TILE = 2048
 #: Heads of a program, at most: tables are read once for so many.
 _HEADS = 8
@@ -24,7 +24,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _kernel(
+def _head_gradient_kernel(
     dy, cos, sin, z, weight, scale, dz, scaled, partials,
     tokens, length, heads, eps,
     dy_b, dy_h, dy_t, z_b, z_h, z_t, cos_b, cos_t, sin_b, sin_t,
@@ -121,7 +121,7 @@ def head_gradient(
         dz, dz if scaled is None else scaled, dz if partials is None else partials,
     )  # fmt: skip
     with torch.cuda.device(dy.device) if dy.is_cuda else contextlib.nullcontext():
-        _kernel[(blocks, groups)](
+        _head_gradient_kernel[(blocks, groups)](
             *args, b * length, length, heads, eps,
             *dy.stride()[:3], *x.stride()[:3], *steps[0], *steps[1],
             HALF=size // 2, COLUMNS=triton.next_power_of_2(size // 2), TOKENS=block, HEADS=group,

@@ -38,6 +38,7 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.runtime.head_gradients import HEAD_GRADIENT
+from coda_inductor.semantic.define import statistics_dtype
 from coda_inductor.semantic.norms import rms_norm, rms_norm_backward
 from coda_inductor.semantic.rotary import rotate
 
@@ -89,7 +90,7 @@ def _of_positions(table: Tensor, shape: torch.Size, heads: int) -> bool:
     sizes = (*[1] * (4 - table.dim()), *table.shape)
     batch = same(sizes[0], 1) or same(sizes[0], shape[0])
     whole = same(sizes[heads], 1) and same(sizes[3 - heads], shape[3 - heads])
-    return batch and whole and table.dtype != torch.float64
+    return batch and whole
 
 
 def _norm_of(node: Node) -> tuple[Node, float] | None:
@@ -125,12 +126,13 @@ def _rewrite(graph: Graph, node: Node, order: list[int]) -> bool:
         results = {user.args[1]: user for user in last.users}
         heads_first ^= _turned(dy, node)
     put = Put(graph, like=last)
+    with graph.inserting_before(last):
+        sizes = [put.sizes(x)[i] for i in order]
     given = (x, cos, sin, z, order, heads_first)
     x, cos, sin, z = splice(graph, last, _heads_first, given, like=last)
     with graph.inserting_before(last):
         form = (None, eps, distance, paired, inverse, wanted)
         new = put(HEAD_GRADIENT, x, cos, sin, z, weight, *form)
-        sizes = [put.sizes(node)[i] for i in order]
         rows = put(operator.getitem, new, 0)
         by_token = put(aten.view.default, rows, [sizes[i] for i in _TURN])
         by_head = put(aten.permute.default, by_token, _TURN)
@@ -189,14 +191,13 @@ def _scale(graph: Graph, node: Node, scope: Scope) -> None:
     copies = (aten.permute.default, aten.clone.default)
     _, users = readers(rows, lambda n: renames_or_casts(n) or n.target in copies)
     for mul in users:
-        after = list(mul.users)
-        if mul.target is not aten.mul.Tensor or len(after) != 1 or not is_cast(after[0]):
-            continue
-        (scaled,) = after
         factors = [a for a in mul.all_input_nodes if same(fake(a).shape, (b * t, 1))]
-        if len(factors) != 1 or fake(factors[0]).dtype != torch.float32:
+        if mul.target is not aten.mul.Tensor or len(factors) != 1:
             continue
-        if factors[0] not in scope.forward:
+        casts = [user for user in mul.users if is_cast(user)]
+        scaled = casts[0] if len(mul.users) == len(casts) == 1 else mul
+        wide = statistics_dtype(fake(rows).dtype)
+        if factors[0] not in scope.forward or fake(factors[0]).dtype != wide:
             continue
         if fake(scaled).dtype == fake(rows).dtype and same(fake(scaled).shape, (b * t, width)):
             put = Put(graph, like=node)
@@ -205,6 +206,6 @@ def _scale(graph: Graph, node: Node, scope: Scope) -> None:
             node.meta["val"] = HEAD_GRADIENT(*map(fake, node.args))
             with graph.inserting_before(rows.next):
                 made = put(operator.getitem, node, 1)
-                scaled.replace_all_uses_with(put.reshape(made, put.sizes(scaled)))
+                scaled.replace_all_uses_with(put.reshape(made, [-1, width]))
             prune([scaled])
             return

@@ -43,12 +43,16 @@ def head_gradient(
 
     Args:
         dy: (B, H, T, D) in 16 or 32 bits, any strides: the gradient of the rotated heads.
-        cos, sin: (B or 1, 1, T or 1, W) tables of the rotation that ``dy`` is put through, with W =
-            D, or D / 2 where ``paired``; see ``semantic.rotary.rotate_definition``.
-        z: like ``dy``: what was normalized, by ``semantic.norms.rms_norm_definition`` with
-            ``weight`` (D,) and ``eps``.
-        scale: (B * T, 1) float32, a factor of each row of the second result.
+        cos: (B or 1, 1, T or 1, W), a table of the rotation that ``dy`` is put through; see
+            ``semantic.rotary.rotate_definition``. W is D, or D / 2 where ``paired``.
+        sin: the other table.
+        z: like ``dy``: what was normalized, by ``semantic.norms.rms_norm_definition``, if anything.
+        weight: (D,), that norm's, or None.
+        scale: (B * T, 1) float32, a factor of each row of the second result, or None.
+        eps: that norm's.
         distance: of the columns of a pair: D / 2, or 1 for neighbours.
+        paired: have the tables one angle a pair?
+        inverse: is ``dy`` put through the transposed rotation?
         dweight: is the weight's gradient wanted?
 
     Returns:
@@ -88,9 +92,7 @@ def _cuda(dy, cos, sin, z, weight, scale, eps, distance, paired, inverse, dweigh
             )
         except Exception as error:
             warn_once("head_gradient", repr(error), to="torch's ops")
-    return head_gradient(
-        dy, cos, sin, z, weight, scale, eps, distance, paired, inverse, dweight
-    )  # fmt: skip
+    return head_gradient(dy, cos, sin, z, weight, scale, eps, distance, paired, inverse, dweight)
 
 
 def _launched(dy, cos, sin, z, weight, scale, eps, neighbours, paired, inverse, dweight):

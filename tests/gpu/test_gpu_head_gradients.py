@@ -22,7 +22,7 @@ def test_error_is_at_most_twice_that_of_plain_ops(dtype):
         have = _launched(*given, eps, distance == 1, paired, inverse, dweight)
         plain, exact = head_gradient(*args), head_gradient(*in_float32(args))
         for name, mine, theirs, want in zip(NAMES, have, plain, exact, strict=True):
-            assert mine.shape == want.shape and mine.dtype == theirs.dtype, name
+            assert (mine.shape, mine.dtype) == (want.shape, theirs.dtype), name
             assert error(mine, want) <= 2 * error(theirs, want) + 1e-6, (name, args[0].shape)
 
 
