@@ -176,7 +176,8 @@ def main(folder: str, seconds: str, patience: str, *names: str) -> None:
             with Path(folder, f"{rank}.txt").open("w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            return one_rank(folder, float(seconds), names)
+            one_rank(folder, float(seconds), names)
+            return
         ranks.append(forked)
     codes = _codes(ranks, float(seconds), patience=patience == "True")
     Path(folder, "codes").write_text(json.dumps(codes))
