@@ -97,6 +97,15 @@ def test_norm_before_an_ill_conditioned_weight(kind, singular, reference):
 
 
 @KERNELS
+def test_norms_behind_residuals_that_norms_made(reference):
+    """One whose gradient a GEMM makes, one whose gradient a scan does."""
+    model = edges.Sandwich(D, HIDDEN)
+    harness = hold(model, randn(ROWS, D), randn(ROWS, D), reference=reference)
+    assert harness.counts["rms_norm"] == 2
+    assert harness.counts["rms_norm_backward"] == 1
+
+
+@KERNELS
 def test_outlier_channels(reference):
     """Three channels a thousand times as large as the rest, as trained models have them."""
     x, model = randn(ROWS, D), edges.Normed("swiglu", 1, D, HIDDEN)
