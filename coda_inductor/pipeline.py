@@ -45,6 +45,8 @@ from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.fp8.unfused import scale_in_products
+from coda_inductor.rewrite.head_gradients import NAME as HEAD_GRADIENT
+from coda_inductor.rewrite.head_gradients import scale_gradients, take_gradients
 from coda_inductor.rewrite.head_norms import NAME as HEAD_NORM
 from coda_inductor.rewrite.head_norms import norm_rows
 from coda_inductor.rewrite.heads import rotate_rows
@@ -148,8 +150,10 @@ ON_ATEN = (
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),
+    Pass("head_gradients", take_gradients, _fuses_gradients, (HEAD_GRADIENT,)),
     Pass("head_norms", norm_rows, _fuses, (HEAD_NORM,)),
     Pass("norm", defer_norms),
+    Pass("head_scales", scale_gradients, _fuses_gradients),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
@@ -161,6 +165,7 @@ ON_ATEN = (
     Pass("fp8_rest", read_columns_once),
     Pass("fp8_unfused", scale_in_products),
     Pass("decompose_rest", decompose, needed=True),
+    Pass("tables_rest", keep_tables, _fuses),
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),
     Pass("refresh_views", refresh_views, needed=True),

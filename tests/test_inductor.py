@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -83,7 +84,9 @@ def test_other_dtypes(dtype):
 
 
 SCRIPT = """
-import json, sys, torch
+import json, logging, sys, torch
+import torch._inductor.compile_fx
+from apart import apart
 from dataclasses import replace
 from torch._dynamo.utils import counters
 from test_backend import Block, D
@@ -92,15 +95,23 @@ import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda
 
-if "full disk" in sys.argv:
+def fail():
     def fuse_gemms(graph, record):
         raise OSError("No space left on device")
 
     pipeline.ON_ATEN = tuple(
         replace(each, run=fuse_gemms) if each.name == "fuse" else each for each in pipeline.ON_ATEN
     )
-for what in sys.argv[1].split(";"):
-    how, options = what.split(" ", 1)
+
+def process(whats, level=None, fault=False):
+    if level:
+        torch._logging.set_logs(modules={"coda_inductor": level})
+    if fault:
+        fail()
+    for what in whats:
+        compile(*what.split(" ", 1))
+
+def compile(how, options):
     print(MARK, file=sys.stderr)
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -115,26 +126,27 @@ for what in sys.argv[1].split(";"):
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
     analysed = len(coda_inductor.reports()) - reports
     print(json.dumps({"hits": hits, "analysed": analysed, "result": ours.tolist()}))
+
+for stage in json.loads(sys.argv[1]):
+    apart(process, **stage)
 """
 #: Between what is logged of one compilation and of the next.
 MARK = "-- next --"
 
 
-def in_a_new_process(folder: Path, *whats: str, logs: str = "coda_inductor") -> list[dict]:
-    """What SCRIPT finds for each of ``whats``, "infer" or "train" and options, and its "log".
-    ``full disk`` as the last of them is a fault."""
-    faults = [what for what in whats if what == "full disk"]
-    whats = [what for what in whats if what not in faults]
+def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
+    """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and options) of
+    each process: ``stages`` are the arguments of ``process`` there."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "TORCH_LOGS": logs,
+        "TORCH_LOGS": "+coda_inductor",
     }
     script = SCRIPT.replace("MARK", repr(MARK))
-    command = [sys.executable, "-c", script, ";".join(whats), *faults]
+    command = [sys.executable, "-c", script, json.dumps(stages)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=folder
     )
@@ -149,10 +161,16 @@ BOTH = ("infer {}", "train {}")
 
 def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     """And what failed once is not kept there, neither an inference graph nor a training graph.
-    Each process takes seconds to start: one fails, one compiles, one finds."""
-    failed = in_a_new_process(tmp_path, *BOTH, "full disk")
+    One process fails, one compiles, one finds."""
+    other = 'infer {"disable": ["swiglu"]}'
+    found = in_new_processes(
+        tmp_path,
+        {"whats": BOTH, "level": logging.INFO, "fault": True},
+        {"whats": BOTH, "level": logging.INFO},
+        {"whats": [*BOTH, other]},
+    )
+    failed, first, (*second, third) = found[:2], found[2:4], found[4:]
     assert "No space left on device" in failed[0]["log"]
-    first = in_a_new_process(tmp_path, *BOTH)
     for before, compiled in zip(failed, first, strict=True):
         assert (compiled["hits"], compiled["analysed"]) == ([0, 0], 1)
         assert "No space left" not in compiled["log"]
@@ -161,8 +179,6 @@ def test_second_process_takes_the_graph_from_torchs_cache(tmp_path):
     log = first[0]["log"]
     assert "GEMMs: legal, runs as plain ops here (device cpu has no kernels)" in log
     assert "no GEMM becomes a kernel here" in log
-    other = 'infer {"disable": ["swiglu"]}'
-    *second, third = in_a_new_process(tmp_path, *BOTH, other, logs="+coda_inductor")
     for compiled, hit in zip(first, second, strict=True):
         assert (hit["hits"][1], hit["analysed"]) == (1, 0)
         assert hit["result"] == compiled["result"]

@@ -68,17 +68,20 @@ def main() -> None:
         extras.append("cuda")
     elif args.goal == "test":
         extras.append("kernels-test")
-    target = f"{ROOT}[{','.join(extras)}]"
+    # Compiling what nobody imports takes longer than the tests' first imports without bytecode. A
+    # demo and a benchmark time imports, which find theirs.
+    how = ["--no-compile"] if args.goal == "test" else []
+    target = [*how, "-e", f"{ROOT}[{','.join(extras)}]"]
 
     if cuda_torch:
         inherit_packages(python)
         say("using the CUDA torch of", sys.executable)
-        if pip(python, "--no-index", "--no-build-isolation", "-e", target):
+        if pip(python, "--no-index", "--no-build-isolation", *target):
             return
         say("not everything is there yet")
-    elif (CHOSEN_TORCH or not gpu) and not pip(python, CPU_TORCH):
+    elif (CHOSEN_TORCH or not gpu) and not pip(python, *how, CPU_TORCH):
         say("could not install", CPU_TORCH, "- trying what this Python has")
-    if pip(python, "-e", target):
+    if pip(python, *target):
         return
 
     say("the package registry did not deliver; trying with what this Python already has")

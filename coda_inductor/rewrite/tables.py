@@ -14,8 +14,10 @@ partitioner again in the backward pass. That is right where it saves traffic. Of
 every value then costs a sine of a large angle in each head of each layer: measured on an H100, the
 rotary gradient of a Llama layer took 342 us instead of the 40 us that its traffic takes.
 
-Only what is read by tensors of ``LEAST_READS``
-times its size or more is kept.
+Only what is read by tensors of ``LEAST_READS`` times its size or more is kept. A view, a cast or a
+copy of it does not count, but what reads that does. Rotations of heads that an epilogue may take
+(``rewrite.heads``) have tables of their own: where one stays, it is decomposed, and the pass, which
+runs again then, sees its reads.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.nodes import aten, fake, readers, renames_or_casts
+from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, readers, renames_or_casts
 from coda_inductor.graph.sizes import hint
 from coda_inductor.record import Record
+from coda_inductor.semantic.rotary import rotate_heads
 
 LEAST_READS = 8
 
@@ -59,8 +62,9 @@ def keep_tables(graph: Graph, _record: Record) -> None:
 
 
 def _end(node: Node) -> Node:
-    """The last cast, scaling or view of ``node`` that is its readers' only way to it."""
-    while len(node.users) == 1:
+    """The last cast, scaling or view of ``node`` that is its readers' only way to it; or the copy
+    that is kept of it already."""
+    while len(node.users) == 1 and node.target is not KEEP:
         (user,) = node.users
         scales = user.target is aten.mul.Tensor and len(user.all_input_nodes) == 1
         if not (scales or renames_or_casts(user) or user.target is KEEP):
@@ -71,6 +75,11 @@ def _end(node: Node) -> Node:
 
 def _read_often(table: Node) -> bool:
     own = hint(fake(table).numel())
-    _, users = readers(table)
-    sizes = [hint(fake(u).numel()) for u in users if isinstance(fake(u), Tensor)]
+    _, users = readers(table, _moves)
+    tensors = [fake(u) for u in users if u.target is not rotate_heads]
+    sizes = [hint(t.numel()) for t in tensors if isinstance(t, Tensor)]
     return sum(sizes) >= LEAST_READS * own and any(size > own for size in sizes)
+
+
+def _moves(node: Node) -> bool:
+    return may_view(node) or is_cast(node) or node.target is aten.clone.default

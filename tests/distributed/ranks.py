@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run checks in several processes of one group, each of which must end in time, by itself.
 
-``Group`` starts the processes. Each is this file as a script: it calls those functions of some
-modules whose names begin with ``check_``, in order, and writes down how each went. A check that
-fails ends its process at once, for the others would wait for it; the parent ends those.
+``Group`` runs this file as a script. It imports what all ranks need, which takes longer than most
+checks, and forks them. Each rank calls those functions of some modules whose names begin with
+``check_``, in order, and writes down how each went. A check that fails ends its process at once,
+for the others would wait for it; the script ends those.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -71,20 +73,12 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        logs = [(folder / f"{rank}.txt").open("w") for rank in range(world)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(folder), str(seconds), *modules],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        self.codes = _codes(processes, seconds, patience=patience)
-        for log in logs:
-            log.close()
-        self.said = "\n".join((folder / f"{rank}.txt").read_text() for rank in range(world))
+        command = [sys.executable, __file__, str(folder), str(seconds), str(patience), *modules]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        codes = folder / "codes"
+        self.codes = json.loads(codes.read_text()) if codes.exists() else []
+        texts = (path.read_text() for path in sorted(folder.glob("*.txt")))
+        self.said = "\n".join([done.stderr, *texts])
         self._results = [_read(path) for path in folder.glob("*.json")]
 
     def alive(self) -> list[str]:
@@ -112,22 +106,24 @@ def _given() -> list[str]:
     return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
-def _codes(
-    processes: list[subprocess.Popen], seconds: float, *, patience: bool
-) -> list[int | None]:
+def _codes(ranks: list[int], seconds: float, *, patience: bool) -> list[int | None]:
     """Wait for all of them; the deadline, or without patience one that fails, ends the others."""
-    deadline = time.monotonic() + seconds + 5  # in which faulthandler says where each stands
+    deadline = time.monotonic() + seconds + 30  # for imports, then faulthandler ends each
+    codes: dict[int, int | None] = dict.fromkeys(ranks)
     try:
         while True:
-            codes = [process.poll() for process in processes]
+            for rank in [rank for rank in ranks if codes[rank] is None]:
+                ended, status = os.waitpid(rank, os.WNOHANG)
+                codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
+            found = [*codes.values()]
             late = time.monotonic() > deadline
-            if None not in codes or late or (any(codes) and not patience):
-                return codes
+            if None not in found or late or (any(found) and not patience):
+                return found
             time.sleep(0.05)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for rank in [rank for rank in ranks if codes[rank] is None]:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -168,18 +164,46 @@ def op_by_op_only(gm: Any, _inputs: Any, **_how: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
-def main(folder: str, seconds: str, *names: str) -> None:
-    """One rank."""
+def main(folder: str, seconds: str, patience: str, *names: str) -> None:
+    """Fork the ranks, and write down their exit codes."""
+    gc.disable()  # it would find nothing in modules, and unshare their pages
+    if not Path("/dev/nvidiactl").exists():  # a driver that was asked for devices cannot be forked
+        _imported(names)
+    ranks = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if not (forked := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with Path(folder, f"{rank}.txt").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            one_rank(folder, float(seconds), names)
+            return
+        ranks.append(forked)
+    codes = _codes(ranks, float(seconds), patience=patience == "True")
+    Path(folder, "codes").write_text(json.dumps(codes))
+
+
+def _imported(names: tuple[str, ...]) -> list[Any]:
+    import torch._inductor.compile_fx  # noqa: F401 (what a first compilation imports)
+
+    import coda_inductor.op_by_op  # noqa: F401
+
+    return [importlib.import_module(name) for name in names]
+
+
+def one_rank(folder: str, seconds: float, names: tuple[str, ...]) -> None:
+    """Run the checks, and end as any program does."""
     import torch.distributed as dist
 
     from coda_inductor import op_by_op
 
-    faulthandler.dump_traceback_later(float(seconds), exit=True)
-    modules = [importlib.import_module(name) for name in names]
+    modules = _imported(names)
+    faulthandler.dump_traceback_later(seconds, exit=True)
     gc.freeze()  # a tenth of the time went into looking for garbage among modules
+    gc.enable()
     gc.set_threshold(50_000, 20, 50)
     inductor = op_by_op.compile_fx_inner
-    patience = dt.timedelta(seconds=getattr(modules[0], "PATIENCE", float(seconds)))
+    patience = dt.timedelta(seconds=getattr(modules[0], "PATIENCE", seconds))
     dist.init_process_group(getattr(modules[0], "BACKEND", "gloo"), timeout=patience)
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
         for module in modules:

@@ -47,7 +47,7 @@ def test_ranks(modules, world, seconds, check):
 
 def test_a_hang_is_a_failure_in_time():
     begun = time.monotonic()
-    hung = ranks.Group(("hanging",), 1, 10)
+    hung = ranks.Group(("hanging",), 1, 5)
     assert time.monotonic() - begun < 60
     assert hung.codes != [0]
     assert hung.errors("hanging.check_that_hangs").startswith(ranks.NOT_ENDED)

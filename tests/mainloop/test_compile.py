@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated kernels compile for Hopper and both Blackwells on a machine without a GPU.
 
-Each architecture has its own process: QuACK and CuTeDSL read theirs once, when imported.
+Each architecture has its own process: QuACK and CuTeDSL read theirs once, when imported. These are
+forks of one that has imported the rest.
 """
 
 from __future__ import annotations
@@ -39,79 +40,109 @@ HOPPER = (
 )
 
 COMPILE = """
-import gc, json, sys, time
+import gc, json, os, sys, time, traceback
 gc.disable()  # a tenth of the time
-sys.path.insert(0, sys.argv[1])
-import quack.gemm_runtime.host as host
-host.get_max_active_clusters = lambda *args, **kwargs: 66  # only a GPU knows, only a launch asks
-import quack.gemm_sm90
-stages, slow, setup = [], [], quack.gemm_sm90.GemmSm90._setup_attributes
-def note(self, *arguments):
-    setup(self, *arguments)
-    stages.append(self.ab_stage)
-    slow.append(self.fp8_slow_accum)
-quack.gemm_sm90.GemmSm90._setup_attributes = note
+from apart import apart
 from programs import programs
 from programs_fp8 import programs as programs_fp8
 from programs_heads import programs as programs_heads
-from coda_inductor.mainloop.build import build
 from coda_inductor.select.config import Config, legal_configs
-arch = int(sys.argv[2]) // 10
-found, known = {}, programs() | programs_fp8() | programs_heads()
-for kernel in sys.argv[3].split(","):
-    name, joined, config = (kernel + "//").split("/")[:3]
-    program = known[name]
-    config = Config.parse(config) if config else legal_configs(program, arch)[0]
-    start = time.perf_counter()
-    plan = build(program, config, b_major="n" if joined else "k", joined=joined)
-    seconds = time.perf_counter() - start
-    launch = [plan.max_active_clusters, plan.max_swizzle_size, plan.scheduler_uses_semaphore]
-    fixed = plan.scheduler_static
-    launch.append(fixed and [int(fixed.max_active_clusters), int(fixed.max_swizzle_size)])
-    found[kernel] = {"seconds": seconds, "config": str(config), "stages": stages[-1:]}
-    found[kernel] |= {"plan": launch, "slow": slow[-1:]}
-    stages.clear()
-    slow.clear()
-print(json.dumps(found))
+
+def process(names, environment, answer):
+    os.dup2(2, 1)
+    os.environ.update(environment)
+    try:
+        found = compiled(int(environment["QUACK_ARCH"]) // 10, names)
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    with open(answer, "w") as file:
+        json.dump(found, file)
+
+def compiled(arch, names):
+    import quack.gemm_runtime.host as host
+    # Only a GPU knows, only a launch asks.
+    host.get_max_active_clusters = lambda *args, **kwargs: 66
+    import quack.gemm_sm90
+    from coda_inductor.mainloop.build import build
+    stages, slow, setup = [], [], quack.gemm_sm90.GemmSm90._setup_attributes
+    def note(self, *arguments):
+        setup(self, *arguments)
+        stages.append(self.ab_stage)
+        slow.append(self.fp8_slow_accum)
+    quack.gemm_sm90.GemmSm90._setup_attributes = note
+    found, known = {}, programs() | programs_fp8() | programs_heads()
+    for kernel in names:
+        name, joined, config = (kernel + "//").split("/")[:3]
+        program = known[name]
+        config = Config.parse(config) if config else legal_configs(program, arch)[0]
+        start = time.perf_counter()
+        plan = build(program, config, b_major="n" if joined else "k", joined=joined)
+        seconds = time.perf_counter() - start
+        launch = [plan.max_active_clusters, plan.max_swizzle_size, plan.scheduler_uses_semaphore]
+        fixed = plan.scheduler_static
+        launch.append(fixed and [int(fixed.max_active_clusters), int(fixed.max_swizzle_size)])
+        found[kernel] = {"seconds": seconds, "config": str(config), "stages": stages[-1:]}
+        found[kernel] |= {"plan": launch, "slow": slow[-1:]}
+        stages.clear()
+        slow.clear()
+    return found
+
+for line in sys.stdin:
+    try:
+        apart(process, *json.loads(line))
+    except RuntimeError as error:
+        print(error, flush=True)
+    else:
+        print(flush=True)
 """
 
 
-def compile_in_process(arch: str, names: str, cache: Path) -> dict[str, dict]:
+@pytest.fixture(scope="module")
+def compile_in_process():
     """Compile kernels for ``arch`` with its cache in ``cache``; returns for each its "seconds", its
     "config", its "stages" of A and B if it was compiled (on Hopper), whether its sums are "slow",
     and of its "plan" the clusters
     that run at a time, the width of its bands, whether it counts in memory, and both again where it
     does not. A name is that of a program, perhaps followed by "/joined" and "/config"."""
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
-    environment |= {
-        "QUACK_ARCH": arch,
-        "CUTE_DSL_ARCH": f"sm_{arch}" if arch < "90" and len(arch) == 2 else f"sm_{arch}a",
-        "CODA_CACHE_DIR": str(cache),
-        "CUTE_DSL_KEEP_PTX": "1",
-        "CUTE_DSL_DUMP_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(TESTS), arch, names],
-        env=environment,
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILE],
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    ) as server:
+
+        def call(arch: str, names: str, cache: Path) -> dict[str, dict]:
+            answer = cache / "answer.json"
+            its = {
+                "QUACK_ARCH": arch,
+                "CUTE_DSL_ARCH": f"sm_{arch}" if arch < "90" and len(arch) == 2 else f"sm_{arch}a",
+                "CODA_CACHE_DIR": str(cache),
+                "CUTE_DSL_KEEP_PTX": "1",
+                "CUTE_DSL_DUMP_DIR": str(cache),
+            }
+            server.stdin.write(json.dumps([names.split(","), its, str(answer)]) + "\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "\n", "it died"
+            found = json.loads(answer.read_text())
+            assert "error" not in found, found["error"][-4000:]
+            return found
+
+        yield call
+        server.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def hopper(tmp_path_factory):
+def hopper(tmp_path_factory, compile_in_process):
     """(the cache folder of all kernels for Hopper, what ``compile_in_process`` says of each)."""
     cache = tmp_path_factory.mktemp("hopper")
     return cache, compile_in_process("90", HOPPER, cache)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_representative_kernels_compile(arch, tmp_path, request):
+def test_representative_kernels_compile(arch, tmp_path, request, compile_in_process):
     if arch == "90":
         cache, found = request.getfixturevalue("hopper")
     else:
@@ -122,7 +153,7 @@ def test_representative_kernels_compile(arch, tmp_path, request):
     assert all("def epilogue(acc" in source for source in sources)
 
 
-def test_second_process_loads_what_the_first_compiled(hopper):
+def test_second_process_loads_what_the_first_compiled(hopper, compile_in_process):
     cache, first = hopper
     objects = sorted((cache / "kernels").rglob("*.o"))
     assert len(objects) == len(first)
@@ -152,13 +183,13 @@ def test_what_a_launch_decides(hopper):
 
 
 @pytest.mark.parametrize("arch", ["80", "89"])
-def test_ampere_and_ada_have_no_gemm(arch, tmp_path):
+def test_ampere_and_ada_have_no_gemm(arch, tmp_path, compile_in_process):
     """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
     with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
         compile_in_process(arch, "scale//128x128:1x1:co", tmp_path)
 
 
-def test_a_table_is_not_read_by_columns_of_two_places(tmp_path):
+def test_a_table_is_not_read_by_columns_of_two_places(tmp_path, compile_in_process):
     """Its subtiles would be of other columns than the product's, silently."""
     with pytest.raises(AssertionError, match="do not read the table 'cos'"):
         compile_in_process("100", "head_norm//128x256:2x1:co", tmp_path)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from checking import assert_same, leave_custom_ops
 from harness import Harness, Stock
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -56,10 +58,13 @@ def gemms(harness, part) -> tuple[int, int]:
     return ops["coda_inductor.gemm_epilogue.default"], ops["aten.mm.default"]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("dynamic", "tied"),
+    [(False, False), (False, True), (True, True)],
+    ids=["static", "static-tied", "dynamic-tied"],
+)
 def test_float32(dynamic, tied):
-    layers = 1 if dynamic else LAYERS  # two with dynamic sizes are below
+    layers = 1 if dynamic else LAYERS  # two with dynamic sizes, not tied, are below
     model, ids = Decoder(layers, tied=tied), tokens()
     harness = Harness()
     ours = step(model, ids, functools.partial(harness.train, model, dynamic=dynamic))
@@ -329,6 +334,8 @@ def test_one_dynamic_graph_trains_at_every_length():
         assert_close(step(model, ids, compiled), step(model, ids), 1e-5)
         graphs.add(harness.graphs)
     assert len(graphs) == 1  # all of them made in the first step
+    harness.counts = Counter(counters["coda"])
+    assert fired(harness) == counts(LAYERS)
 
 
 def test_frozen_embedding_and_norms():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checking import check, check_gradients, randn
 
@@ -27,6 +28,16 @@ def rotary(x, w):
     return x
 
 
+def heads(x, w):
+    """The same of the heads of rows, which is found; tables are cast, as Hugging Face's are."""
+    cos, sin = (f(angles(x.float())).to(x.dtype) for f in (torch.cos, torch.sin))
+    for _ in range(2):
+        q = (x @ w).view(2, T, HEADS, D).transpose(1, 2)
+        q = q * cos + rotate_half(q) * sin
+        x = x + q.transpose(1, 2).reshape(x.shape)
+    return x
+
+
 def kept(graph) -> int:
     return sum(node.target is KEEP for node in graph.nodes)
 
@@ -39,6 +50,32 @@ def test_both_tables_are_kept_and_gradients_agree():
     slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
     assert sum(n.target in slow for n in forward.nodes) == 2
     assert not any(n.target in slow or n.target is KEEP for n in backward.nodes)
+
+
+@pytest.mark.parametrize(
+    "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotations_that_are_found(dtype, disable):
+    """Their definition reads tables in the dtype that it computes in, or turned."""
+    args = randn(2, T, HEADS * D, dtype=dtype), 0.1 * randn(HEADS * D, HEADS * D, dtype=dtype)
+    harness = check_gradients(heads, args[0].requires_grad_(), args[1], disable=disable)
+    assert any("rotate" in str(n.target) for n in harness.raised.nodes)
+    slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
+    forward, backward = harness.parts
+    assert sum(n.target in slow for n in forward.nodes) == 2
+    assert not any(n.target in slow or n.target is KEEP for n in backward.nodes)
+    assert kept(forward) == (2 if disable else 4)
+
+
+@pytest.mark.parametrize(
+    "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
+)
+def test_inference_reads_one_pair_of_tables(disable):
+    """Those of epilogues are made of the others, which nothing else reads then."""
+    half = torch.bfloat16
+    args = randn(2, T, HEADS * D, dtype=half), 0.1 * randn(HEADS * D, HEADS * D, dtype=half)
+    assert kept(check(heads, *args, disable=disable).graph) == 2
 
 
 def test_inference():

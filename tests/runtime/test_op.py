@@ -254,9 +254,13 @@ def test_unsupported_names_the_dtype():
     assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
 
 
-def test_importing_the_runtime_imports_no_kernel_library():
+def test_importing_the_runtime_and_rendering_import_no_kernel_library():
     code = (
-        "import sys, coda_inductor.runtime.op; assert not {'quack', 'cutlass'} & set(sys.modules);"
+        "import sys, coda_inductor.runtime.op;"
+        "from coda_inductor.codegen.render import render;"
+        "from coda_inductor.select.kinds import kinds;"
+        "[render(p) for p in kinds().values()];"
+        "assert not {'quack', 'cutlass'} & set(sys.modules);"
         "import torch; torch.ops.coda_inductor.gemm_epilogue"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

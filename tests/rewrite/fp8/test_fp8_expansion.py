@@ -46,44 +46,56 @@ def batch(dtype=torch.bfloat16):
     return torch.randn(2, 16, D, dtype=dtype)
 
 
-@functools.cache
-def pair(recipe, how="bfloat16", layers=2):
-    """Our harness and torch's own, after a training step. Many tests look at one: it is not to be
-    changed."""
+def step(harness, recipe, how, layers):
+    """``harness`` after a training step, and what came out of it."""
     torch.manual_seed(0)
     dtype = torch.float32 if how == "float32" else torch.bfloat16
-    harness, stock, x = Harness(**ALL), Stock(), batch(dtype)
-    results = []
-    for each in (harness, stock):
-        model = stack(recipe, dtype, layers=layers, checkpointed=how == "checkpoint")
-        results.append(trained(each, model, x, dynamic=how == "dynamic"))
-    return harness, stock, *results
+    x = batch(dtype)
+    model = stack(recipe, dtype, layers=layers, checkpointed=how == "checkpoint")
+    return harness, trained(harness, model, x, dynamic=how == "dynamic")
+
+
+@functools.cache
+def our_step(recipe, how, layers):
+    """Many tests look at one: it is not to be changed."""
+    return step(Harness(**ALL), recipe, how, layers)
+
+
+@functools.cache
+def torchs_step(recipe, how, layers):
+    """Torch's own."""
+    return step(Stock(), recipe, how, layers)
+
+
+def compiled(recipe, how="bfloat16", layers=2):
+    """Our harness after a training step."""
+    return our_step(recipe, how, layers)[0]
 
 
 @pytest.mark.parametrize(("recipe", "how"), each_with_some(*CONTEXTS))
 def test_in_float64_without_rounding_it_is_the_same_function(recipe, how):
-    harness, stock, *_ = pair(recipe, how, layers=1)
-    ours, theirs = exact(harness.graph), exact(stock.graph)
-    for have, want in zip(ours, theirs, strict=True):
+    graphs = [side(recipe, how, 1)[0].graph for side in (our_step, torchs_step)]
+    for have, want in zip(*map(exact, graphs), strict=True):
         bound = 1e-10 * want.abs().max().item()
         torch.testing.assert_close(have, want, rtol=1e-10, atol=bound)
 
 
 def test_that_test_sees_a_wrong_scale():
     """The exact interpreter multiplies with the reciprocals of scales: one that is off shows."""
-    harness, stock, *_ = pair.__wrapped__("rowwise", layers=1)
+    harness, _ = our_step.__wrapped__("rowwise", "bfloat16", 1)  # one of its own
     found = harness.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default)
     node = next(n for n in found if n.meta["val"].dtype == torch.float32)
     with harness.graph.inserting_after(node):
         wrong = harness.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.001))
     node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
-    ours, theirs = exact(harness.graph), exact(stock.graph)
-    assert any(not torch.allclose(a, b, rtol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    stock, _ = torchs_step("rowwise", "bfloat16", 1)
+    pairs = zip(exact(harness.graph), exact(stock.graph), strict=True)
+    assert any(not torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("recipe", "layers"), each_with_some(2, 2, 1))
 def test_counts_follow_the_layers(recipe, layers):
-    harness, *_ = pair(recipe, layers=layers)
+    harness = compiled(recipe, layers=layers)
     ops = harness.ops()
     assert ops["aten.clone.default"] == ops["aten.max.default"] == 0
     # One cast for each tensor and pass: a gradient's two are one, as its rows and its columns.
@@ -106,7 +118,7 @@ def sites(harness, name):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_epilogues_make_the_maxima(recipe):
-    harness, *_ = pair(recipe)
+    harness = compiled(recipe)
     (forward,) = [s for s in sites(harness, "layers.0.gate + up") if s.role == "forward"]
     rows_and_columns = 2 if recipe == "rowwise" else 1
     assert forward.absorbed.count("amax") == rows_and_columns
@@ -121,7 +133,7 @@ def test_epilogues_make_the_maxima(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
-    harness, *_ = pair(recipe, layers=1)
+    harness = compiled(recipe, layers=1)
     (site,) = [s for s in sites(harness, "gate + up") if s.role == "forward"]
     kinds = {o.name: o.kind for o in site.program.operands}
     scales = [step for step in site.program.steps if {"acc0", "acc1"} & set(step.args)]
@@ -140,7 +152,7 @@ def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
 def test_each_recipe_has_programs_of_its_own():
     found: dict[str, set[str]] = {}
     for recipe in RECIPES:
-        harness, *_ = pair(recipe, layers=1)
+        harness = compiled(recipe, layers=1)
         found[recipe] = {EpilogueProgram.to_json(s.program) for s in harness.fused}
     assert not found["tensorwise"] & found["rowwise"]
     assert found["rowwise"] != found["rowwise_with_gw_hp"]
@@ -148,7 +160,7 @@ def test_each_recipe_has_programs_of_its_own():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_where_torchao_multiplies_after_a_product_the_scales_alone_are_worth_it(recipe):
-    harness, *_ = pair(recipe, layers=1)
+    harness = compiled(recipe, layers=1)
     alone = [s for s in harness.fused if s.absorbed == ("scales",)]
     # Gate's product with the weight and, in FP8, all three gradients of weights.
     assert len(alone) == {"tensorwise": 0, "rowwise": 4, "rowwise_with_gw_hp": 1}[recipe]
@@ -156,7 +168,7 @@ def test_where_torchao_multiplies_after_a_product_the_scales_alone_are_worth_it(
 
 def test_sums_of_scaled_products_are_not_joined():
     """Their scales differ: the second reads the first."""
-    harness, *_ = pair("rowwise", layers=1)
+    harness = compiled("rowwise", layers=1)
     (up,) = [s for s in sites(harness, "layers.0.up") if s.role == "input gradient"]
     assert up.absorbed[0] == "add"
     assert "tile" in {o.kind for o in up.program.operands}
@@ -176,9 +188,9 @@ def test_gradients_are_as_exact_as_torchaos(recipe, outliers):
     torch.manual_seed(0)
     true = copy.deepcopy(Stack(layers=2).bfloat16()).float()
     want = trained(Stock(), true, x.float())
-    ours = trained(Harness(**ALL), stack(recipe, layers=2), x)
-    theirs = trained(Stock(), stack(recipe, layers=2), x)
-    assert 0 < error(ours, want) < 1.1 * error(theirs, want)
+    have = trained(Harness(**ALL), stack(recipe, layers=2), x)
+    torchaos = trained(Stock(), stack(recipe, layers=2), x)
+    assert 0 < error(have, want) < 1.1 * error(torchaos, want)
 
 
 @pytest.mark.parametrize(("recipe", "value"), each_with_some(0.0, torch.nan, torch.inf))
@@ -241,9 +253,8 @@ def test_where_nothing_fuses_it_is_torchaos():
 
 
 def test_dynamic_rows():
-    recipe = "rowwise"
-    harness, _, ours, theirs = pair(recipe, "dynamic", layers=1)
-    for have, want in zip(ours, theirs, strict=True):
+    harness, found = our_step("rowwise", "dynamic", 1)
+    for have, want in zip(found, torchs_step("rowwise", "dynamic", 1)[1], strict=True):
         assert (have.float() - want.float()).norm() < 0.1 * want.float().norm()
     symbolic = [s for s in harness.report.sites if s.reason == "N or K is symbolic"]
     # K of a weight's gradient is the number of rows.
@@ -264,7 +275,7 @@ def test_inference(recipe):
 
 
 def test_what_the_backward_pass_scales_has_its_maximum_in_the_forward():
-    harness, *_ = pair("rowwise", layers=1)
+    harness = compiled("rowwise", layers=1)
     scope = Scope(harness.graph)
     early = [n for n in harness.graph.nodes if n.meta.get(EARLY)]
     assert len(early) == 2 * 5  # rows and columns of two inputs and three weights
