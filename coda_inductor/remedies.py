@@ -38,6 +38,7 @@ _DO = {
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
     "heads-unmeasured": f"mode='max-autotune' measures it; {_ALWAYS}.",
+    "norm-apart-unmeasured": f"{_ALWAYS}.",
     "turned-unmeasured": f"options={{'tune': 'auto'}} measures it; {_ALWAYS}.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
@@ -175,8 +176,6 @@ _NOTHING = {
     "head-columns": "a tile that holds part of a head cannot rotate or sum it",
     "head-distance": "the other column is in another thread's registers",
     "shared-memory": "the epilogue loads and stores too much for one tile",
-    "rms-norm-slower": "the norm follows no GEMM but a kernel of Inductor's (a residual behind "
-    "another norm, dropout), which has little to save here (options={'gate': 'always'} does it)",
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (a "
     "gather, a graph break)",

@@ -103,8 +103,6 @@ def loses(site: Site, fused: float, unfused: float, ground: str = "measured") ->
     """Why ``site``, of which so many microseconds are expected on a ``ground`` (``model.ground``),
     had better not be fused, or None."""
     if site.after and _only_statistics(site.program):
-        if STATISTICS_SAVE_LOOPS and site.n > PERSISTENT:
-            return None
         text = "its product is stored as it is for an elementwise kernel: statistics save nothing"
         return refuse("statistics-only", text)
     if fused * MARGINS[ground] <= unfused:
@@ -146,39 +144,6 @@ def norm_loses(
     what = "weights and gradients" if training else "weights"
     text = f"expected {lost:.0f} us for reading its {what} again, {won:.0f} us saved"
     return refuse("layer-norm-slower", text)
-
-
-#: Columns of a row that Inductor keeps in registers at the most (a persistent reduction).
-PERSISTENT = 1024
-#: What ``apart_norm_loses`` says: "auto" as it finds, "always" that it pays, "never" that it loses.
-APART_NORMS = "auto"
-#: Do statistics of an epilogue save a loop of the kernel that reads its product?
-STATISTICS_SAVE_LOOPS = False
-
-
-def apart_norm_loses(
-    m: int, d: int, alone: Sequence[int], width: int, gpu: Gpu = H100
-) -> Refusal | None:
-    """Why an RMSNorm over (m, d), whose input a kernel of Inductor's makes, is expected to be
-    slower put off past its GEMMs, or None. ``alone``: the columns of each product that no
-    elementwise work reads; ``width``: bytes an element.
-
-    What is saved is a loop of that kernel, which reads the rows again; of a row that it keeps in
-    registers it reads nothing again. What it costs at the most is a pass over each of those
-    products, where their GEMMs are left to cuBLAS.
-    """
-    if APART_NORMS != "auto":
-        text = f"APART_NORMS is {APART_NORMS!r}"
-        return None if APART_NORMS == "always" else refuse("rms-norm-slower", text)
-    if d <= PERSISTENT:
-        text = f"Inductor's kernel makes its input, and reads a row of {d} once"
-        return refuse("rms-norm-slower", text)
-    won = m * d * width / gpu.bytes_per_us
-    lost = sum(2 * m * n * width / gpu.bytes_per_us + gpu.launch_us for n in alone)
-    if lost <= won:
-        return None
-    text = f"expected {lost:.0f} us for scaling its products, {won:.0f} us saved"
-    return refuse("rms-norm-slower", text)
 
 
 def _only_statistics(program: EpilogueProgram) -> bool:

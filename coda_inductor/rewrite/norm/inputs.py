@@ -7,9 +7,10 @@ Where a kernel of Inductor's makes x (a norm between a projection and the residu
     x = x0 + norm(y);  n = rms_norm(x, gamma, eps);  z = n @ W
     x = x0 + norm(y);  h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd
 
-that kernel is left, and moves as many bytes, h in place of n. It has one loop over the row less:
-n needs rstd, h does not. In training, the epilogue of the GEMM that makes n's gradient finishes dx,
+that kernel is left, and moves as many bytes, h in place of n. It has one loop over the row less: n
+needs rstd, h does not. In training, the epilogue of the GEMM that makes n's gradient finishes dx,
 where a GEMM makes dz, and h, as n was, is made again there, not kept; elsewhere the gradients stay.
+No GPU was measured with it: there it needs ``gate="always"``.
 
 A norm of what comes from outside of the graph, or from a lookup, would move as many bytes as well.
 It stays: it is one of a whole model, or the one in front of queries, keys and values of a block
@@ -26,13 +27,12 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.gemms import GEMMS, producer
-from coda_inductor.graph.nodes import aten, elementwise, readers, renames
+from coda_inductor.graph.nodes import elementwise
 from coda_inductor.graph.sides import Scope
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.norm.forward import NORMS
 from coda_inductor.rewrite.norm.uses import Uses
-from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.norms import rms_norm
 
 #: Nodes that are looked at in search of what x was made from.
@@ -61,7 +61,7 @@ def apart_refusal(norm: Node, found: Uses, why: Refusal, record: Record) -> Refu
     unmade = why.code not in ("norm-input-no-gemm", "norm-input-elsewhere")
     if norm.target is not rms_norm or unmade or not _made_here(norm.args[0]):
         return why
-    return record.policy.apart_norm_loses(found.gemms, _alone(found.gemms))
+    return record.policy.apart_norm_loses(found.gemms[0])
 
 
 def _made_here(x: Node) -> bool:
@@ -79,15 +79,3 @@ def _made_here(x: Node) -> bool:
         if node.op == "call_function" and elementwise(node):
             todo.update(node.all_input_nodes)
     return False
-
-
-def _alone(gemms: list[Node]) -> list[Node]:
-    """Those whose product no elementwise work reads, which would take in the row scale."""
-
-    def moves(user: Node) -> bool:
-        return renames(user) or user.target is aten.permute.default
-
-    def computes(user: Node) -> bool:
-        return elementwise(user) or user.target in DEFINITIONS
-
-    return [gemm for gemm in gemms if not any(map(computes, readers(gemm, moves)[1]))]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import aten, readers
-from coda_inductor.select import gate
+from coda_inductor.refusal import refuse
 from coda_inductor.select.policy import Policy
 
 D, HIDDEN = 16, 24
@@ -203,33 +203,10 @@ def test_a_layer_norm_stays():
     assert harness.counts["layer_norm"] == 0
 
 
-@pytest.mark.parametrize(
-    ("d", "alone", "said"),
-    [
-        (1152, (), ""),
-        (1152, (256,), ""),  # one key-value head's values, beside a loop over the row
-        (1152, (1152,), "us for scaling its products"),
-        (1024, (), "reads a row of 1024 once"),
-    ],
-)
-def test_a_gpu_does_it_where_a_loop_is_worth_more_than_the_row_scales(d, alone, said):
-    why = gate.apart_norm_loses(8192, d, alone, 2)
-    assert said in ("" if why is None else why.text)
-    assert (why is None) == (not said)
-    assert why is None or why.code == "rms-norm-slower"
-
-
-@pytest.mark.parametrize(("function", "alone"), [(two_readers, 2), (activated, 0)])
-def test_policy_hears_of_products_that_nothing_else_reads(function, alone, monkeypatch):
-    """And what it says is the reason: it keeps the norm."""
-    heard = []
-
-    def loses(self, gemms, without):
-        heard.append((len(gemms), len(without)))
-        return gate.apart_norm_loses(8192, 512, (), 2)
-
-    monkeypatch.setattr(Policy, "apart_norm_loses", loses)
-    harness = check(function, randn(5, D), randn(D, D), randn(D), randn(HIDDEN, D))
-    assert heard == [(1 + (function is two_readers), alone)]
-    assert "rms-norm-slower" in codes(harness)
+def test_what_policy_says_keeps_the_norm(monkeypatch):
+    """As on a GPU by default."""
+    why = refuse("norm-apart-unmeasured", "never measured")
+    monkeypatch.setattr(Policy, "apart_norm_loses", lambda _self, _gemm: why)
+    harness = check(activated, randn(5, D), randn(D, D), randn(D), randn(HIDDEN, D))
+    assert "norm-apart-unmeasured" in codes(harness)
     assert harness.counts["rms_norm"] == 0
