@@ -35,8 +35,8 @@ from coda_inductor.graph.nodes import base, fake, is_cast, place, readers
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.norm.defer import input_refusal
 from coda_inductor.rewrite.norm.forward import statistics
+from coda_inductor.rewrite.norm.inputs import input_refusal
 from coda_inductor.semantic.norms import rms_norm
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.collectives import ahead, behind, between
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, terms
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, producer, terms
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -33,6 +33,7 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
+        apart: no epilogue makes its input and statistics, but a kernel of Inductor's.
         pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
 
@@ -40,12 +41,18 @@ class Uses:
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
+    apart: bool = False
     pivot: Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What the GEMMs read."""
         return fake(gemm_inputs(self.gemms[0])[0]).dtype
+
+    @property
+    def early(self) -> bool:
+        """Does a GEMM make every dz, so that its epilogue can scale it?"""
+        return all(producer(dgrad.args[0]) is not None for dgrad in self.dgrads)
 
     def gradients(self, *, biased: bool) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
