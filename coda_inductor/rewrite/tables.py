@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from coda_inductor.compat import tree_flatten
 from coda_inductor.graph.edit import insert
 from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, readers, renames_or_casts
 from coda_inductor.graph.sizes import hint
@@ -76,9 +77,14 @@ def _end(node: Node) -> Node:
 def _read_often(table: Node) -> bool:
     own = hint(fake(table).numel())
     _, users = readers(table, _moves)
-    tensors = [fake(u) for u in users if u.target is not rotate_heads]
-    sizes = [hint(t.numel()) for t in tensors if isinstance(t, Tensor)]
+    sizes = [_size(user) for user in users if user.target is not rotate_heads]
     return sum(sizes) >= LEAST_READS * own and any(size > own for size in sizes)
+
+
+def _size(user: Node) -> int:
+    """Elements of the largest result."""
+    results = [x for x in tree_flatten(fake(user))[0] if isinstance(x, Tensor)]
+    return max((hint(x.numel()) for x in results), default=0)
 
 
 def _moves(node: Node) -> bool:
