@@ -95,20 +95,21 @@ def _of_positions(table: Tensor, shape: torch.Size, heads: int) -> bool:
 
 def _norm_of(node: Node) -> tuple[Node, float] | None:
     """The gradient of a norm that alone reads ``node``, which may be turned, and the norm's eps."""
-    read = node
-    while len(read.users) == 1:
-        (user,) = read.users
+    dy = node
+    while len(dy.users) == 1:
+        (user,) = dy.users
         if not (is_cast(user) or _turns(user)):
             break
-        read = user
-    if len(read.users) != 1 or next(iter(read.users)).target is not rms_norm_backward:
+        dy = user
+    if len(dy.users) != 1 or next(iter(dy.users)).target is not rms_norm_backward:
         return None
-    (backward,) = read.users
+    (backward,) = dy.users
     _, z, _, rstd, needs = backward.args
     norm = rstd.args[0] if rstd.target is operator.getitem else rstd
-    if norm.target is not rms_norm or norm.args[0] is not z or not needs[0]:
+    read = {user.args[1] for user in backward.users}
+    if norm.target is not rms_norm or norm.args[0] is not z or not (needs[0] and 0 in read):
         return None
-    if not same(fake(z).shape, fake(read).shape) or fake(z).dtype not in HALF:
+    if not same(fake(z).shape, fake(dy).shape) or fake(z).dtype not in HALF:
         return None
     return backward, norm.args[2]
 
@@ -188,8 +189,7 @@ def _scale(graph: Graph, node: Node, scope: Scope) -> None:
     if rows is None or node.args[5] is not None:
         return
     b, t, width = fake(rows).shape
-    copies = (aten.permute.default, aten.clone.default)
-    _, users = readers(rows, lambda n: renames_or_casts(n) or n.target in copies)
+    _, users = readers(rows, lambda n: renames_or_casts(n) or n.target is aten.clone.default)
     for mul in users:
         factors = [a for a in mul.all_input_nodes if same(fake(a).shape, (b * t, 1))]
         if mul.target is not aten.mul.Tensor or len(factors) != 1:
