@@ -101,8 +101,8 @@ def check_blocks_that_are_computed_again():
 
 
 def check_blocks_of_which_products_are_kept():
-    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is, so that
-    of a block's two norms the one behind a GEMM waits for what a kernel of its own makes."""
+    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is; of a
+    block's two norms the one behind a GEMM waits although Inductor's kernel makes its input."""
     keep = {torch.ops.aten.mm.default}
 
     def policy(_context, op, *args, **kwargs):
