@@ -201,6 +201,7 @@ def main(arguments: Sequence[str]) -> None:
     if device() != "cuda":
         parser.error("there is no GPU: an account is of kernels on one")
     full = gpu_of(torch.device("cuda", torch.cuda.current_device())).bytes_per_us
+    about = environment.describe(["account", *arguments], options.commit or None)
     found: dict[str, Any] = {}
     for name in names:
         for variant in variants:
@@ -218,7 +219,6 @@ def main(arguments: Sequence[str]) -> None:
                 "ms": shares(kernels, idle),
                 "kernels": known,
             }
-    if options.out:
-        about = environment.describe(["account", *arguments], options.commit or None)
-        whole = {"environment": about, "bytes_per_us": full, "account": found}
-        options.out.write_text(json.dumps(whole, indent=1) + "\n")
+            if options.out:  # each time: the next one may run out of time
+                whole = {"environment": about, "bytes_per_us": full, "account": found}
+                options.out.write_text(json.dumps(whole, indent=1) + "\n")

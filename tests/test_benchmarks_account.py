@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import account
@@ -51,6 +54,17 @@ def test_kinds_makers_and_bytes():
     assert found["Memcpy DtoD"].bytes == 256
 
 
+def test_triton_kernels_of_ours_are_ours():
+    """Their names, as the profiler has them."""
+    mainloop = account.environment.REPOSITORY / "coda_inductor/mainloop"
+    named = [line for path in mainloop.glob("*.py") for line in path.read_text().splitlines()
+             if line.startswith("def _") and line.endswith("_kernel(")]  # fmt: skip
+    assert len(named) >= 4
+    for line in named:
+        name = line.removeprefix("def ").removesuffix("(")
+        assert account.of_name(account.MAKERS, name, "library") == "coda", name
+
+
 def test_shares_are_of_all():
     found = account.shares(account.read(TRACE, 2), 1.5)
     wanted = {
@@ -86,3 +100,25 @@ def test_bad_arguments_are_named(arguments, what, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         account.main(arguments)
     assert what in capsys.readouterr().err
+
+
+def test_what_was_measured_before_the_time_is_over_is_kept(tmp_path, monkeypatch):
+    kernels = account.read(TRACE, 1)
+    runs = iter([(kernels, 1.0)])
+
+    def profiled(_call):
+        if (run := next(runs, None)) is None:
+            raise KeyboardInterrupt
+        return run
+
+    monkeypatch.setattr(account, "device", lambda: "cuda")
+    monkeypatch.setattr(account, "gpu_of", lambda _device: SimpleNamespace(bytes_per_us=1e3))
+    monkeypatch.setattr(account.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(account, "step", lambda *_how: lambda: None)
+    monkeypatch.setattr(account, "profiled", profiled)
+    out = tmp_path / "account.json"
+    with pytest.raises(KeyboardInterrupt):
+        account.main(["--models", "1B", "--variants", "coda,compile", "--out", str(out)])
+    found = json.loads(out.read_text())["account"]
+    assert list(found) == ["1B-8192-coda"]
+    assert set(found["1B-8192-coda"]["kernels"]) == set(kernels)

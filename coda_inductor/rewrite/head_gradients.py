@@ -72,17 +72,24 @@ def scale_gradients(graph: Graph, _record: Record) -> None:
 def _order(node: Node) -> list[int] | None:
     """How ``node``, a rotation, is turned to have heads before positions; None where the op cannot
     take it."""
-    x, cos, sin, distance, paired, _, _, dtype = node.args
+    _, cos, sin, distance, paired, _, _, dtype = node.args
+    x = _given(node)
     shape, width = fake(x).shape, fake(cos).shape[-1] * (2 if paired else 1)
     if len(shape) != 4 or width != shape[3] or distance not in (1, width // 2):
         return None
-    if fake(x).dtype not in HALF or dtype != fake(x).dtype:
+    if fake(x).dtype not in HALF or (dtype != fake(x).dtype and _norm_of(node) is None):
         return None
     for heads, order in ((1, [0, 1, 2, 3]), (2, _TURN)):
         known = isinstance(shape[heads], int) and isinstance(shape[3], int)
         if known and all(_of_positions(fake(t), shape, heads) for t in (cos, sin)):
             return order
     return None
+
+
+def _given(node: Node) -> Node:
+    """What ``node`` rotates; under autocast that is widened before."""
+    x = node.args[0]
+    return x.args[0] if is_cast(x) and fake(x.args[0]).dtype in HALF else x
 
 
 def _of_positions(table: Tensor, shape: torch.Size, heads: int) -> bool:
@@ -117,8 +124,9 @@ def _norm_of(node: Node) -> tuple[Node, float] | None:
 def _rewrite(graph: Graph, node: Node, order: list[int]) -> bool:
     """Put the op in the place of ``node``, and of the norm's gradient that reads it. False, and the
     graph is as it was, if the result is laid out otherwise."""
-    x, cos, sin, distance, paired, inverse, _, _ = node.args
-    last, eps, z, weight, wanted, results = node, 0.0, None, None, False, {0: node}
+    _, cos, sin, distance, paired, inverse, _, _ = node.args
+    x, last, eps = _given(node), node, 0.0
+    z, weight, wanted, results = None, None, False, {0: node}
     heads_first = order != _TURN
     if (found := _norm_of(node)) is not None:
         last, eps = found

@@ -121,6 +121,21 @@ def test_in_16_bits(how):
     assert harness.counts["head_gradient"] == 4
 
 
+def test_under_autocast():
+    """float32 weights: what is rotated is widened, for the tables are in float32."""
+    given = [t.detach().float() for t in inputs()]
+    layers = model(norm="first").float()
+
+    def call(x, cos, sin):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layers(x, cos, sin)
+
+    harness = check_gradients(
+        call, given[0].requires_grad_(), *given[1:], tolerance=6e-2, **KERNELS
+    )
+    assert harness.counts["head_gradient"] == 4
+
+
 def test_checkpointed(exact):
     harness = check_gradients(model(checkpointed=True, norm="first"), *inputs(), **KERNELS)
     assert harness.counts["head_gradient"] == 4
