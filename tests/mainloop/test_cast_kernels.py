@@ -3,47 +3,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from triton_kernels import compiled, interpreted
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).parents[1]
-SCRIPT = Path(__file__).with_name("interpreted_casts.py")
 FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.e5m2x2.f32"}
 
 
 def test_kernels_compute_what_plain_torch_does():
-    paths = [str(TESTS.parent), str(TESTS), *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "98 tensors agree\n"
-
-
-def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], **options: int):
-    """PTX of a kernel for sm_90 whose pointers and sizes are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs=constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert made.asm["cubin"]
-    return made.asm["ptx"]
+    assert interpreted("interpreted_casts.py") == "98 tensors agree\n"
 
 
 def moved(ptx: str) -> set[str]:

@@ -1,62 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel of heads' gradients without a GPU: interpreted, and compiled for Hopper."""
+"""Which register of a thread holds the column that another one changes places with."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
+import torch
+from programs_heads import programs
 
-pytest.importorskip("triton")
+from coda_inductor.program.heads import swap
+from coda_inductor.select.config import Config
 
-TESTS = Path(__file__).parents[1]
-SCRIPT = Path(__file__).with_name("interpreted_heads.py")
-
-
-def test_the_kernel_computes_what_plain_torch_does():
-    paths = [str(TESTS.parent), str(TESTS), *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "96 gradients agree\n"
+pytest.importorskip("quack")
+from coda_inductor.mainloop import heads
+from coda_inductor.mainloop.build import build
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["rotation", "norm"])
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_the_kernel_compiles_and_reads_whole_sectors(size, norm, tmp_path, monkeypatch):
-    """16 bytes a load of what is as large as the tensor; no register is spilled."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class Seen(Exception):
+    """The kernel is traced as far as the tests look."""
 
-    from coda_inductor.mainloop import head_gradients
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, half = head_gradients._head_gradient_kernel, size // 2
-    _, _, tokens, heads = head_gradients.programs(8192, 32, size)
-    constants = {"HALF": half, "COLUMNS": half, "TOKENS": tokens, "HEADS": heads, "INVERSE": True}
-    constants |= dict.fromkeys(("NEIGHBOURS", "PAIRED"), False)
-    constants |= dict.fromkeys(("NORM", "WEIGHT", "PARTIALS"), norm) | {"SCALED": True}
-    types = {n: "i64" if n[-2:] in ("_b", "_h", "_t") else "i32" for n in kernel.arg_names}
-    types |= dict.fromkeys(("dy", "cos", "sin", "z", "weight", "dz", "scaled"), "*bf16")
-    types |= {"scale": "*fp32", "partials": "*fp32", "eps": "fp32"}
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={n: "constexpr" if n in constants else types[n] for n in names},
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]]
-               for i, n in enumerate(names) if n not in constants and n != "eps"},
-    )  # fmt: skip
-    options = {"num_warps": head_gradients._WARPS}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = made.asm["ptx"]
-    assert made.asm["cubin"]
-    assert "st.local" not in ptx
-    assert ptx.count("ld.global.v4.b32") >= (8 if norm else 6)  # halves of dy, tables and z
-    assert ptx.count("st.global.v4.b32") == 4  # halves of both results
+@pytest.fixture
+def traced(monkeypatch):
+    """Program and config -> (QuACK's offsets, each thread's first column, partners)."""
+
+    def trace(name: str, config: str):
+        found: list = []
+        columns, partners = heads._columns, heads.partners
+
+        def every_thread(ctx):
+            offsets, firsts = columns(ctx)
+            tile = heads.cute.make_identity_tensor((ctx.tile_M, ctx.tile_N))
+            threads = range(ctx.num_epi_threads)
+            found.extend(
+                (offsets, {ctx.partition_for_epilogue_fn(tile, tidx=t)[0][1] for t in threads})
+            )
+            return offsets, firsts
+
+        def and_no_further(offsets, firsts, *numbers):
+            assert set(firsts) == found[1]
+            found.append(partners(offsets, firsts, *numbers))
+            raise Seen
+
+        monkeypatch.setattr(heads, "_columns", every_thread)
+        monkeypatch.setattr(heads, "partners", and_no_further)
+        with pytest.raises(Seen):
+            build(programs()[name], Config.parse(config))
+        monkeypatch.undo()
+        return found
+
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("halves_64", "64x64:1x1:co:k2"),
+        ("halves_80", "128x160:2x1:pp:lean"),
+        ("halves_96", "128x192:2x1:pp"),
+        ("halves_128", "256x128:2x1:co"),
+        ("halves_256", "128x256:2x1:co:lean"),
+        ("neighbours_in_part", "192x128:2x1:pp"),
+        ("part_of_64", "128x192:1x2:pp:lean"),
+        ("part_of_80", "256x160:1x2:co:lean"),
+        ("head_norm", "64x128:1x1:pp"),
+    ],
+)
+def test_partners_are_the_columns_that_change_places(traced, name, config):
+    offsets, firsts, partners = traced(name, config)
+    program, tile = programs()[name], Config.parse(config)
+    (step,) = (step for step in program.steps if step.op == "swap")
+    turned = swap(torch.arange(tile.tile_n), program.head, *map(int, step.args[1:])).tolist()
+    seen = set()
+    for subtile, registers in offsets.items():
+        for (row, column), (where, register) in zip(registers, partners[subtile], strict=True):
+            other_row, other_column = offsets[where][register]
+            assert other_row == row
+            for first in firsts:
+                assert first + other_column == turned[first + column]
+                seen.add(first + column)
+    assert seen == {*range(tile.tile_n)}
+
+
+def of_a_thread(period: int, run: int, wide: int = 128) -> dict:
+    """Subtiles of 32 columns of one row, in which a thread has ``run`` of each ``period``."""
+    columns = [c for c in range(wide) if c % period < run]
+    found: dict = {}
+    for subtile, every in itertools.groupby(columns, key=lambda c: (0, c // 32)):
+        found[subtile] = [(0, c) for c in every]
+    return found
+
+
+def test_a_partner_may_be_anywhere_in_its_row():
+    every = heads.partners(of_a_thread(128, 128), {0}, 128, 24, 12)
+    assert every[0, 0][0] == ((0, 0), 12)
+    assert every[0, 0][12] == ((0, 0), 0)
+    assert every[0, 0][24] == ((0, 0), 24)  # the rest of the head stays
+    far = heads.partners(of_a_thread(8, 2), {0, 2, 4, 6}, 128, 128, 64)
+    assert far[0, 1][3] == ((0, 3), 3)
+    assert far[0, 3][3] == ((0, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("period", "run", "firsts", "distance"),
+    [
+        (8, 2, {0, 2, 4, 6}, 12),  # Hopper: the thread beside has it
+        (8, 2, {0, 2, 4, 6}, 4),
+        (8, 2, {1}, 1),  # the pair begins with another thread's column
+        (32, 16, {0, 16}, 16),  # consumer Blackwell: the warp beside has it
+        (1, 1, {0, 16}, 16),  # before it or behind it, as the thread has it
+    ],
+)
+def test_what_another_thread_has_is_refused(period, run, firsts, distance):
+    with pytest.raises(ValueError, match=f"columns {distance} apart .* not one thread's"):
+        heads.partners(of_a_thread(period, run), firsts, 128, 8 * distance, distance)
+
+
+def test_tables_are_read_under_whole_subtiles():
+    """A guard behind ``select.legality``, which such a config does not pass."""
+    with pytest.raises(AssertionError, match="multiple of the epi tile"):
+        build(programs()["halves_80"], Config.parse("128x160:2x1:pp"))
