@@ -20,7 +20,7 @@ from coda_inductor.compat import (
     wait_tensor,
 )
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts
+from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts, sources
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.
@@ -46,19 +46,13 @@ def moves(node: Node) -> bool:
 def behind(node: Node) -> Node | None:
     """The collective whose result ``node`` is elementwise computed from, the last one before it;
     None where a GEMM is nearer, or none is near."""
-    todo = {node}
-    for _ in range(_FAR):
-        if not todo:
-            break
-        last = max(todo)
-        todo.remove(last)
-        if last.target in COLLECTIVES:
-            return last
-        if last.target in GEMMS:
-            return None
-        if last.op == "call_function" and (moves(last) or elementwise(last)):
-            todo.update(last.all_input_nodes)
-    return None
+
+    def through(each: Node) -> bool:
+        return moves(each) or elementwise(each)
+
+    found = (each for each in sources(node, through) if each.target in (*COLLECTIVES, *GEMMS))
+    last = next(found, None)
+    return last if last is not None and last.target in COLLECTIVES else None
 
 
 def ahead(node: Node) -> Node | None:

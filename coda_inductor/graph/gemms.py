@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.compat import schema
-from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames
+from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames, sources
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.fp8 import scaled_mm
@@ -30,9 +30,6 @@ WEIGHT_GRADIENT = "coda_weight_gradient"
 
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
 Legal = Callable[[Node], Refusal | None]
-
-#: Nodes that are looked at in search of a GEMM: a chain of elementwise ops may be very long.
-_FAR = 256
 
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
@@ -105,22 +102,12 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is computed from, element by element or head by head.
+    """The last GEMM whose tile ``x`` is computed from, element by element or head by head."""
 
-    Looks at the last node first: what is left when a GEMM is found is older than it. A residual
-    stream leads back through all layers, whichever side of an addition it stands on.
-    """
-    todo = {x}
-    for _ in range(_FAR):
-        if not todo:
-            break
-        node = max(todo)
-        todo.remove(node)
-        if node.target in GEMMS:
-            return node
-        if node.op == "call_function" and (elementwise(node) or node.target is rms_norm_heads):
-            todo.update(node.all_input_nodes)
-    return None
+    def through(node: Node) -> bool:
+        return elementwise(node) or node.target is rms_norm_heads
+
+    return next((node for node in sources(x, through) if node.target in GEMMS), None)
 
 
 def b_major(b: torch.Tensor) -> str:

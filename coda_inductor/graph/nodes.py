@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ ALIASES = frozenset(
 
 #: Views whose sizes are given, of row-major tensors.
 VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
+
+#: Nodes that are looked at behind one: a chain of elementwise ops may be very long.
+_FAR = 256
 
 
 def fake(node: Any) -> Any:
@@ -151,6 +154,23 @@ def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
 def bare(node: Any) -> Any:
     """What ``node`` is a view or a cast of, or a view of a cast, and so on."""
     return base(node, renames_or_casts)
+
+
+def sources(node: Node, through: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """``node``, and what it is computed from by ops that are ``through`` (elementwise ones).
+
+    The last one of the graph first: whatever is left when a reader has found what it looks for is
+    older. A residual stream leads back through all layers, whichever side of an addition it is on.
+    """
+    through, todo = through or elementwise, {node}
+    for _ in range(_FAR):
+        if not todo:
+            break
+        last = max(todo)
+        todo.remove(last)
+        yield last
+        if last.op == "call_function" and through(last):
+            todo.update(last.all_input_nodes)
 
 
 def source(node: Node) -> Node:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
@@ -14,6 +15,12 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (tuple, list, torch.Size)):
         return len(left) == len(right) and all(map(same, left, right))
     return statically_known_true(left == right)
+
+
+def laid_out_alike(left: Tensor, right: Tensor) -> bool:
+    """Have two tensors of one shape the same strides for certain, where a stride matters?"""
+    sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(same(n, 1) or same(mine, theirs) for n, mine, theirs in sizes)
 
 
 def at_least_one(size: Any) -> bool:

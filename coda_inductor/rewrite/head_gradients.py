@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.nodes import aten, fake, is_cast, readers, renames_or_casts
 from coda_inductor.graph.sides import Scope
-from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.sizes import hint, laid_out_alike, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -164,8 +164,7 @@ def _fit(mine: Node, by_token: Node, theirs: Node) -> bool:
     want the view of rows ``by_token``?"""
     if fake(mine).dtype != fake(theirs).dtype:
         return False
-    sizes = zip(fake(mine).shape, fake(mine).stride(), fake(theirs).stride(), strict=True)
-    alike = all(same(n, 1) or same(a, b) for n, a, b in sizes)
+    alike = laid_out_alike(fake(mine), fake(theirs))
     return alike or (mine is not by_token and all(map(_turns, theirs.users)))
 
 

@@ -39,7 +39,7 @@ from coda_inductor.graph.edit import Put, insert, prune
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import VIEWS, aten, base, fake, is_cast, leaves, place, renames
 from coda_inductor.graph.sides import Scope
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -206,14 +206,9 @@ def unlike(root: Node, found: Place) -> Refusal | None:
     if found.part is None:
         after = torch.empty_like(after, memory_format=torch.contiguous_format)
     after = after if found.order is None else after.permute(found.order)
-    if not _laid_out_alike(after, fake(root)) and not _any_layout(root):
+    if not laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers count on another layout of its result")
     return None
-
-
-def _laid_out_alike(left: Tensor, right: Tensor) -> bool:
-    sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
-    return all(same(n, 1) or same(mine, theirs) for n, mine, theirs in sizes)
 
 
 def _any_layout(node: Node) -> bool:

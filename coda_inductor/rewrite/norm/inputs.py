@@ -27,16 +27,13 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.gemms import GEMMS, producer
-from coda_inductor.graph.nodes import elementwise
+from coda_inductor.graph.nodes import sources
 from coda_inductor.graph.sides import Scope
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.norm.forward import NORMS
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.semantic.norms import rms_norm
-
-#: Nodes that are looked at in search of what x was made from.
-_FAR = 256
 
 
 def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
@@ -66,16 +63,7 @@ def apart_refusal(norm: Node, found: Uses, why: Refusal, record: Record) -> Refu
 
 def _made_here(x: Node) -> bool:
     """Is ``x`` computed, element by element, from the result of a GEMM or a norm of this graph?"""
-    todo = {x}
-    for _ in range(_FAR):
-        if not todo:
-            break
-        node = max(todo)
-        todo.remove(node)
-        if node.target in GEMMS or (
-            node.target is operator.getitem and node.args[0].target in NORMS
-        ):
-            return True
-        if node.op == "call_function" and elementwise(node):
-            todo.update(node.all_input_nodes)
-    return False
+    return any(
+        node.target in GEMMS or (node.target is operator.getitem and node.args[0].target in NORMS)
+        for node in sources(x)
+    )
