@@ -40,33 +40,42 @@ def _compile(modules: Sequence[nn.Module], backend: str | None) -> None:
             module.compile(backend=backend)
 
 
-def _sharded(model: nn.Module, backend: str | None, mesh: DeviceMesh, *, blocks: bool) -> nn.Module:
-    """FSDP2, parameters in float32 and computed with in bfloat16: a shard a decoder layer, and
-    either each layer or the whole model compiled."""
-    layers = list(model.model.layers)
+def _blocks(model: nn.Module, backend: str | None) -> None:
+    """Each decoder layer: one graph for all of them."""
+    _compile(list(model.model.layers), backend)
+
+
+def _blocks_and_loss(model: nn.Module, backend: str | None) -> None:
+    """Each decoder layer, the last norm, and the LM head with the loss as one graph. Only the
+    decoder's own code, which calls the layers, runs as it is."""
+    _compile([*model.model.layers, model.model.norm], backend)
+    if backend is not None:
+        model.model.forward = torch.compiler.disable(model.model.forward)
+    _compile([model], backend)
+
+
+def _whole(model: nn.Module, backend: str | None) -> None:
+    _compile([model], backend)
+
+
+def _sharded(
+    model: nn.Module, backend: str | None, mesh: DeviceMesh, compile_: Callable[..., None]
+) -> nn.Module:
+    """FSDP2, parameters in float32 and computed with in bfloat16: a shard a decoder layer."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if blocks:
-        _compile(layers, backend)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if not blocks:
-        _compile([model], backend)
+    compile_(model, backend)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
-def _blocks(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
-    """DDP around compiled decoder layers: the gradients of one are reduced while the backward pass
-    goes through the one in front."""
+def _replicated(
+    model: nn.Module, backend: str | None, _mesh: DeviceMesh, compile_: Callable[..., None]
+) -> nn.Module:
+    """DDP around what is compiled. Gradients of a graph are reduced behind it: those of one layer
+    while the backward pass goes through the one in front."""
     torch._dynamo.config.optimize_ddp = False
-    _compile(list(model.model.layers), backend)
-    return _parallel(model)
-
-
-def _inside(model: nn.Module, backend: str | None, _mesh: DeviceMesh) -> nn.Module:
-    """DDP around a compiled module: one graph, gradients reduced behind it."""
-    torch._dynamo.config.optimize_ddp = False
-    _compile([model], backend)
+    compile_(model, backend)
     return _parallel(model)
 
 
@@ -93,10 +102,12 @@ def _tensor_parallel(model: nn.Module, backend: str | None, mesh: DeviceMesh) ->
 #: Name -> (dtype of the parameters, does each rank have a batch of its own, how to wrap a
 #: transformers Llama: a function of it, a backend or None, and the mesh of all ranks).
 WAYS: dict[str, tuple[torch.dtype, bool, Callable[..., nn.Module]]] = {
-    "fsdp_blocks": (torch.float32, True, functools.partial(_sharded, blocks=True)),
-    "fsdp_model": (torch.float32, True, functools.partial(_sharded, blocks=False)),
-    "ddp_blocks": (torch.bfloat16, True, _blocks),
-    "ddp_inside": (torch.bfloat16, True, _inside),
+    "fsdp_blocks": (torch.float32, True, functools.partial(_sharded, compile_=_blocks)),
+    "fsdp_loss": (torch.float32, True, functools.partial(_sharded, compile_=_blocks_and_loss)),
+    "fsdp_model": (torch.float32, True, functools.partial(_sharded, compile_=_whole)),
+    "ddp_blocks": (torch.bfloat16, True, functools.partial(_replicated, compile_=_blocks)),
+    "ddp_loss": (torch.bfloat16, True, functools.partial(_replicated, compile_=_blocks_and_loss)),
+    "ddp_inside": (torch.bfloat16, True, functools.partial(_replicated, compile_=_whole)),
     "ddp_outside": (torch.bfloat16, True, _outside),
     "tensor": (torch.bfloat16, False, _tensor_parallel),
 }

@@ -306,6 +306,14 @@ def test_blocks():
     same(weights(ours), weights(eager), 1e-3)
 
 
+def test_blocks_and_the_loss_beside_them():
+    ours, fired = run("blocks_and_loss")
+    eager, _ = run("blocks_and_loss", BLOCKS["blocks_and_loss"].replace('"coda"', '"eager"'))
+    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] >= 1
+    assert fired["cross_entropy"] == 1
+    same(weights(ours), weights(eager), 1e-3)
+
+
 def test_torchao():
     quantization = pytest.importorskip("torchao.quantization")
     ours, fired = run("torchao")

@@ -78,6 +78,19 @@ def check_the_whole_model():
     assert_fired(BLOCK)
 
 
+def check_blocks_and_a_graph_of_head_and_loss():
+    """What calls the blocks runs as it is, and is no part of the graph behind it."""
+    model = sharded()
+    trunk = torch.compiler.disable(model.trunk)
+    model.forward = lambda tokens: loss_of(model.head(trunk(tokens)), tokens)
+    model.norm.compile(**HOW)
+    model.compile(**HOW)
+    data = batches(2)
+    train(model, list(map(mine, data)), loss=lambda found, _: found)
+    assert_trained_as(model, single(data, LAYERS))
+    assert_fired(BLOCK | {"cross_entropy": 1})
+
+
 def check_gradients_add_up_without_synchronization():
     model, data = sharded(), batches(2, 2)
     model.set_requires_gradient_sync(False)

@@ -69,10 +69,13 @@ class Decoder(nn.Module):
         self.each: Callable[..., torch.Tensor] = lambda block, x: block(x)
 
     def forward(self, tokens):
+        return self.head(self.trunk(tokens))
+
+    def trunk(self, tokens):
         x = self.embedding(tokens)
         for block in self.layers:
             x = self.each(block, x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 def decoder(layers: int = 2, width: int = 32, **how: Any) -> Decoder:
@@ -121,12 +124,13 @@ def train(
     data: list[torch.Tensor],
     call: Callable[..., torch.Tensor] | None = None,
     clip: float | None = None,
+    loss: Callable[..., torch.Tensor] = loss_of,
 ) -> None:
     """A step of AdamW for each batch. ``call`` stands for the model."""
     step = model if call is None else call
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for tokens in data:
-        loss_of(full(step(tokens)), tokens).backward()
+        loss(full(step(tokens)), tokens).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
