@@ -25,13 +25,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from coda_inductor.select.device import gpu_of
 
-from . import contest, environment, families, models
+from . import contest, energy, environment, families, models
 from .cases import TRAINING, Case, Way, ways
 from .measure import Call, device, synchronize
 from .tables import table
 
 MODELS = ("1B", "8B", "qwen3", "gemma3")
 CALLS = 3
+#: Seconds that a step repeats for its energy and its clock.
+ENERGY_S = 1.5
 #: The kinds, each with the names of its kernels; what matches none is the rest.
 KINDS = {
     "collectives": re.compile("nccl", re.IGNORECASE),
@@ -214,9 +216,16 @@ def main(arguments: Sequence[str]) -> None:
             call()
             kernels, idle = profiled(call)
             print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, idle, full)}")
+            try:
+                power = energy.joules(call, ENERGY_S, energy.Counter())
+                print("\n{watts:.0f} W, {mhz:.0f} MHz, where it repeats".format(**power))
+            except energy.EnergyError as error:
+                power = {}
+                print(f"\nno energy: {error}")
             known = {k: dataclasses.asdict(v) for k, v in kernels.items()}
             found[f"{name}-{options.tokens}-{variant}"] = {
                 "ms": shares(kernels, idle),
+                "energy": power,
                 "kernels": known,
             }
             if options.out:  # each time: the next one may run out of time

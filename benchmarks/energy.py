@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joules of a call, by the driver's counter of the GPU's energy (NVML).
+"""Joules of a call, by the driver's counter of the GPU's energy (NVML), and the clock it ran at.
 
 The counter moves in steps some tens of milliseconds apart, so the energy of a loop is not its
 difference between begin and end: the power is taken between two of its steps, while the call
@@ -9,6 +9,7 @@ repeats without a pause, and multiplied by the time of one call.
 from __future__ import annotations
 
 import ctypes
+import statistics
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -25,6 +26,10 @@ POLL_S = 0.002
 BATCH_S = 0.01
 #: Share of the loop after which steps of the counter count: the power has settled.
 SETTLED = 0.2
+
+
+#: NVML's number of the clock of the processors (nvmlClockType_t).
+_SM = 1
 
 
 class EnergyError(Exception):
@@ -54,6 +59,7 @@ class Counter:
             uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
             self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._device))
         self.millijoules()
+        self.mhz()
 
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._nvml, name)(*arguments):
@@ -65,52 +71,63 @@ class Counter:
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(value))
         return value.value
 
+    def mhz(self) -> int:
+        """The clock of its processors, at this moment."""
+        value = ctypes.c_uint()
+        self._call("nvmlDeviceGetClockInfo", self._device, _SM, ctypes.byref(value))
+        return value.value
 
-def joules(call: Call, seconds: float, counter: Counter) -> dict:
+
+def joules(call: Call, seconds: float, counter: Counter, calls: int | None = None) -> dict:
     """Energy of one of many calls in a row.
 
     Args:
         call: what to repeat.
         seconds: how long to repeat it; at least 0.3 for an H100's counter.
-        counter: anything whose ``millijoules()`` is the energy used so far.
+        counter: anything whose ``millijoules()`` is the energy used so far, and whose ``mhz()`` is
+            the clock.
+        calls: how often, where the clock must not decide: ranks whose calls wait for each other.
 
     Returns:
-        ``{"joules": of one call, "watts", "calls": repeated, "counted_s": seconds between the first
-        and last step of the counter that count}``. Raises EnergyError where it moved less than
-        twice meanwhile.
+        ``{"joules": of one call, "watts", "mhz": median clock, "calls": repeated, "counted_s":
+        seconds between the first and last step of the counter that count}``. Raises EnergyError
+        where it moved less than twice meanwhile, after all calls.
     """
     call()
     synchronize()
     start = time.perf_counter()
     call()
     synchronize()
-    batch = max(1, int(BATCH_S / (time.perf_counter() - start)))
+    batch = 1 if calls else max(1, int(BATCH_S / (time.perf_counter() - start)))
     steps: list[tuple[float, int]] = []
+    clocks: list[tuple[float, int]] = []
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(counter, steps, done), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(counter, steps, clocks, done), daemon=True)
     watcher.start()
     start = time.perf_counter()
-    calls = 0
+    count = 0
     before = None
-    while time.perf_counter() - start < seconds:
+    while count < calls if calls else time.perf_counter() - start < seconds:
         for _ in range(batch):
             call()
-        calls += batch
+        count += batch
         before = _queued(before)
     last = time.perf_counter()
     synchronize()
     took = time.perf_counter() - start
     done.set()
     watcher.join()
-    counted = [step for step in steps if start + SETTLED * seconds <= step[0] <= last]
+    settled = start + SETTLED * (last - start)
+    counted = [step for step in steps if settled <= step[0] <= last]
     if len(counted) < 2:
-        raise EnergyError(f"the counter moved {len(counted)} times in {seconds} s")
+        raise EnergyError(f"the counter moved {len(counted)} times in {last - start:.2f} s")
     (first_s, first_mj), (last_s, last_mj) = counted[0], counted[-1]
     watts = (last_mj - first_mj) / 1e3 / (last_s - first_s)
     return {
-        "joules": watts * took / calls,
+        "joules": watts * took / count,
         "watts": watts,
-        "calls": calls,
+        "mhz": statistics.median(mhz for when, mhz in clocks if settled <= when <= last),
+        "calls": count,
         "counted_s": last_s - first_s,
     }
 
@@ -126,11 +143,17 @@ def _queued(before: torch.cuda.Event | None) -> torch.cuda.Event | None:
     return event
 
 
-def _watch(counter: Counter, steps: list[tuple[float, int]], done: threading.Event) -> None:
-    """Note when the counter moves, and to what, until `done`."""
+def _watch(
+    counter: Counter,
+    steps: list[tuple[float, int]],
+    clocks: list[tuple[float, int]],
+    done: threading.Event,
+) -> None:
+    """Note when the counter moves, and to what, and the clock, until `done`."""
     known = counter.millijoules()
     while not done.wait(POLL_S):
         value = counter.millijoules()
         if value != known:
             steps.append((time.perf_counter(), value))
             known = value
+        clocks.append((time.perf_counter(), counter.mhz()))

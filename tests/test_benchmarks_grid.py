@@ -118,6 +118,9 @@ class Meter:
     def millijoules(self) -> int:
         return int(int(self.clock() / 0.02) * 0.02 * self.watts * 1e3)
 
+    def mhz(self) -> int:
+        return 1500 if self.clock() < 0.02 else 1700
+
 
 def test_joules_are_power_times_the_time_of_a_call():
     start = time.perf_counter()
@@ -129,6 +132,22 @@ def test_joules_are_power_times_the_time_of_a_call():
     assert 0.4 < found["counted_s"] < 1.2
     assert found["joules"] >= 300.0 * 0.7 * 0.005
     assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 1.0, rel=0.4)
+    assert found["mhz"] == 1700  # once it has settled
+
+
+def test_ranks_repeat_a_call_as_often_as_each_other():
+    """Where the counter stands still as well: the others' calls wait for this one's."""
+    calls = []
+
+    def call():
+        calls.append(time.sleep(0.005))
+
+    start = time.perf_counter()
+    meter = Meter(lambda: time.perf_counter() - start, 300.0)
+    assert energy.joules(call, 0.0, meter, calls=40)["calls"] == 40
+    with pytest.raises(energy.EnergyError, match="moved 0 times"):
+        energy.joules(call, 0.0, Meter(lambda: 1.0, 300.0), calls=40)
+    assert len(calls) == 2 * (40 + 2)  # two that warm up
 
 
 def test_a_counter_that_stands_still_is_an_error():

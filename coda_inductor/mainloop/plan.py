@@ -23,11 +23,14 @@ from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
 
 def limited(plan: GemmEpiPlan, processors: int) -> GemmEpiPlan:
-    """``plan`` on at most so many processors, but at least one cluster; 0 is all."""
+    """``plan`` as CTAs for so many processors, but at least one cluster; 0 is as many as there are.
+
+    For more than there are CTAs run one after the other, each with its share of the tiles: where
+    one has ended, a kernel of another stream may come in.
+    """
     if not processors or not plan.max_active_clusters:  # not persistent, or only compiled
         return plan
     clusters = max(processors // (plan.cluster_M * plan.cluster_N), 1)
-    clusters = min(clusters, plan.max_active_clusters)
     scheduler = plan.scheduler_static
     if scheduler is not None:
         kind = type(scheduler.max_active_clusters)

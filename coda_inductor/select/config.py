@@ -36,7 +36,8 @@ class Config:
         persistent: a cluster works on one tile after the other; if not, each tile has its own, and
             the hardware hands them out. Cooperative only.
         split_k: K is divided among so many CTAs, whose sums the last adds up, in order.
-        processors: it runs on at most so many, 0 for all.
+        processors: it is launched for so many, 0 for those there are. For more than these, its CTAs
+            run one after the other, and end sooner.
 
     ``swizzle`` and ``processors`` are arguments of a launch, all others are compiled in.
     """

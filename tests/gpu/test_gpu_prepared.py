@@ -4,6 +4,8 @@ second must be as right as the first."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layers import compiled, make
@@ -187,6 +189,17 @@ def test_dynamic_kernels_share_no_counter(prepared):
     torch.cuda.synchronize()
     for (x,) in found + captured:
         assert torch.equal(x, want[0])
+
+
+@pytest.mark.parametrize("processors", [100, 264, 1056])
+@pytest.mark.parametrize("name", ["scale", "norm_bwd"])
+def test_ctas_for_other_numbers_of_processors_compute_the_same(name, processors):
+    program, *tensors = case(name, 16384)
+    config = Config(128, 128, 2, 1, True)
+    want = launched(*tensors, program, config)
+    for _ in range(3):
+        got = launched(*tensors, program, replace(config, processors=processors))
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("processors", "clusters"), [(0, 66), (132, 66), (1000, 66), (101, 50), (2, 1), (1, 1)]
+    ("processors", "clusters"), [(0, 66), (132, 66), (1000, 500), (101, 50), (2, 1), (1, 1)]
 )
 def test_a_limit_is_in_whole_clusters(processors, clusters):
     plan = limited(Plan(), processors)
