@@ -170,7 +170,7 @@ def cast(
     blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
     args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
+        _CASTS.first(key, (blocks, 1), args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -194,7 +194,7 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     args = (lying, lying if by is None else by, rows, cols)
     rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
     with _device(x):
-        _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
+        _MAXIMA.first(key, (blocks, 1), args, rest, num_warps=_WARPS[wanted[1]])
 
 
 def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:

@@ -2,9 +2,10 @@
 """A Triton kernel that ran once, called again.
 
 A launch through Triton's own door binds and specializes every argument, which takes the host longer
-than all the rest of a call, where a training step in FP8 makes some forty calls a layer. What it
-looks at (dtypes, sizes, strides, addresses that are multiples of 16 bytes) is the key here. One
-that is known goes to the compiled kernel, as Triton would.
+than all the rest of a call, where a training step in FP8 makes some forty calls a layer, and one of
+rotated heads two, with thirty arguments. What it looks at (dtypes, sizes, strides, addresses that
+are multiples of 16 bytes) is the key here. One that is known goes to the compiled kernel, as Triton
+would.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class Launches:
         self.kernel = kernel
         self.known: dict[Hashable, Launch] = {}
 
-    def first(self, key: Hashable | None, grid: int, args: tuple, rest: tuple, **options) -> None:
+    def first(
+        self, key: Hashable | None, grid: tuple[int, int], args: tuple, rest: tuple, **options
+    ) -> None:
         """Launch ``kernel[grid](*args, *rest, **options)``, and the next time with this key (None:
         there is none) through :meth:`again`, with other ``args``."""
-        compiled = self.kernel[(grid, 1, 1)](*args, *rest, **options)
+        compiled = self.kernel[(*grid, 1)](*args, *rest, **options)
         if key is None or not hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
             return
-        launch = compiled[(grid, 1, 1)]
+        launch = compiled[(*grid, 1)]
         if len(self.known) >= _MOST:
             self.known.clear()
         self.known[key] = lambda *others: launch(*others, *rest)

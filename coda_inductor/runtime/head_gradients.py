@@ -116,5 +116,11 @@ def _launched(dy, cos, sin, z, weight, scale, eps, neighbours, paired, inverse, 
     return dz, scaled, gradient
 
 
+def _direct(dy, *others):
+    """The op without the dispatcher (``runtime.direct``)."""
+    return _cuda(dy, *others) if dy.is_cuda else HEAD_GRADIENT(dy, *others)
+
+
+HEAD_GRADIENT.direct = _direct  # type: ignore[attr-defined]
 _LIBRARY.impl("head_gradient", head_gradient, "CompositeExplicitAutograd")
 _LIBRARY.impl("head_gradient", _cuda, "CUDA")
