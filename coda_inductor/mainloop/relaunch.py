@@ -44,10 +44,11 @@ class Launches:
     ) -> None:
         """Launch ``kernel[grid](*args, *rest, **options)``, and the next time with this key (None:
         there is none) through :meth:`again`, with other ``args``."""
-        compiled = self.kernel[(*grid, 1)](*args, *rest, **options)
+        blocks = (*grid, 1)
+        compiled = self.kernel[blocks](*args, *rest, **options)
         if key is None or not hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
             return
-        launch = compiled[(*grid, 1)]
+        launch = compiled[blocks]
         if len(self.known) >= _MOST:
             self.known.clear()
         self.known[key] = lambda *others: launch(*others, *rest)
