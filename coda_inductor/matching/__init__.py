@@ -10,12 +10,13 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import named, target_name, value
+from coda_inductor.matching.canon import named, of_torch, target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
     epochs,
     forward_mode,
+    memory,
     mutates,
     writes_to,
 )
@@ -24,5 +25,6 @@ from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
-    "forward_mode", "mutates", "named", "normalize", "target_name", "value", "writes_to",
+    "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "target_name", "value",
+    "writes_to",
 ]  # fmt: skip
