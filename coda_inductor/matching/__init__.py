@@ -3,6 +3,7 @@
 
 canon      what the matcher reads of one node
 columns    columns that are taken out of a tensor and put together, in one dialect
+rows       reductions over the last dimension, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     mutations and mode changes that an idiom must not straddle
 match      the matcher

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from coda_inductor.matching import columns
+from coda_inductor.matching import columns, rows
 from coda_inductor.matching.canon import Canon, named, of_torch, target_name, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -74,7 +74,9 @@ def normalize(node: Node) -> Canon | None:
         return None
     special = _SPECIAL.get(name)
     if special is not None:
-        return special(node)
+        found = special(node)
+        if found is not None or name not in rows.ELSEWHERE:
+            return found
     if name in _OPTIONS:
         return _with_options(name, node)
     allowed = {"inplace": False} if name == "silu" else {"alpha": 1}
@@ -213,21 +215,6 @@ def _inverse(x: Node) -> Canon:
     return Canon("reciprocal", (x,))
 
 
-def _along_row(name: str) -> Callable[[Node], Canon | None]:
-    """A reduction over the last dimension, which stays (``mean_last``) or goes (``mean_row``)."""
-
-    def canon(node: Node) -> Canon | None:
-        names = ("input", "dim", "keepdim", "dtype")
-        given = named(node, *names, dim=None, keepdim=False, dtype=None)
-        if given is None or given["dtype"] is not None:
-            return None
-        if not isinstance(given["keepdim"], bool) or not _is_last(given["dim"], given["input"]):
-            return None
-        return Canon(f"{name}_{'last' if given['keepdim'] else 'row'}", (given["input"],))
-
-    return canon
-
-
 def _unsqueeze(node: Node) -> Canon | None:
     """A last dimension of one, also as ``x[..., None]``; a mean that gets it back has kept it."""
     if target_name(node) == "getitem":
@@ -237,24 +224,15 @@ def _unsqueeze(node: Node) -> Canon | None:
         if given is None:
             return None
         source, dim = given["input"], given["dim"]
-        known = value(source)
-        dim = -1 if known is not None and dim == known.dim() else dim
-    canon = normalize(source) if dim == -1 and isinstance(source, Node) else None
+    known = value(source)
+    last = dim == -1 or (known is not None and dim == known.dim())
+    canon = normalize(source) if last and isinstance(source, Node) else None
     if canon is not None and canon.op in _KEPT:
         return Canon(_KEPT[canon.op], canon.args, (source, *canon.through))
     return Canon("unsqueeze", (source, dim))
 
 
 _KEPT = {"mean_row": "mean_last", "sum_row": "sum_last"}
-
-
-def _is_last(dim: Any, x: Any) -> bool:
-    """Is ``dim`` the last dimension of ``x``, and no other?"""
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        dim = dim[0]
-    known = value(x)
-    last = (-1,) if known is None else (-1, known.dim() - 1)
-    return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
 
 
 def _rms_norm(node: Node) -> Canon | None:
@@ -313,27 +291,12 @@ def _log_softmax(node: Node) -> Canon | None:
     """Only over the last dimension; a dtype that it computes in is a cast."""
     names = ("input", "dim", "dtype") if node.op == "call_method" else _LOG_SOFTMAX
     given = named(node, *names, dim=None, **dict.fromkeys(names[2:]))
-    if given is None or not _is_last(given["dim"], given["input"]):
+    if given is None or not rows.is_last(given["dim"], given["input"]):
         return None
     return Canon("log_softmax_last", (given["input"],))
 
 
 _LOG_SOFTMAX = ("input", "dim", "_stacklevel", "dtype")
-
-
-def _var(node: Node) -> Canon | None:
-    """Only the biased variance over the last dimension that keeps it."""
-    given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
-    return Canon("var_last", (given["input"],)) if given and _biased(given) else None
-
-
-_VAR = {"dim": None, "unbiased": None, "keepdim": False, "correction": None}
-
-
-def _biased(given: dict[str, Any]) -> bool:
-    """Is it the biased variance over the last dimension, which stays?"""
-    biased = given["correction"] == 0 or given["unbiased"] is False
-    return biased and given["keepdim"] is True and _is_last(given["dim"], given["input"])
 
 
 def _layer_norm(node: Node) -> Canon | None:
@@ -352,8 +315,8 @@ def _item(node: Node) -> Canon | None:
         return _unsqueeze(node)
     if not isinstance(source, Node) or target_name(source) != "var_mean":
         return columns.item(node)
-    given = named(source, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
-    if given is None or not _biased(given) or index not in (0, 1):
+    given = named(source, "input", "dim", "unbiased", "keepdim", "correction", **rows.VAR)
+    if given is None or not rows.biased(given) or index not in (0, 1):
         return None
     return Canon(("var_last", "mean_last")[index], (given["input"],), (source,))
 
@@ -370,14 +333,20 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "pow": _pow,
     "div": _div,
     "reciprocal": _reciprocal,
-    "mean": _along_row("mean"),
-    "sum": _along_row("sum"),
+    "mean": rows.along("mean"),
+    "sum": rows.along("sum"),
     "unsqueeze": _unsqueeze,
     "rms_norm": _rms_norm,
     "view": _view,
     "cross_entropy": _loss("cross_entropy", {"label_smoothing": 0.0}),
     "nll_loss": _loss("nll_loss", {}),
     "log_softmax": _log_softmax,
-    "var": _var,
+    "var": rows.var,
+    "std": rows.std,
+    "norm": rows.norm,
+    "vector_norm": rows.norm,
+    "linalg_vector_norm": rows.norm,
+    "linalg_norm": rows.norm,
+    "normalize": rows.normalized,
     "layer_norm": _layer_norm,
 }

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checking import check_gradients, raised, randn
+import torch.nn.functional as F
+from checking import check_gradients, raised, randn, reasons
 
+from coda_inductor.matching import normalize
 from coda_inductor.semantic import layer_norm, rms_norm
 
 D, EPS = 16, 1e-6
@@ -184,3 +186,51 @@ OTHERS = {
 def test_what_only_looks_like_a_norm_stays(name):
     harness = check_gradients(OTHERS[name], randn(6, 6).requires_grad_(), randn(6).requires_grad_())
     assert raised(harness, rms_norm) == 0
+
+
+#: Functions that people take for norms -> what the report says of them.
+LOOKALIKES = {
+    "added to the root": (
+        lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + EPS) * w,
+        "rms_norm", "eps is added to the root",
+    ),
+    "added to the norm": (
+        lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * D**-0.5 + EPS)),
+        "rms_norm", "eps is added to the root",
+    ),
+    "added to the vector's norm": (
+        lambda x, w: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * D**-0.5 + EPS) * w,
+        "rms_norm", "eps is added to the root",
+    ),
+    "normalize": (
+        lambda x, w: F.normalize(x, dim=-1) * D**0.5 * w,
+        "rms_norm", "F.normalize bounds the root",
+    ),
+    "deviation": (
+        lambda x, w: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + EPS),
+        "layer_norm", "eps is added to the deviation",
+    ),
+    "biased deviation": (
+        lambda x, w: (x - x.mean(-1, True)) / (x.std(-1, unbiased=False, keepdim=True) + EPS) * w,
+        "layer_norm", "eps is added to the deviation",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_lookalikes_stay_and_the_report_says_why(name):
+    function, pattern, why = LOOKALIKES[name]
+    harness = check_gradients(function, randn(4, 6, D).requires_grad_(), randn(D).requires_grad_())
+    assert raised(harness, rms_norm) == raised(harness, layer_norm) == 0
+    assert [r.what for r in harness.report.refusals if r.code == "lookalike"] == [pattern]
+    assert why in reasons(harness)
+
+
+@pytest.mark.parametrize("body", ["x.sum(0)", "x.norm(1.0, 0)", "x.std(0)", "x.unsqueeze(0)"])
+def test_reductions_over_other_dimensions_are_read_as_written(body):
+    """A user's idiom may have one."""
+    graph = torch.fx.symbolic_trace(eval(f"lambda x: {body}", {"F": F})).graph  # noqa: S307
+    (node,) = (n for n in graph.nodes if n.op.startswith("call"))
+    canon = normalize(node)
+    assert canon is not None
+    assert canon.args == node.args
