@@ -23,8 +23,10 @@ from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.idioms import raise_idioms
+from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.likelihoods import gathered_losses
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
+from coda_inductor.dynamo.whole_losses import whole_losses
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.attention import calls
@@ -134,7 +136,9 @@ class Pass:
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
     Pass("spelling", respell, spelled_in_aten, stage="0_before"),
+    Pass("in_place", change_copies),
     Pass("likelihoods", gathered_losses),
+    Pass("whole_losses", whole_losses),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),

@@ -42,31 +42,54 @@ def by_var(x):
     return x.var(-1, keepdim=True, correction=0)
 
 
-def times_rsqrt(x, variance, eps):
-    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance(x) + eps)
-
-
-def over_sqrt(x, variance, eps):
-    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance(x) + eps)
+def centered(x):
+    return x - x.mean(-1, keepdim=True)
 
 
 def functional(x, weight, bias, eps):
     return torch.layer_norm(x, (1,), weight, bias, eps)
 
 
-def spellings(scaled, variance):
+def spellings(variance):
     """With weight and bias, with a weight only, and bare, most specific first."""
 
-    def affine(x, weight, bias, eps):
-        return weight * scaled(x, variance, eps) + bias
+    def times(x, eps):
+        return centered(x) * torch.rsqrt(variance(x) + eps)
+
+    def over(x, eps):
+        return centered(x) / torch.sqrt(variance(x) + eps)
 
     def weighted(x, weight, eps):
-        return weight * scaled(x, variance, eps)
+        return weight * times(x, eps)
 
-    def bare(x, eps):
-        return scaled(x, variance, eps)
+    def weighted_over(x, weight, eps):
+        return weight * over(x, eps)
 
-    return affine, weighted, bare
+    def early(x, weight, eps):
+        return torch.rsqrt(variance(x) + eps) * (weight * centered(x))
+
+    def early_over(x, weight, eps):
+        return (weight * centered(x)) / torch.sqrt(variance(x) + eps)
+
+    with_weight = (weighted, weighted_over, early, early_over)
+    return *map(biased, with_weight), *with_weight, times, over
+
+
+def biased(weighted):
+    def affine(x, weight, bias, eps):
+        return weighted(x, weight, eps) + bias
+
+    return affine
+
+
+def eps_outside(x, eps):
+    """Its eps is added to the deviation, where a LayerNorm adds it to the variance"""
+    return centered(x) / (x.std(-1, keepdim=True) + eps)
+
+
+def eps_outside_early(x, weight, eps):
+    """Its eps is added to the deviation, where a LayerNorm adds it to the variance"""
+    return (weight * centered(x)) / (x.std(-1, keepdim=True) + eps)
 
 
 def _arguments(match: Match):
@@ -78,14 +101,13 @@ PATTERN = Pattern(
     name="layer_norm",
     idioms=(
         functional,
-        *spellings(times_rsqrt, by_squares),
-        *spellings(times_rsqrt, by_var),
-        *spellings(over_sqrt, by_squares),
-        *spellings(over_sqrt, by_var),
+        *spellings(by_squares),
+        *spellings(by_var),
     ),
     op=layer_norm,
     arguments=_arguments,
     conditions=(constant("eps"), row_wise("weight", "bias")),
     result=0,
+    lookalikes=(eps_outside, eps_outside_early),
     example={"x": (2, 3), "weight": (3,), "bias": (3,), "eps": 1e-5},
 )

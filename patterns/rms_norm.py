@@ -5,7 +5,7 @@ Before::
 
     h = x.to(torch.float32)                       # Hugging Face, also without the casts
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    y = weight * h.to(x.dtype)                    # weight absent, or on either side
+    y = weight * h.to(x.dtype)                    # weight absent, on either side, or before rsqrt
 
     y = F.rms_norm(x, (d,), weight, eps)          # also nn.RMSNorm, eps given or None
 
@@ -25,30 +25,71 @@ that is not floating.
 """
 
 import torch
+import torch.nn.functional as F
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number, row_wise
 from coda_inductor.semantic import rms_norm
 
 
-def weighted(x, weight, eps):
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+def kept(x, eps):
+    return x.pow(2).mean(-1, keepdim=True) + eps
 
 
-def weighted_sqrt(x, weight, eps):
-    return weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+def rows(x, eps):
+    return x.pow(2).mean(-1) + eps
 
 
-def bare(x, eps):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+def times(root):
+    """By a root's inverse; with a weight, in the three orders that three factors have."""
+
+    def last(x, weight, eps):
+        return weight * (root(x, eps) * x)
+
+    def early(x, weight, eps):
+        return root(x, eps) * (weight * x)
+
+    def folded(x, weight, eps):
+        return x * (root(x, eps) * weight)
+
+    def bare(x, eps):
+        return root(x, eps) * x
+
+    return last, early, folded, bare
 
 
-def bare_sqrt(x, eps):
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+def over(root):
+    """Over a root."""
+
+    def last(x, weight, eps):
+        return weight * (x / root(x, eps))
+
+    def early(x, weight, eps):
+        return (weight * x) / root(x, eps)
+
+    def bare(x, eps):
+        return x / root(x, eps)
+
+    return last, early, bare
 
 
 def functional(x, weight, eps):
     return torch.rms_norm(x, (1,), weight, eps)
+
+
+def eps_outside(x, eps):
+    """Its eps is added to the root, where an RMSNorm adds it under the root"""
+    return x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + eps)
+
+
+def eps_outside_norm(x, share, eps):
+    """Its eps is added to the root, where an RMSNorm adds it under the root"""
+    return x / (torch.linalg.vector_norm(x, 2, -1, True) * share + eps)
+
+
+def bounded(x):
+    """F.normalize bounds the root from below by its eps, where an RMSNorm adds it under the root"""
+    return F.normalize(x, 2.0, -1)
 
 
 def _arguments(match: Match):
@@ -62,10 +103,17 @@ def _arguments(match: Match):
 
 PATTERN = Pattern(
     name="rms_norm",
-    idioms=(functional, weighted, weighted_sqrt, bare, bare_sqrt),
+    idioms=(
+        functional,
+        *times(lambda x, eps: torch.rsqrt(kept(x, eps))),
+        *over(lambda x, eps: torch.sqrt(kept(x, eps))),
+        *times(lambda x, eps: torch.rsqrt(rows(x, eps)).unsqueeze(-1)),
+        *over(lambda x, eps: torch.sqrt(rows(x, eps)).unsqueeze(-1)),
+    ),
     op=rms_norm,
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),
     result=0,
+    lookalikes=(eps_outside, eps_outside_norm, bounded),
     example={"x": (2, 3), "weight": (3,), "eps": 1e-5},
 )

@@ -71,7 +71,11 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = first_match(pattern.traced, root)
-            why = None if match is None else _refusal(pattern, match, epoch, changes, dual)
+            if match is not None:
+                why = _refusal(pattern, match, epoch, changes, dual)
+            else:
+                other = first_match(pattern.others, root)
+                why = None if other is None else pattern.lookalike(other)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
             why = refuse("pattern-failed", f"the pattern itself failed: {cause}")

@@ -4,25 +4,29 @@
 Before (policy gradients, DPO; logits (..., V), index (..., 1))::
 
     p = torch.gather(F.log_softmax(logits, -1), -1, index)
+    loss = torch.logsumexp(logits, -1) - torch.gather(logits, -1, index).squeeze(-1)
 
 After::
 
     loss = F.cross_entropy(logits.flatten(0, -2), index.flatten(), reduction="none")
     p = loss.neg().view_as(index)
 
-Why it is valid: a cross entropy of one class is minus its log-softmax. No index is ignored: one
-below zero stays the error that it is.
+Why it is valid: a cross entropy of one class is minus its log-softmax, which is the difference. No
+index is ignored: one below zero stays the error that it is.
 
 What it enables: rule R7. No log-softmax of all logits is stored, and their gradient is made a slice
 of the vocabulary at a time.
 
 Leaves alone, silently, for nothing is lost that was there: log-softmaxes that something else reads
 (an entropy), or over another dimension; several tokens a row; rows that are left out, or may be,
-for their number is another symbol; what is changed in place between the two.
+for their number is another symbol; what is changed in place between the two; a difference of other
+logits, or of rows that meet all others. In a row with +inf a difference may be infinite, where a
+cross entropy is NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,16 +49,33 @@ def gathered_losses(graph: Graph, record: Record) -> None:
         return
     for body in bodies(gm):
         epoch = epochs(body.graph)
-        found = [n for n in body.graph.nodes if target_name(n) == "gather"]
+        found = [n for n in body.graph.nodes if target_name(n) in _GATHERS]
         for node in found:
             if (logits := _logits(node, epoch)) is not None:
                 _replace(node, logits)
+            else:
+                for difference, minus in _differences(node, epoch):
+                    _replace_difference(difference, node, minus)
         if found:
             body.module.recompile()
 
 
+_GATHERS = ("gather", "take_along_dim")
+
+
 def _given(node: Node) -> dict[str, Any] | None:
-    return named(node, "input", "dim", "index", "sparse_grad", sparse_grad=False)
+    if target_name(node) == "gather":
+        return named(node, "input", "dim", "index", "sparse_grad", sparse_grad=False)
+    names = ("input", "indices", "dim")
+    given = named(node, *names, dim=None)
+    if given is None:
+        return None
+    return {
+        "input": given["input"],
+        "dim": given["dim"],
+        "index": given["indices"],
+        "sparse_grad": False,
+    }
 
 
 def _logits(node: Node, epoch: dict[Node, int]) -> Node | None:
@@ -66,22 +87,95 @@ def _logits(node: Node, epoch: dict[Node, int]) -> Node | None:
     if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
     (logits,) = canon.args
-    x, rows, index = value(logits), value(softmax), value(given["index"])
-    if not all(hasattr(t, "fake_mode") for t in (x, rows, index)):
-        return None
+    taken = _takes_one_a_row(given, logits, softmax)
+    return logits if taken and epoch[softmax] == epoch[node] else None
+
+
+def _takes_one_a_row(given: dict[str, Any], logits: Node, source: Node) -> bool:
+    """Does a gather take one element of each row of ``source``, (..., V) like ``logits`` and no
+    narrower?"""
+    x, rows, index = value(logits), value(source), value(given["index"])
+    if not all(hasattr(t, "fake_mode") for t in (x, rows, index)) or index.dtype != torch.int64:
+        return False
     last = isinstance(given["dim"], int) and given["dim"] in (-1, x.dim() - 1)
     one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
-    plain = x.is_floating_point() and not narrowed and epoch[softmax] == epoch[node]
-    return logits if last and one and plain else None
+    return last and one and x.is_floating_point() and not narrowed
+
+
+def _differences(node: Node, epoch: dict[Node, int]) -> Iterator[tuple[Node, bool]]:
+    """Each difference of what ``node`` gathers from logits and their log-sum-exp, and whether that
+    is what is subtracted."""
+    given = _given(node)
+    if given is None or not isinstance(logits := given["input"], Node) or given["sparse_grad"]:
+        return
+    if not _takes_one_a_row(given, logits, logits):
+        return
+    for each in _without_last(node):
+        for user in list(each.users):
+            canon = normalize(user)
+            if canon is None or canon.op != "sub" or len(canon.args) != 2 or user.kwargs:
+                continue
+            other = canon.args[canon.args[0] is each]
+            total = isinstance(other, Node) and _logsumexp(other, logits)
+            shapes = [tuple(getattr(value(n), "shape", ())) for n in (user, each)]
+            if total and same(*shapes) and epoch[node] == epoch[other] == epoch[user]:
+                yield user, canon.args[1] is other
+
+
+def _without_last(node: Node) -> list[Node]:
+    """``node`` (..., 1), and what reads it without its last dimension."""
+    found = [node]
+    for user in node.users:
+        name, rest = target_name(user), user.args[1:]
+        squeezed = name == "squeeze" and rest in ((-1,), (value(node).dim() - 1,))
+        if (squeezed and not user.kwargs) or (name == "getitem" and rest == ((Ellipsis, 0),)):
+            found.append(user)
+    return found
+
+
+def _logsumexp(node: Node, logits: Node) -> bool:
+    """Is ``node`` the log-sum-exp of each row of ``logits``?"""
+    if target_name(node) == "unsqueeze" and node.args[1:] == (-1,):
+        node = node.args[0]
+    if target_name(node) != "logsumexp":
+        return False
+    given = named(node, "input", "dim", "keepdim", keepdim=False)
+    if given is None or not _one(given["input"], logits):
+        return False
+    dim = given["dim"]
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim in (-1, value(logits).dim() - 1)
 
 
 def _replace(node: Node, logits: Node) -> None:
-    """Put the cross entropy in the place of ``node``."""
-    given, graph = _given(node), node.graph
+    """Put the cross entropy in the place of ``node``, a gather of a log-softmax."""
+    given = _given(node)
     assert given is not None, "asked before"
-    softmax, index = given["input"], given["index"]
-    x, i, dtype = value(logits), value(index), value(softmax).dtype
+    softmax = given["input"]
+    _put_loss(node, logits, given["index"], value(softmax).dtype, negative=True)
+    node.graph.erase_node(node)
+    node.graph.erase_node(softmax)
+
+
+def _replace_difference(node: Node, gather: Node, minus: bool) -> None:
+    """Put the cross entropy in the place of ``node``; ``minus``: of a log-likelihood."""
+    given = _given(gather)
+    assert given is not None, "asked before"
+    _put_loss(node, given["input"], given["index"], value(node).dtype, negative=minus)
+    todo = [node]
+    while todo:  # what nothing reads now: pure ops, down to the logits
+        dead = todo.pop()
+        if not dead.users and dead is not given["input"] and dead is not given["index"]:
+            todo += dead.all_input_nodes
+            dead.graph.erase_node(dead)
+
+
+def _put_loss(node: Node, logits: Node, index: Node, dtype: torch.dtype, *, negative: bool) -> None:
+    """Let the users of ``node`` read the cross entropy of ``logits``, computed in ``dtype`` and
+    shaped like ``node``: like ``index`` or without its last dimension."""
+    graph = node.graph
+    x, i = value(logits), value(index)
 
     def put(target: Any, *args: Any, of: Any, **kwargs: Any) -> Node:
         make = graph.call_method if isinstance(target, str) else graph.call_function
@@ -98,8 +192,21 @@ def _replace(node: Node, logits: Node) -> None:
         how: dict[str, Any] = {"ignore_index": _NOTHING, "reduction": "none"}
         loss = F.cross_entropy(x, i, **how)
         found = put(F.cross_entropy, rows, classes, of=loss, **how)
-        found = put("neg", found, of=loss.neg())
-        found = put("view_as", found, index, of=loss.neg().view_as(value(index)))
+        if negative:
+            loss = loss.neg()
+            found = put("neg", found, of=loss)
+        loss = loss.view_as(value(index))
+        found = put("view_as", found, index, of=loss)
+        if value(node).dim() < loss.dim():
+            found = put("squeeze", found, -1, of=loss.squeeze(-1))
     node.replace_all_uses_with(found)
-    graph.erase_node(node)
-    graph.erase_node(softmax)
+
+
+def _one(left: Node, right: Node) -> bool:
+    """Are both one tensor, or one cast of it that was written twice?"""
+    if left is right:
+        return True
+    canon = normalize(left)
+    cast = canon is not None and canon.op == "cast"
+    calls = [(n.op, n.target, n.args, n.kwargs) for n in (left, right)]
+    return cast and calls[0] == calls[1]

@@ -3,6 +3,7 @@
 
 canon      what the matcher reads of one node
 columns    columns that are taken out of a tensor and put together, in one dialect
+rows       reductions over the last dimension, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     mutations and mode changes that an idiom must not straddle
 match      the matcher
@@ -10,12 +11,13 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import named, target_name, value
+from coda_inductor.matching.canon import named, of_torch, target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
     epochs,
     forward_mode,
+    memory,
     mutates,
     writes_to,
 )
@@ -24,5 +26,6 @@ from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
-    "forward_mode", "mutates", "named", "normalize", "target_name", "value", "writes_to",
+    "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "target_name", "value",
+    "writes_to",
 ]  # fmt: skip

@@ -97,9 +97,9 @@ def writes_to(node: Node, nodes: Iterable[Node]) -> bool:
     if not mutates(node):
         return False
     changed = written(node)
-    storages = {s for n in changed for s in _memory(n) or ()}
+    storages = {s for n in changed for s in memory(n) or ()}
     return any(
-        base in changed or not storages.isdisjoint(_memory(base) or ())
+        base in changed or not storages.isdisjoint(memory(base) or ())
         for n in nodes
         for base in _bases(n)
     )
@@ -155,11 +155,11 @@ def changes(graph: Graph) -> set[Node]:
 
 def _may_view(node: Node, source: Node) -> bool:
     """May ``node`` share memory with ``source``, which it reads? Errs on the side of yes."""
-    mine, theirs = _memory(node), _memory(source)
+    mine, theirs = memory(node), memory(source)
     return mine is None or theirs is None or not mine.isdisjoint(theirs) or mutates(node)
 
 
-def _memory(node: Node) -> set[int] | None:
+def memory(node: Node) -> set[int] | None:
     """The storages of the recorded value, which views share; None if it is not known."""
     known = value(node)
     if known is None:

@@ -22,9 +22,11 @@ from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
 
 @dataclass
 class Match:
-    """One occurrence: what each parameter of the idiom stands for, and the nodes it covers."""
+    """One occurrence: what each parameter of the idiom of that name stands for, and the nodes it
+    covers."""
 
     root: Node
+    idiom: str = field(default="", kw_only=True)
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: dict[Node, None] = field(default_factory=dict)  # ordered set: ops of the idiom
     casts: dict[Node, None] = field(default_factory=dict)  # casts looked through
@@ -56,20 +58,26 @@ class Idiom:
         """The occurrence of this idiom whose result is ``root``, or None."""
         if _is_cast(root):
             return None  # the idiom ends at the op; a cast after it stays in the graph
-        found = Match(root)
-        return found if self._node(self.root, root, found) else None
+        found = Match(root, idiom=self.name)
+        return found if self._all([(self.root, root)], found) else None
 
     def _is_cast(self, pattern: Node) -> bool:
         canon = self.known[pattern]
         return canon is not None and canon.op == "cast"
 
-    def _node(self, pattern: Any, target: Any, found: Match) -> bool:
+    def _all(self, pairs: list[tuple[Any, Any]], found: Match) -> bool:
+        """Does each of ``pairs`` (pattern, target) match, the first of them first? What an order of
+        a commutative op's arguments binds is undone where a later pair does not fit it."""
+        if not pairs:
+            return True
+        (pattern, target), *rest = pairs
+        while isinstance(pattern, Node) and self._is_cast(pattern):
+            pattern = pattern.args[0]
         if not isinstance(pattern, Node):
-            return not isinstance(target, Node) and pattern == target
+            return not isinstance(target, Node) and pattern == target and self._all(rest, found)
         if pattern in self.parameters:
-            return self._parameter(self.parameters[pattern], target, found)
-        if self._is_cast(pattern):
-            return self._node(pattern.args[0], target, found)
+            fits = self._parameter(self.parameters[pattern], target, found)
+            return fits and self._all(rest, found)
         if not isinstance(target, Node):
             return False
         while _is_cast(target):
@@ -86,7 +94,7 @@ class Idiom:
             orders.append(have.args[::-1])
         for args in orders:
             saved = [dict(d) for d in (found.bound, found.nodes, found.casts, found.twins)]
-            if all(self._node(p, t, found) for p, t in zip(want.args, args, strict=True)):
+            if self._all([*zip(want.args, args, strict=True), *rest], found):
                 return True
             found.bound, found.nodes, found.casts, found.twins = saved
         return False

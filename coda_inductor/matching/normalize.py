@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from coda_inductor.matching import columns
+from coda_inductor.matching import columns, rows
 from coda_inductor.matching.canon import Canon, named, of_torch, target_name, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -74,7 +74,9 @@ def normalize(node: Node) -> Canon | None:
         return None
     special = _SPECIAL.get(name)
     if special is not None:
-        return special(node)
+        found = special(node)
+        if found is not None or name not in rows.ELSEWHERE:
+            return found
     if name in _OPTIONS:
         return _with_options(name, node)
     allowed = {"inplace": False} if name == "silu" else {"alpha": 1}
@@ -87,8 +89,8 @@ def normalize(node: Node) -> Canon | None:
         if len(args) > 1 and args[1]:  # F.silu(x, inplace=True)
             return None
         args = args[:1]
-    if name == "mul" and len(args) == 2 and args[0] is args[1]:
-        return Canon("square", (args[0],))
+    if name == "mul" and len(args) == 2:
+        return _product(*args)
     return Canon(name, args)
 
 
@@ -102,6 +104,12 @@ def as_written(node: Node) -> Canon | None:
     if canon.op == "rsqrt":
         return Canon("reciprocal", canon.through[:1])
     name = target_name(node)
+    if canon.op in ("mean_last", "mean_row", "sum_last"):
+        op = _METHODS.get(name) or _FUNCTIONS.get(node.target)
+        if op in ("mul", "div"):
+            return Canon(op, tuple(node.args))
+        new = name == "unsqueeze" or node.args[1:] == ((Ellipsis, None),)
+        return Canon("unsqueeze", (node.args[0], -1)) if new else None
     if name in ("view", "reshape"):
         return _view_as_written(node)
     if name == "flatten":
@@ -164,7 +172,34 @@ def _div(node: Node) -> Canon | None:
         return None
     left, right = given["input"], given["other"]
     one = not isinstance(left, (Node, bool)) and left == 1
-    return _inverse(right) if one and isinstance(right, Node) else Canon("div", (left, right))
+    if one and isinstance(right, Node):
+        return _inverse(right)
+    return _averaged(left, right) or Canon("div", (left, right))
+
+
+def _product(left: Any, right: Any) -> Canon:
+    if left is right:
+        return Canon("square", (left,))
+    for total, share in ((left, right), (right, left)):
+        if isinstance(share, float) and (mean := _averaged(total, share, of_one=True)):
+            return mean
+    return Canon("mul", (left, right))
+
+
+def _averaged(total: Any, count: Any, *, of_one: bool = False) -> Canon | None:
+    """The sum of a row over how many columns it has, a literal, is its mean; ``of_one``: times one
+    over that."""
+    canon = normalize(total) if isinstance(total, Node) else None
+    if canon is None or canon.op not in _MEANS or isinstance(count, (Node, bool)):
+        return None
+    recorded = value(canon.args[0])
+    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) else None
+    if not isinstance(width, int) or not width or count != (1 / width if of_one else width):
+        return None
+    return Canon(_MEANS[canon.op], canon.args, (total, *canon.through))
+
+
+_MEANS = {"sum_last": "mean_last", "sum_row": "mean_row"}
 
 
 def _reciprocal(node: Node) -> Canon | None:
@@ -180,21 +215,24 @@ def _inverse(x: Node) -> Canon:
     return Canon("reciprocal", (x,))
 
 
-def _mean(node: Node) -> Canon | None:
-    """Only a mean over the last dimension that keeps it."""
-    given = named(node, "input", "dim", "keepdim", "dtype", dim=None, keepdim=False, dtype=None)
-    if given is None or given["keepdim"] is not True or not _is_last(given["dim"], given["input"]):
-        return None
-    return Canon("mean_last", (given["input"],))
+def _unsqueeze(node: Node) -> Canon | None:
+    """A last dimension of one, also as ``x[..., None]``; a mean that gets it back has kept it."""
+    if target_name(node) == "getitem":
+        source, dim = node.args[0], -1
+    else:
+        given = named(node, "input", "dim")
+        if given is None:
+            return None
+        source, dim = given["input"], given["dim"]
+    known = value(source)
+    last = dim == -1 or (known is not None and dim == known.dim())
+    canon = normalize(source) if last and isinstance(source, Node) else None
+    if canon is not None and canon.op in _KEPT:
+        return Canon(_KEPT[canon.op], canon.args, (source, *canon.through))
+    return Canon("unsqueeze", (source, dim))
 
 
-def _is_last(dim: Any, x: Any) -> bool:
-    """Is ``dim`` the last dimension of ``x``, and no other?"""
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        dim = dim[0]
-    known = value(x)
-    last = (-1,) if known is None else (-1, known.dim() - 1)
-    return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
+_KEPT = {"mean_row": "mean_last", "sum_row": "sum_last"}
 
 
 def _rms_norm(node: Node) -> Canon | None:
@@ -253,27 +291,12 @@ def _log_softmax(node: Node) -> Canon | None:
     """Only over the last dimension; a dtype that it computes in is a cast."""
     names = ("input", "dim", "dtype") if node.op == "call_method" else _LOG_SOFTMAX
     given = named(node, *names, dim=None, **dict.fromkeys(names[2:]))
-    if given is None or not _is_last(given["dim"], given["input"]):
+    if given is None or not rows.is_last(given["dim"], given["input"]):
         return None
     return Canon("log_softmax_last", (given["input"],))
 
 
 _LOG_SOFTMAX = ("input", "dim", "_stacklevel", "dtype")
-
-
-def _var(node: Node) -> Canon | None:
-    """Only the biased variance over the last dimension that keeps it."""
-    given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
-    return Canon("var_last", (given["input"],)) if given and _biased(given) else None
-
-
-_VAR = {"dim": None, "unbiased": None, "keepdim": False, "correction": None}
-
-
-def _biased(given: dict[str, Any]) -> bool:
-    """Is it the biased variance over the last dimension, which stays?"""
-    biased = given["correction"] == 0 or given["unbiased"] is False
-    return biased and given["keepdim"] is True and _is_last(given["dim"], given["input"])
 
 
 def _layer_norm(node: Node) -> Canon | None:
@@ -286,12 +309,14 @@ def _layer_norm(node: Node) -> Canon | None:
 
 
 def _item(node: Node) -> Canon | None:
-    """One of the two that ``var_mean`` returns; else columns."""
+    """One of the two that ``var_mean`` returns, or a new dimension; else columns."""
     source, index = node.args
+    if index == (Ellipsis, None):
+        return _unsqueeze(node)
     if not isinstance(source, Node) or target_name(source) != "var_mean":
         return columns.item(node)
-    given = named(source, "input", "dim", "unbiased", "keepdim", "correction", **_VAR)
-    if given is None or not _biased(given) or index not in (0, 1):
+    given = named(source, "input", "dim", "unbiased", "keepdim", "correction", **rows.VAR)
+    if given is None or not rows.biased(given) or index not in (0, 1):
         return None
     return Canon(("var_last", "mean_last")[index], (given["input"],), (source,))
 
@@ -308,12 +333,20 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "pow": _pow,
     "div": _div,
     "reciprocal": _reciprocal,
-    "mean": _mean,
+    "mean": rows.along("mean"),
+    "sum": rows.along("sum"),
+    "unsqueeze": _unsqueeze,
     "rms_norm": _rms_norm,
     "view": _view,
     "cross_entropy": _loss("cross_entropy", {"label_smoothing": 0.0}),
     "nll_loss": _loss("nll_loss", {}),
     "log_softmax": _log_softmax,
-    "var": _var,
+    "var": rows.var,
+    "std": rows.std,
+    "norm": rows.norm,
+    "vector_norm": rows.norm,
+    "linalg_vector_norm": rows.norm,
+    "linalg_norm": rows.norm,
+    "normalize": rows.normalized,
     "layer_norm": _layer_norm,
 }

@@ -39,7 +39,32 @@ def flat(logits, labels):
     return rows.log_softmax(1).gather(1, labels.reshape(-1, 1)).mean()
 
 
-LOSSES = (openrlhf, dpo, grpo, flat)
+def along(logits, labels):
+    return torch.take_along_dim(logits.log_softmax(-1), labels[..., None], -1).mean()
+
+
+def difference(logits, labels):
+    return (torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None]).squeeze(-1)).mean()
+
+
+def trl(logits, labels):
+    picked = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
+    return picked - logits.logsumexp(dim=-1)
+
+
+def megatron(logits, labels):
+    """Of logits that are widened where they are read, with a dimension of one."""
+    picked = logits.double().gather(2, labels[..., None])
+    return (torch.logsumexp(logits.double(), dim=(-1,), keepdim=True) - picked)[..., 0]
+
+
+def with_z_loss(logits, labels):
+    total = torch.logsumexp(logits, -1)
+    picked = logits.gather(-1, labels[..., None])[..., 0]
+    return (total - picked + 1e-3 * total.square()).mean()
+
+
+LOSSES = (openrlhf, dpo, grpo, flat, along, difference, trl, megatron, with_z_loss)
 
 
 class LanguageModel(nn.Module):
@@ -148,13 +173,48 @@ def across(logits, labels):
 def changed_between(logits, labels):
     logits = logits.detach().clone()
     chances = logits.log_softmax(-1)
-    logits.mul_(2)
+    logits.zero_()
     return chances.gather(-1, labels[..., None])
 
 
-@pytest.mark.parametrize(
-    "loss", [entropy, other_dimension, several, some_rows, across, changed_between]
-)
+def sum_of_both(logits, labels):
+    return torch.logsumexp(logits, -1) + logits.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def of_other_logits(logits, labels):
+    return torch.logsumexp(logits * 2, -1) - logits.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def over_positions(logits, labels):
+    picked = logits[:, :1].gather(-1, labels[:, :1, None])
+    return torch.logsumexp(logits[:, :1], 1, keepdim=True) - picked
+
+
+def of_every_pair(logits, labels):
+    """(B, T, 1) against (B, T) is (B, T, T) for B of 1."""
+    logits, labels = logits[:1], labels[:1]
+    return torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])
+
+
+def scaled(logits, labels):
+    picked = logits.gather(-1, labels[..., None]).squeeze(-1)
+    return torch.sub(torch.logsumexp(logits, -1), picked, alpha=0.5)
+
+
+def difference_changed_between(logits, labels):
+    logits = logits.detach().clone()
+    total, picked = torch.logsumexp(logits, -1), logits.gather(-1, labels[..., None]).squeeze(-1)
+    logits.zero_()
+    return total - picked
+
+
+OTHERS = (
+    entropy, other_dimension, several, some_rows, across, changed_between, sum_of_both,
+    of_other_logits, over_positions, of_every_pair, scaled, difference_changed_between,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_what_is_no_loss_stays(loss):
     harness = check(LanguageModel(loss), *inputs())
     assert raised(harness, cross_entropy) == 0
