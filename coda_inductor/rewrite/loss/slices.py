@@ -12,12 +12,13 @@ Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule 
 
 After::
 
-    dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', ..., c)
+    dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', c)
     where dloss' = f * dloss, a' = f * a * exp(lse - b), f * a for b = lse
 
 Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
 the products of the slices, and each slice makes rows of dW and elements of db of its own. dz is
-linear in dloss and a, so that a factor is theirs.
+linear in dloss and a, so that a factor is theirs. Rows that the loss does not read are ignored ones
+(``dropped_rows``).
 
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
@@ -39,6 +40,7 @@ from coda_inductor.graph.nodes import aten, fake, is_transpose, readers, renames
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.loss.dropped_rows import through_dropped_rows
 from coda_inductor.rewrite.loss.logit_gradients import (
     through_factor,
     through_soft_cap,
@@ -68,7 +70,9 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
     if size < 2 * linear_cross_entropy.SLICE_BYTES:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, node.args[1])
-    gradient, cap = through_soft_cap(gradient, node.args[1])
+    gradient, kept = through_dropped_rows(gradient, node.args[1], alone=penalty is None)
+    made = node.args[1] if kept is None else kept.logits
+    gradient, cap = through_soft_cap(gradient, made)
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     turned = [u for u in users if is_transpose(u)]
@@ -86,7 +90,7 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
         return refuse("logits-form", "its linear layer makes several rows of logits at once")
     weight = dgrads[0].args[1] if dgrads else None
     x = wgrads[0].args[1] if wgrads else None
-    dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}
+    dtypes = {fake(t).dtype for t in (weight, x, made) if t is not None}
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
@@ -94,8 +98,9 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
     put = Put(graph, like=node)
     results: dict[Node, Node] = {}
     with graph.inserting_before(last.next):
-        dloss, *of_rows = node.args[:5]
         dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
+        given = node.args if kept is None else kept.rows(graph, put, node.args)
+        dloss, *of_rows = given[:5]
         if factor != 1:
             wide = put.cast(dloss, fake(node.args[3]).dtype)
             dloss = put(aten.mul.Tensor, wide, factor)
