@@ -11,9 +11,10 @@ The gradient of soft-capped logits, ``c * tanh(z / c)``::
     t = tanh(z / c);  logits = t * c
     dz = ((dlogits * c) * (1 - t * t)) / c
 
-As ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. Both are elementwise in the
-gradient, the logits and values a row, so that they need nothing else of the logits' size. Casts may
-stand between the steps, as 16-bit tensors have them; views too.
+As ``t`` is ``logits / c``, dz is ``dlogits * (1 - (logits / c) ** 2)``. The gradient of logits that
+are a number times the head's (Granite, Cohere) is that number times theirs. All are elementwise in
+the gradient, the logits and values a row, so that they need nothing else of the logits' size. Casts
+may stand between the steps, as 16-bit tensors have them; views too.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     if back is None or not math.isclose(back * cap, 1, rel_tol=1e-12):
         return gradient, 0.0
     return (last, cap) if _is_times_slope(turned, t) else (gradient, 0.0)
+
+
+def through_factor(gradient: Node) -> tuple[Node, float]:
+    """(dz, f) where ``gradient`` is only read to be ``dz = f * gradient``; else itself and 1."""
+    scaled = _reader(gradient)
+    factor = _factor(scaled)
+    return (gradient, 1.0) if scaled is None or factor is None else (scaled, factor)
 
 
 def _is_times_slope(node: Any, t: Node) -> bool:

@@ -7,15 +7,18 @@ Before (logits (M, V) = h @ W.T, of which the forward pass keeps lse (M,), rule 
     dlogits = cross_entropy_backward(dloss, logits, target, lse, number)     M x V
     dlogits += a * exp(logits - b)      where there is a z-loss
     dz = dlogits, or dlogits * (1 - (logits / c) ** 2) where logits = c * tanh(z / c)
+    dz *= f                             where there is a factor of the head's logits
     dh = dz @ W;  dW = dz.T @ h;  db = dz.sum(0)
 
 After::
 
-    dh, dW, db = linear_cross_entropy_backward(dloss, logits, target, lse, number, W, h, a', ..., c)
-    where a' = a * exp(lse - b), a itself for b = lse
+    dh, dW, db = linear_cross_entropy_backward(dloss', logits, target, lse, number, W, h, a', c)
+    where dloss' = f * dloss, a' = f * a * exp(lse - b), f * a for b = lse
 
 Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
-the products of the slices, and each slice makes rows of dW and elements of db of its own.
+the products of the slices, and each slice makes rows of dW and elements of db of its own. dz is
+linear in dloss and a, so that a factor is theirs. Rows that the loss does not read are ignored ones
+(``dropped_rows``).
 
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
@@ -37,7 +40,12 @@ from coda_inductor.graph.nodes import aten, fake, is_transpose, readers, renames
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.loss.logit_gradients import through_soft_cap, with_row_term
+from coda_inductor.rewrite.loss.dropped_rows import through_dropped_rows
+from coda_inductor.rewrite.loss.logit_gradients import (
+    through_factor,
+    through_soft_cap,
+    with_row_term,
+)
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy_backward
 
@@ -62,7 +70,10 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
     if size < 2 * linear_cross_entropy.SLICE_BYTES:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, node.args[1])
-    gradient, cap = through_soft_cap(gradient, node.args[1])
+    gradient, kept = through_dropped_rows(gradient, node.args[1], alone=penalty is None)
+    made = node.args[1] if kept is None else kept.logits
+    gradient, cap = through_soft_cap(gradient, made)
+    gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     turned = [u for u in users if is_transpose(u)]
     products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
@@ -79,7 +90,7 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
         return refuse("logits-form", "its linear layer makes several rows of logits at once")
     weight = dgrads[0].args[1] if dgrads else None
     x = wgrads[0].args[1] if wgrads else None
-    dtypes = {fake(t).dtype for t in (weight, x, node.args[1]) if t is not None}
+    dtypes = {fake(t).dtype for t in (weight, x, made) if t is not None}
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
@@ -88,7 +99,13 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
     results: dict[Node, Node] = {}
     with graph.inserting_before(last.next):
         dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
-        args = (*node.args[:5], weight, x, dlse, *node.args[5:], cap, bool(sums))
+        given = node.args if kept is None else kept.rows(graph, put, node.args)
+        dloss, *of_rows = given[:5]
+        if factor != 1:
+            wide = put.cast(dloss, fake(node.args[3]).dtype)
+            dloss = put(aten.mul.Tensor, wide, factor)
+            dlse = None if dlse is None else put(aten.mul.Tensor, dlse, factor)
+        args = (dloss, *of_rows, weight, x, dlse, *node.args[5:], cap, bool(sums))
         call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
         for i, found in enumerate((dgrads, wgrads, sums)):
             if found:
