@@ -21,7 +21,8 @@ is copied, and their gradient is made a slice of the vocabulary at a time.
 
 Leaves alone, silently, for nothing is lost that was there: class weights, probabilities, an
 ``ignore_index`` that is no literal; other slices; what is changed in place between; logits whose
-rows without the last something else reads; sequences of unknown length without their last.
+rows without the last something else reads; sequences of unknown length without their last; rows of
+float16 that are left out, whose logits may be infinite.
 """
 
 from __future__ import annotations
@@ -111,13 +112,21 @@ def _without_last_row(given: dict[str, Any]) -> tuple[Node | None, tuple[Node, .
                 return None, ()
             known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             apart = known and rows.shape[1] == logits.shape[2]
-            return (source, chain) if apart else (None, ())
+            return (source, chain) if apart and not _may_overflow(source) else (None, ())
         canon = normalize(node)
         viewed = canon is not None and canon.op in ("view", "flatten")
         if not viewed and not (name in _COPIES and _copied(source, node)):
             break
         node = source
     return None, ()
+
+
+def _may_overflow(logits: Node) -> bool:
+    """Are ``logits`` of float16, or were they? Infinite ones of rows that nobody reads would be
+    NaNs in the gradient."""
+    while (canon := normalize(logits)) is not None and canon.op == "cast":
+        logits = canon.args[0]
+    return value(logits).dtype == torch.float16
 
 
 #: Methods that copy: into another layout or a wider dtype.
