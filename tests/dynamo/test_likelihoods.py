@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import TOLERANCE, check, check_gradients, raised, randn
-from torch import nn
+from language_model import B, D, LanguageModel, T, V, inputs
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
-
-V, D, B, T = 300, 16, 2, 6
 
 
 def openrlhf(logits, labels):
@@ -65,22 +63,6 @@ def with_z_loss(logits, labels):
 
 
 LOSSES = (openrlhf, dpo, grpo, flat, along, difference, trl, megatron, with_z_loss)
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, loss, dtype=torch.float64):
-        super().__init__()
-        self.body, self.head = (nn.Linear(D, n, dtype=dtype) for n in (D, V))
-        self.loss = loss
-
-    def forward(self, x, labels):
-        return self.loss(self.head(torch.tanh(self.body(x))), labels)
-
-
-def inputs(dtype=torch.float64):
-    labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))
-    labels[0, :2] = 3
-    return randn(B, T, D).to(dtype).requires_grad_(), labels
 
 
 @pytest.fixture

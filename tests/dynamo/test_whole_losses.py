@@ -7,14 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, check_gradients, raised, randn
+from checking import TOLERANCE, check_gradients, raised
+from language_model import B, LanguageModel, T, V, inputs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
-
-V, D, B, T = 304, 16, 2, 6
 
 
 def hugging_face(z, t):
@@ -52,22 +51,6 @@ def swapped(z, t):
 
 SHIFTED = (hugging_face, flattened, summed, weighed)
 LOSSES = (*SHIFTED, transposed, permuted, swapped)
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, loss, dtype=torch.float64):
-        super().__init__()
-        self.body, self.head = (nn.Linear(D, n, dtype=dtype) for n in (D, V))
-        self.loss = loss
-
-    def forward(self, x, labels):
-        return self.loss(self.head(torch.tanh(self.body(x))), labels)
-
-
-def inputs(dtype=torch.float64):
-    labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))
-    labels[0, 1:3] = 3
-    return randn(B, T, D).to(dtype).requires_grad_(), labels
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
