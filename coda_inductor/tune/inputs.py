@@ -9,10 +9,11 @@ from torch import Tensor
 from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
+#: The matrices A, the matrices B, and the epilogue's operands.
+Given = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
-def tensors(
-    site: Site, device: torch.device | str, *, values: bool = True
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+
+def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> Given:
     """(as_, bs, operands) of one call of the op for ``site``, with its dtypes and majors. Without
     ``values`` they hold anything, and the GPU has nothing to do; on the meta device, which is
     enough to ask for kernels, nothing."""

@@ -74,15 +74,13 @@ def reads(host_us: float) -> int:
     return max(1, math.ceil(_AHEAD * host_us / _HOST_US))
 
 
-def steady(
-    calls: Mapping[str, Callable[[], object]], bytes_per_us: float = 4e6
-) -> dict[str, Times]:
-    """As :func:`measure`, but a few times if something else disturbs it: the calmest counts."""
-    found = measure(calls, bytes_per_us)
+def steady(measured: Callable[[], dict[str, Times]]) -> dict[str, Times]:
+    """What ``measured`` finds; a few times if something else disturbs it: the calmest counts."""
+    found = measured()
     for _ in range(_AGAIN):
         if typical(found) <= _CALM:
             break
-        found = min(found, measure(calls, bytes_per_us), key=typical)
+        found = min(found, measured(), key=typical)
     return found
 
 

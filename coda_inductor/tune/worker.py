@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.site import Site
-from coda_inductor.tune import inputs, lock, timing
+from coda_inductor.tune import inputs, load, lock, timing
 
 #: Seconds to wait for another process that times on this GPU; then beside it.
-_PATIENCE = 10.0
+_PATIENCE = 60.0
 #: Largest error of a candidate's output against the unfused one's, over its norm, and of a single
 #: element over the root of its mean square, where roundings are 0.004 and below 0.1: one tile of
 #: thousands that is not written shows in the second.
@@ -86,16 +86,13 @@ class Worker:
     def _figures(
         self, site: Site, configs: Sequence[str], unfused: Callable[..., list[Tensor]]
     ) -> Figures:
-        given = as_, bs, operands = inputs.tensors(site, "cuda")
-        expected = unfused(as_, bs, operands)
-        calls: dict[str, Callable[[], object]] = {
-            "plain": lambda: [_product(site, a, b) for a, b in _products(site, as_, bs)],
-            "unfused": lambda: unfused(as_, bs, operands),
-        }
+        given = inputs.tensors(site, "cuda")
+        expected = unfused(*given)
+        calls = {name: _call(site, name, given, unfused) for name in ("plain", "unfused")}
         failed: dict[str, str] = {}
         for config in configs:
             self._say({"trying": config})
-            call = _kernel(site.program, config, given)
+            call = _call(site, config, given, unfused)
             try:
                 why = _wrong(site.program, call(), expected)
                 torch.cuda.synchronize()
@@ -105,9 +102,13 @@ class Worker:
                 calls[config] = call
             else:
                 failed[config] = why
-        times = timing.steady(calls, self._bytes_per_us)
-        us = {name: float(f"{t.median:.4g}") for name, t in times.items()}
-        spread = float(f"{timing.typical(times):.3g}")
+        times = timing.steady(lambda: timing.measure(calls, self._bytes_per_us))
+        us, spread = {name: t.median for name, t in times.items()}, timing.typical(times)
+        del expected
+        if names := load.contenders(us, configs):
+            loaded = _loaded(site, names, us, given, unfused)
+            us, spread = load.under_load(us, loaded), timing.typical(loaded)
+        us, spread = {n: float(f"{t:.4g}") for n, t in us.items()}, float(f"{spread:.3g}")
         kernels = {name: us[name] for name in configs if name in us}
         return Figures(kernels, us["unfused"], us["plain"], spread, failed, site.m)
 
@@ -137,7 +138,36 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
     return torch.compile(own, dynamic=False, fullgraph=True)
 
 
-def _kernel(program: EpilogueProgram, config: str, given: Sequence) -> Callable[[], list[Tensor]]:
+def _loaded(
+    site: Site,
+    names: Sequence[str],
+    us: Mapping[str, float],
+    given: inputs.Given,
+    unfused: Callable[..., list[Tensor]],
+) -> dict[str, timing.Times]:
+    """Times under load of the functions ``names`` of ``site``, with enough sets of tensors."""
+    more = load.sets(inputs.size(site)) - 1
+    every = [given, *(inputs.tensors(site, "cuda") for _ in range(more))]
+    calls = {name: load.in_turn([_call(site, name, each, unfused) for each in every])
+             for name in names}  # fmt: skip
+    return timing.steady(lambda: load.repeated(calls, us))
+
+
+def _call(
+    site: Site, name: str, given: inputs.Given, unfused: Callable[..., list[Tensor]]
+) -> Callable[[], list[Tensor]]:
+    """A call of the product alone ("plain"), of ``unfused``, or of the kernel of a config."""
+    if name == "plain":
+        products = _products(site, *given[:2])
+        return lambda: [_product(site, a, b) for a, b in products]
+    if name == "unfused":
+        return lambda: unfused(*given)
+    return _kernel(site.program, name, given)
+
+
+def _kernel(
+    program: EpilogueProgram, config: str, given: inputs.Given
+) -> Callable[[], list[Tensor]]:
     """A call of the op that ends as a graph does: the partials of all tiles are combined."""
     text, (as_, bs, operands) = program.to_json(), given
 

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from timed_gpu import Gpu
 
 from coda_inductor.tune import timing
 from coda_inductor.tune.timing import Times, evaluated
@@ -74,17 +75,16 @@ def test_the_spread_is_what_a_median_may_be_off():
     ("spreads", "counts", "tries"),
     [([0.01], 0.01, 1), ([0.3, 0.02], 0.02, 2), ([0.3, 0.1, 0.2, 0.0], 0.1, 3)],
 )
-def test_what_is_disturbed_is_measured_again(spreads, counts, tries, monkeypatch):
+def test_what_is_disturbed_is_measured_again(spreads, counts, tries):
     """A few times; the calmest counts, also if none was calm."""
     tried = []
 
-    def measure(calls, _):
-        tried.append(calls)
+    def measure():
+        tried.append(1)
         spread = spreads[len(tried) - 1]
         return {"a": Times(50.0, spread), "b": Times(60.0, spread), "c": Times(9.0, 5.0)}
 
-    monkeypatch.setattr(timing, "measure", measure)
-    found = timing.steady({"a": None})
+    found = timing.steady(measure)
     assert timing.typical(found) == counts
     assert len(tried) == tries
 
@@ -92,38 +92,6 @@ def test_what_is_disturbed_is_measured_again(spreads, counts, tries, monkeypatch
 def test_the_slower_one_is_slower():
     found = evaluated(rounds(20, 0.01, a=100.0, b=110.0))
     assert found["a"].median * (1 + found["a"].spread) < found["b"].median
-
-
-class Gpu:
-    """A GPU that does what it is given in order, and a host that takes its time to give it:
-    microseconds. It stands for ``torch.cuda`` and ``time`` in ``timing``."""
-
-    def __init__(self):
-        self.host = self.busy_until = 0.0
-
-    def launch(self, us: float, host_us: float = 5.0) -> None:
-        self.host += host_us
-        self.busy_until = max(self.busy_until, self.host) + us
-
-    def perf_counter(self) -> float:
-        return 1e-6 * self.host
-
-    monotonic = perf_counter
-
-    def synchronize(self) -> None:
-        self.host = max(self.host, self.busy_until)
-
-    def event(self, enable_timing: bool):
-        gpu = self
-
-        class Event:
-            def record(self):
-                self.at = max(gpu.busy_until, gpu.host)
-
-            def elapsed_time(self, other):
-                return 1e-3 * (other.at - self.at)
-
-        return Event()
 
 
 @pytest.mark.parametrize("host_us", [10.0, 200.0, 1000.0])

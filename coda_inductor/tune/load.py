@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times under load: functions that repeat without pauses, each until the clock has settled.
+
+A large product draws more than the board may: within a tenth of a second the clock is kept down, by
+a tenth to a quarter, and what a kernel takes is then rather the energy that it needs than what its
+instructions take. A training step is such a load. Rounds with reads of memory between the calls
+(``timing``) are none, and rank kernels otherwise (docs/gotchas.md, "Power").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from coda_inductor.tune.timing import Times
+
+#: The shortest call that counts, microseconds: the host must be ahead, and shorter ones seldom
+#: draw that much.
+LEAST_US = 200.0
+#: By what part a config may be slower with pauses and still be the fastest under load.
+NEAR = 0.08
+#: Seconds of each function in a round: until the clock has settled, and that count. With 0.06 and
+#: 0.09, medians of three rounds were off by up to 2 % (docs/gotchas.md).
+_SETTLE_S, _COUNTED_S = 0.1, 0.15
+_ROUNDS = 2
+#: The expected difference of two normal variables, in their standard deviation.
+_RANGE_OF_TWO = 1.128
+#: How often the L2 cache's size is touched before a tensor is touched again.
+_L2_TIMES = 4
+Call = Callable[[], object]
+
+
+def contenders(us: Mapping[str, float], configs: Sequence[str]) -> list[str]:
+    """The functions worth a time under load, by their microseconds with pauses: "plain", "unfused"
+    and those of ``configs`` that are near the fastest. None where any is too short a call."""
+    tried = [us[config] for config in configs if config in us]
+    if not tried or min(*tried, us["plain"], us["unfused"]) < LEAST_US:
+        return []
+    near = [c for c in configs if c in us and us[c] <= (1 + NEAR) * min(tried)]
+    return ["plain", "unfused", *near]
+
+
+def sets(bytes_touched: int) -> int:
+    """How many sets of tensors, of so many bytes each, take turns, so that none is in the cache."""
+    l2: Any = torch.cuda.get_device_properties().L2_cache_size
+    return max(1, math.ceil(_L2_TIMES * l2 / bytes_touched))
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    """Calls one of them, each time the next."""
+    turn = itertools.cycle(calls)
+
+    def call() -> object:
+        return next(turn)()
+
+    return call
+
+
+def repeated(calls: Mapping[str, Call], us: Mapping[str, float]) -> dict[str, Times]:
+    """Times of ``calls`` under load; ``us``: about what one of each takes. The order turns from one
+    round to the next: what ran before a function is each time another one."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(_ROUNDS):
+        events = []
+        for name in list(calls)[:: 1 - 2 * (number % 2)]:
+            settle, counted = (math.ceil(1e6 * s / us[name]) for s in (_SETTLE_S, _COUNTED_S))
+            for _ in range(settle):
+                calls[name]()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            for _ in range(counted):
+                calls[name]()
+            after.record()
+            events.append((name, before, after, counted))
+        torch.cuda.synchronize()
+        for name, before, after, counted in events:
+            samples[name].append(1e3 * before.elapsed_time(after) / counted)
+    return {name: _of_few(values) for name, values in samples.items()}
+
+
+def _of_few(values: Sequence[float]) -> Times:
+    """The mean of two, and twice its standard error, as the difference of two tells it."""
+    mean = statistics.fmean(values)
+    return Times(mean, 2 * (max(values) - min(values)) / _RANGE_OF_TWO / math.sqrt(2) / mean)
+
+
+def under_load(us: Mapping[str, float], loaded: Mapping[str, Times]) -> dict[str, float]:
+    """``us``, microseconds with pauses, with those under load in their place. A config that was too
+    far behind to be measured again stays as far behind the fastest."""
+    kernels = {name: us[name] for name in loaded if name not in ("plain", "unfused")}
+    fastest = min(kernels, key=kernels.__getitem__)
+    others = loaded[fastest].median / us[fastest]
+    return {n: loaded[n].median if n in loaded else others * value for n, value in us.items()}
