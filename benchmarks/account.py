@@ -218,7 +218,9 @@ def main(arguments: Sequence[str]) -> None:
             print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, idle, full)}")
             try:
                 power = energy.joules(call, ENERGY_S, energy.Counter())
-                print("\n{watts:.0f} W, {mhz:.0f} MHz, where it repeats".format(**power))
+                kept = ", ".join(f"{k} {share:.0%}" for k, share in power["limits"].items())
+                clock = "{watts:.0f} W, {mhz:.0f} MHz, where it repeats".format(**power)
+                print(f"\n{clock}; what kept the clock down, part of the time: {kept or 'nothing'}")
             except energy.EnergyError as error:
                 power = {}
                 print(f"\nno energy: {error}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joules of a call, by the driver's counter of the GPU's energy (NVML), and the clock it ran at.
+"""Joules of a call, by the driver's counter of the GPU's energy (NVML), the clock it ran at, and
+what kept the clock down.
 
 The counter moves in steps some tens of milliseconds apart, so the energy of a loop is not its
 difference between begin and end: the power is taken between two of its steps, while the call
@@ -30,6 +31,12 @@ SETTLED = 0.2
 
 #: NVML's number of the clock of the processors (nvmlClockType_t).
 _SM = 1
+#: NVML's bits for what keeps clocks down (nvmlClocksEventReasons), those that a load causes.
+_LIMITS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+
+
+#: When it was read, MHz, and what keeps it down.
+Clock = tuple[float, int, set[str]]
 
 
 class EnergyError(Exception):
@@ -60,6 +67,7 @@ class Counter:
             self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._device))
         self.millijoules()
         self.mhz()
+        self.limits()
 
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._nvml, name)(*arguments):
@@ -77,6 +85,13 @@ class Counter:
         self._call("nvmlDeviceGetClockInfo", self._device, _SM, ctypes.byref(value))
         return value.value
 
+    def limits(self) -> set[str]:
+        """What keeps that clock down, at this moment."""
+        value = ctypes.c_ulonglong()
+        name = "nvmlDeviceGetCurrentClocksThrottleReasons"  # of all drivers, by its old name
+        self._call(name, self._device, ctypes.byref(value))
+        return {limit for bit, limit in _LIMITS.items() if value.value & bit}
+
 
 def joules(call: Call, seconds: float, counter: Counter, calls: int | None = None) -> dict:
     """Energy of one of many calls in a row.
@@ -84,14 +99,15 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
     Args:
         call: what to repeat.
         seconds: how long to repeat it; at least 0.3 for an H100's counter.
-        counter: anything whose ``millijoules()`` is the energy used so far, and whose ``mhz()`` is
-            the clock.
+        counter: anything whose ``millijoules()`` is the energy used so far, ``mhz()`` the clock and
+            ``limits()`` what keeps it down.
         calls: how often, where the clock must not decide: ranks whose calls wait for each other.
 
     Returns:
-        ``{"joules": of one call, "watts", "mhz": median clock, "calls": repeated, "counted_s":
-        seconds between the first and last step of the counter that count}``. Raises EnergyError
-        where it moved less than twice meanwhile, after all calls.
+        ``{"joules": of one call, "watts", "mhz": median clock, "limits": {what kept it down: share
+        of the time}, "calls": repeated, "counted_s": seconds between the first and last step of the
+        counter that count}``. Raises EnergyError where it moved less than twice meanwhile, after
+        all calls.
     """
     call()
     synchronize()
@@ -100,7 +116,7 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
     synchronize()
     batch = 1 if calls else max(1, int(BATCH_S / (time.perf_counter() - start)))
     steps: list[tuple[float, int]] = []
-    clocks: list[tuple[float, int]] = []
+    clocks: list[Clock] = []
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(counter, steps, clocks, done), daemon=True)
     watcher.start()
@@ -123,10 +139,13 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
         raise EnergyError(f"the counter moved {len(counted)} times in {last - start:.2f} s")
     (first_s, first_mj), (last_s, last_mj) = counted[0], counted[-1]
     watts = (last_mj - first_mj) / 1e3 / (last_s - first_s)
+    read = [(mhz, limits) for when, mhz, limits in clocks if settled <= when <= last]
+    named = sorted({limit for _, limits in read for limit in limits})
     return {
         "joules": watts * took / count,
         "watts": watts,
-        "mhz": statistics.median(mhz for when, mhz in clocks if settled <= when <= last),
+        "mhz": statistics.median(mhz for mhz, _ in read),
+        "limits": {limit: sum(limit in now for _, now in read) / len(read) for limit in named},
         "calls": count,
         "counted_s": last_s - first_s,
     }
@@ -146,14 +165,14 @@ def _queued(before: torch.cuda.Event | None) -> torch.cuda.Event | None:
 def _watch(
     counter: Counter,
     steps: list[tuple[float, int]],
-    clocks: list[tuple[float, int]],
+    clocks: list[Clock],
     done: threading.Event,
 ) -> None:
-    """Note when the counter moves, and to what, and the clock, until `done`."""
+    """Note when the counter moves, and to what, the clock and its limits, until `done`."""
     known = counter.millijoules()
     while not done.wait(POLL_S):
         value = counter.millijoules()
         if value != known:
             steps.append((time.perf_counter(), value))
             known = value
-        clocks.append((time.perf_counter(), counter.mhz()))
+        clocks.append((time.perf_counter(), counter.mhz(), counter.limits()))

@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -58,13 +59,16 @@ def scrub(text: str) -> str:
     return re.sub(r"(?<![\w.:/-])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
 
 
-def describe(arguments: list[str], commit: str | None = None) -> dict:
+def describe(
+    arguments: Sequence[str], commit: str | None = None, module: str = "benchmarks"
+) -> dict:
     """Device, driver, versions, commit, date (UTC) and command line of a run.
 
     Args:
-        arguments: the command line after ``python -m benchmarks``.
+        arguments: the command line after ``python -m`` and the module.
         commit: the measured commit, for a copy of the tree that has no ``.git``; otherwise git is
             asked.
+        module: what was run.
     """
     gpu = torch.cuda.is_available() and _output(
         "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"
@@ -78,5 +82,5 @@ def describe(arguments: list[str], commit: str | None = None) -> dict:
         "versions": {package: _version(package) for package in PACKAGES},
         "commit": commit or _output("git", "rev-parse", "HEAD"),
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": scrub(" ".join(["python -m benchmarks", *arguments])),
+        "command": scrub(" ".join([f"python -m {module}", *arguments])),
     }

@@ -19,7 +19,6 @@ import argparse
 import functools
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -263,8 +262,8 @@ def main(arguments: list[str]) -> None:
         parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(every)}")
     start = time.monotonic()
     found = measured(options.names or list(every))
-    command = shlex.join(["python", "-m", "benchmarks.masks", options.out.name, *options.names])
-    about = environment.describe([], options.commit) | {"command": command}
+    given = [options.out.name, *options.names]
+    about = environment.describe(given, options.commit, "benchmarks.masks")
     about["seconds"] = round(time.monotonic() - start)
     text = json.dumps({"environment": about, "results": found}, indent=1)
     options.out.write_text(text + "\n")

@@ -13,6 +13,7 @@ from benchmark_runs import ROOT
 
 sys.path.insert(0, str(ROOT))
 from benchmarks import energy, sustained
+from coda_inductor.tune import load
 
 
 class Meter:
@@ -27,6 +28,9 @@ class Meter:
     def mhz(self) -> int:
         return 1500 if self.clock() < 0.02 else 1700
 
+    def limits(self) -> set[str]:
+        return {"power"}
+
 
 def test_joules_are_power_times_the_time_of_a_call():
     start = time.perf_counter()
@@ -39,6 +43,7 @@ def test_joules_are_power_times_the_time_of_a_call():
     assert found["joules"] >= 300.0 * 0.7 * 0.005
     assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 1.0, rel=0.4)
     assert found["mhz"] == 1700  # once it has settled
+    assert found["limits"] == {"power": 1.0}
 
 
 def test_ranks_repeat_a_call_as_often_as_each_other():
@@ -66,7 +71,7 @@ def test_candidates_repeat_in_both_orders_without_pauses():
 
         return call
 
-    calls = {"a": candidate("a", 0.004), "b": sustained.in_turn([candidate("b", 0.008)] * 2)}
+    calls = {"a": candidate("a", 0.004), "b": load.in_turn([candidate("b", 0.008)] * 2)}
     meter = Meter(lambda: time.perf_counter() - start, 300.0)
     found = sustained.sustained(calls, 0.3, meter)
     assert [name for name, _ in itertools.groupby(order)] == ["a", "b", "a"]
