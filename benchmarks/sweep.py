@@ -17,25 +17,29 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from coda_inductor.select import model
+from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, gpu_of
 from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import as_text, merged, store_of
+from coda_inductor.tune import load
 from coda_inductor.tune.rank import MANY
 from coda_inductor.tune.tuner import Tuner
 
@@ -113,9 +117,36 @@ def sites() -> list[Site]:
     ]
 
 
-def measure(out: Path, seconds: float, only: str) -> None:
+class _Again(Tuner):
+    """Measures the fastest configs of ``known``, and only sites that are there and whose products
+    take long enough for a time under load."""
+
+    def __init__(self, known: Mapping[str, Figures], *given: Any):
+        super().__init__(*given)
+        self.known = known
+
+    def _configs(self, site: Site) -> list[Config]:
+        us = self.known[key_of(site)].us
+        return [Config.parse(name) for name in sorted(us, key=us.__getitem__)[: self.most]]
+
+    def measure(self, sites: Sequence[Site]) -> bool:
+        found = {key_of(s): self.known.get(key_of(s)) for s in sites}
+        return super().measure(
+            [s for s in sites if (f := found[key_of(s)]) and f.plain >= load.LEAST_US]
+        )
+
+
+def measure(
+    out: Path,
+    seconds: float,
+    only: str,
+    cases: Mapping[int, Sequence[str]] = LAYERS,
+    most: int = MANY // 2,
+    tuned: Callable[..., Tuner] = Tuner,
+) -> None:
     """Measure for at most so many seconds, and write everything that is known of this GPU. ``only``
-    "kinds", "layers" or "fp8"; "" for all."""
+    "kinds", "layers" or "fp8"; "" for all. ``cases``: the sizes of layers for each number of rows;
+    ``most``: configs of each of their sites; ``tuned``: makes what measures."""
     device = torch.device("cuda", torch.cuda.current_device())
     store, start = store_of(gpu_of(device)), time.monotonic()
 
@@ -124,7 +155,7 @@ def measure(out: Path, seconds: float, only: str) -> None:
         if left < 5:
             print(f"no time for {what}")
             return
-        tuner = Tuner(store, device, left, most)
+        tuner = tuned(store, device, left, most)
         tuner.measure(wanted)
         tuner.close()
         done = len(wanted) - len(tuner.left)
@@ -133,11 +164,11 @@ def measure(out: Path, seconds: float, only: str) -> None:
 
     if only in ("", "kinds"):
         batch("kinds", sites(), None)
-    for m, names in LAYERS.items() if only in ("", "layers") else ():
+    for m, names in cases.items() if only in ("", "layers") else ():
         widths = [layer.SIZES[size] for size in names]
-        batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), MANY // 2)
-    for turn in range(PLANS) if only in ("", "layers") else ():
-        batch(f"plans, time {turn + 1}", _asked(), MANY // 2)
+        batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), most)
+    for turn in range(PLANS) if only in ("", "layers") and tuned is Tuner else ():
+        batch(f"plans, time {turn + 1}", _asked(cases), most)
     for m, names in FP8_LAYERS.items() if only in ("", "fp8") else ():
         widths = [layer.SIZES[size] for size in names]
         found = {
@@ -148,12 +179,14 @@ def measure(out: Path, seconds: float, only: str) -> None:
         batch(f"layers in FP8 at {m} rows", list(found.values()), MANY // 2)
 
 
-def _asked() -> list[Site]:
-    """What the plans of all layers still ask for, each once."""
+def _asked(layers: Mapping[int, Sequence[str]]) -> list[Site]:
+    """What the plans of all ``layers``, sizes by rows, still ask for, each once."""
     cases = [
-        (layer.SIZES[size], m, torch.bfloat16) for m, names in LAYERS.items() for size in names
+        (layer.SIZES[size], m, torch.bfloat16) for m, names in layers.items() for size in names
     ]
-    cases += [(layer.SIZES[size], m, torch.float16) for size, m in HALF]
+    cases += [
+        (layer.SIZES[size], m, torch.float16) for size, m in HALF if size in layers.get(m, ())
+    ]
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         min(12, len(os.sched_getaffinity(0))), spawn
@@ -303,6 +336,13 @@ def _shipped(key: str, found: Figures) -> dict:
     return to_row(key, replace(found, us=best, failed={}))
 
 
+def _cases(rows: str, sizes: str) -> dict[int, list[str]]:
+    """The layers of the ``rows`` and ``sizes`` that are named, separated by commas; "" for all."""
+    wanted = [int(m) for m in rows.split(",")] if rows else list(LAYERS)
+    named = sizes.split(",") if sizes else list(_ALL)
+    return {m: [size for size in LAYERS[m] if size in named] for m in wanted}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -311,6 +351,12 @@ def main() -> None:
     measuring.add_argument("out", type=Path)
     measuring.add_argument("--seconds", type=float, default=900.0, help="at most")
     measuring.add_argument("--only", choices=("kinds", "layers", "fp8"), default="")
+    measuring.add_argument("--rows", default="", help="of the layers, e.g. 8192,4096; default all")
+    measuring.add_argument("--sizes", default="", help="of the layers, e.g. 1B,8B; default all")
+    measuring.add_argument("--most", type=int, default=MANY // 2, help="configs of their sites")
+    measuring.add_argument(
+        "--again", type=Path, metavar="FILE", help="long sites of FILE, by their best configs"
+    )
     fitting = commands.add_parser("fit")
     fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)
@@ -319,7 +365,11 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        measure(arguments.out, arguments.seconds, arguments.only)
+        cases = _cases(arguments.rows, arguments.sizes)
+        tuned: Callable[..., Tuner] = Tuner
+        if arguments.again:
+            tuned = functools.partial(_Again, merged([arguments.again.read_text()]))
+        measure(arguments.out, arguments.seconds, arguments.only, cases, arguments.most, tuned)
     else:
         fit(arguments.sources, arguments.target, arguments.model_of)
 

@@ -18,12 +18,13 @@ from coda_inductor.mainloop import availability
 from coda_inductor.select import policy
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import H100, read
+from coda_inductor.select.device import H100, read, tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.kinds import TERMS, kinds
 from coda_inductor.select.model import same_kind, traffic, waves
 from coda_inductor.select.store import Device, Store, as_text
 
+H200 = tables(None)["NVIDIA H200"]
 CONFIGS = ["128x192:2x1:pp", "128x128:2x1:pp", "256x128:2x1:co", "64x64:1x1:pp"]
 
 
@@ -169,6 +170,39 @@ def test_the_sites_of_layers_of_any_width(traced):
     assert {(8192, 2048), (2048, 8192), (512, 2048), (2048, 2048)} <= names
     assert any(site.program.paired for site in one)
     assert any(site.terms > 1 for site in one)
+
+
+def test_sites_whose_measurements_ship_are_traced_as_well(traced, monkeypatch):
+    """A GPU with a table has as many sites to measure as one without."""
+    width = [(2048, 8192, 512)]
+    unknown = sites.layers(width, [8192], torch.bfloat16)
+    for module in (sites, policy):
+        monkeypatch.setattr(module, "gpu_of", lambda _: replace(HOPPER, sites=H200.sites))
+    sites._traced.cache_clear()
+    assert Store(H200).find(unknown[0]) is not None
+    assert sites.layers(width, [8192], torch.bfloat16) == unknown
+
+
+def test_long_sites_are_measured_again_by_their_best_configs(monkeypatch):
+    """Not those of short products, and none that nothing is known of."""
+    long, short, other = sweep.sites()[:3]
+    us = dict(zip(CONFIGS, (230.0, 210.0, 240.0, 220.0), strict=True))
+    known = {
+        key_of(long): replace(figures(us, 260.0), plain=201.0),
+        key_of(short): replace(figures(us, 260.0), plain=199.0),
+    }
+    wanted = []
+    monkeypatch.setattr(sweep.Tuner, "__init__", lambda self, most: setattr(self, "most", most))
+    monkeypatch.setattr(sweep.Tuner, "measure", lambda _, sites: wanted.extend(sites))
+    again = sweep._Again(known, 2)
+    again.measure([long, short, other])
+    assert wanted == [long]
+    assert list(map(str, again._configs(long))) == ["128x128:2x1:pp", "64x64:1x1:pp"]
+
+
+def test_layers_are_chosen_by_rows_and_size():
+    assert sweep._cases("", "") == {m: list(names) for m, names in sweep.LAYERS.items()}
+    assert sweep._cases("8192,1000", "13B,1B") == {8192: ["1B", "13B"], 1000: ["1B"]}
 
 
 def test_plans_ask_for_what_is_left(traced, tmp_path, monkeypatch):
