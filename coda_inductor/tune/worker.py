@@ -5,7 +5,7 @@ It reads JSON lines from its standard input and writes some to where its standar
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
-  before each candidate's first run ``{"trying": config}``;
+  before each candidate's first run, and before some repeat, ``{"trying": config}``;
 - ``{"device": true}`` answers ``{"device": {...}}``.
 
 It ends with its input.
@@ -106,11 +106,31 @@ class Worker:
         us, spread = {name: t.median for name, t in times.items()}, timing.typical(times)
         del expected
         if names := load.contenders(us, configs):
-            loaded = _loaded(site, names, us, given, unfused)
+            loaded = self._loaded(site, names, us, given, unfused)
             us, spread = load.under_load(us, loaded), timing.typical(loaded)
         us, spread = {n: float(f"{t:.4g}") for n, t in us.items()}, float(f"{spread:.3g}")
         kernels = {name: us[name] for name in configs if name in us}
         return Figures(kernels, us["unfused"], us["plain"], spread, failed, site.m)
+
+    def _loaded(
+        self,
+        site: Site,
+        names: Sequence[str],
+        us: Mapping[str, float],
+        given: inputs.Given,
+        unfused: Callable[..., list[Tensor]],
+    ) -> dict[str, timing.Times]:
+        """Times under load of the functions ``names``, with enough sets of tensors."""
+        more = load.sets(inputs.size(site)) - 1
+        every = [given, *(inputs.tensors(site, "cuda") for _ in range(more))]
+        calls = {name: load.in_turn([_call(site, name, each, unfused) for each in every])
+                 for name in names}  # fmt: skip
+
+        def repeated() -> dict[str, timing.Times]:
+            self._say({"trying": names[-1]})  # what waits for us has patience for one candidate
+            return load.repeated(calls, us)
+
+        return timing.steady(repeated)
 
 
 def site_text(site: Site) -> dict[str, Any]:
@@ -136,21 +156,6 @@ def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:
     code = unfused.__code__.replace(co_name="unfused")
     own = types.FunctionType(code, globals(), "unfused", None, unfused.__closure__)
     return torch.compile(own, dynamic=False, fullgraph=True)
-
-
-def _loaded(
-    site: Site,
-    names: Sequence[str],
-    us: Mapping[str, float],
-    given: inputs.Given,
-    unfused: Callable[..., list[Tensor]],
-) -> dict[str, timing.Times]:
-    """Times under load of the functions ``names`` of ``site``, with enough sets of tensors."""
-    more = load.sets(inputs.size(site)) - 1
-    every = [given, *(inputs.tensors(site, "cuda") for _ in range(more))]
-    calls = {name: load.in_turn([_call(site, name, each, unfused) for each in every])
-             for name in names}  # fmt: skip
-    return timing.steady(lambda: load.repeated(calls, us))
 
 
 def _call(
