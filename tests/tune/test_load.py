@@ -60,7 +60,15 @@ KNOWN = {"plain": 300.0, "unfused": 330.0, "a": 320.0, "b": 300.0, "c": 300.0 * 
 
 
 def test_configs_near_the_fastest_are_tried_again():
-    assert load.contenders(KNOWN, ["a", "b", "c", "failed"]) == ["plain", "unfused", "a", "b"]
+    assert load.contenders(KNOWN, ["a", "b", "c", "failed"]) == ["plain", "unfused", "b", "a"]
+
+
+def test_of_many_near_ones_the_fastest_are_tried_again():
+    """A user waits for them: 3 of 6, 6 of 16."""
+    for count, most in ((3, 2), (6, 3), (16, 6)):
+        us = {str(number): 301.0 + number for number in reversed(range(count))}
+        found = load.contenders({"plain": 300.0, "unfused": 330.0} | us, list(us))
+        assert found == ["plain", "unfused", *(str(number) for number in range(most))]
 
 
 @pytest.mark.parametrize("short", ["plain", "unfused", "b"])
