@@ -22,6 +22,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.halves import take_halves
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.likelihoods import gathered_losses
@@ -139,6 +140,7 @@ ON_DYNAMO = (
     Pass("in_place", change_copies),
     Pass("likelihoods", gathered_losses),
     Pass("whole_losses", whole_losses),
+    Pass("halves", take_halves),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),

@@ -46,6 +46,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "softplus": (F.softplus, 3), "elu": (F.elu, 2), "leaky_relu": (F.leaky_relu, 2),
     "hardtanh": (F.hardtanh, 3), "hardswish": (F.hardswish, 1), "hardsigmoid": (F.hardsigmoid, 1),
     "relu6": (F.relu6, 1), "relu": (F.relu, 1),
+    "glu": (F.glu, 2),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention, 6),
 }  # fmt: skip
 _REDUCTIONS = ("none", "mean", "sum")

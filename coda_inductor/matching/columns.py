@@ -130,8 +130,25 @@ def _split(node: Node, index: int) -> Canon | None:
     return _columns(given["input"], start, start + size[index], 1, (node,))
 
 
+def _tensor_split(node: Node, index: int) -> Canon | None:
+    """Into so many parts, of which the first may be one wider than the others, or at places."""
+    given = named(node, "input", "indices_or_sections", "dim", dim=0)
+    width = _width(given)
+    if given is None or width is None:
+        return None
+    at = given["indices_or_sections"]
+    if isinstance(at, int):
+        size, wider = divmod(width, at)
+        places = [i * size + min(i, wider) for i in range(at + 1)]
+    elif isinstance(at, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in at):
+        places = [0, *at, width]
+    else:
+        return None
+    return _columns(given["input"], places[index], places[index + 1], 1, (node,))
+
+
 _DIVIDE: dict[str, Callable[[Node, int], Canon | None]] = {
-    "chunk": _chunk, "split": _split, "unbind": _unbind,
+    "chunk": _chunk, "split": _split, "unbind": _unbind, "tensor_split": _tensor_split,
 }  # fmt: skip
 
 
