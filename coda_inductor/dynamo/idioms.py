@@ -31,6 +31,7 @@ from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
+    Flat,
     Match,
     bodies,
     epochs,
@@ -171,6 +172,8 @@ def _dtype(known: object) -> torch.dtype | None:
 
 
 def _fake(arg: object) -> object:
+    if isinstance(arg, Flat):
+        return value(arg.node).reshape(-1)
     return value(arg) if isinstance(arg, Node) else arg
 
 
@@ -200,9 +203,9 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
 
 def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
     root, arguments = match.root, pattern.arguments(match)
-    with value(root).fake_mode:
+    with value(root).fake_mode, graph.inserting_before(root):
         example = pattern.op(*map(_fake, arguments))
-    with graph.inserting_before(root):
+        arguments = tuple(_flat(root, arg) if isinstance(arg, Flat) else arg for arg in arguments)
         call = graph.call_function(pattern.op, arguments)
         call.meta = {**root.meta, "example_value": example}
         new = call
@@ -216,6 +219,13 @@ def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int
         if not node.users:
             graph.erase_node(node)
     logger.debug("raise: %s at %s", pattern.name, new.name)
+
+
+def _flat(root: Node, arg: Flat) -> Node:
+    """``arg`` as a node of the graph; called in the mode of its recorded values."""
+    node = root.graph.call_method("reshape", (arg.node, -1))
+    node.meta = {**root.meta, "example_value": _fake(arg)}
+    return node
 
 
 def _position(graph: Graph):

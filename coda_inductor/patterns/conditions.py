@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching import Match, value
+from coda_inductor.matching import Flat, Match, value
 from coda_inductor.refusal import Refusal, refuse
 
 
@@ -28,7 +28,9 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
             symbol = isinstance(bound, (torch.SymFloat, torch.SymInt)) and bound.node.has_hint()
             literal = isinstance(bound, (int, float, str)) or (none and bound is None)
             if not symbol and not literal:
-                return refuse("not-constant", f"{name} is not a constant")
+                tensor = isinstance(bound, torch.Tensor)
+                why = ": it is a tensor, which is read only when the model runs" if tensor else ""
+                return refuse("not-constant", f"{name} is not a constant{why}")
         return None
 
     return condition
@@ -36,7 +38,7 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
 
 def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
-    has is one value a column."""
+    has is one value a column, (d,) or (1, ..., 1, d)."""
 
     def condition(match: Match) -> Refusal | None:
         x, result = value(match.bound["x"]), value(match.root)
@@ -50,12 +52,23 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
                 vector = value(node)
-                if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
+                if not isinstance(vector, torch.Tensor) or not _is_row(vector, x):
                     said = f"the {name} is not one value a column"
                     return refuse("norm-weight-shape", said)
         return None
 
     return condition
+
+
+def _is_row(vector: torch.Tensor, x: torch.Tensor) -> bool:
+    return vector.shape[-1:] == x.shape[-1:] and all(n == 1 for n in vector.shape[:-1])
+
+
+def row(match: Match, name: str) -> Node | Flat | None:
+    """What is bound to ``name``, which is ``row_wise``, as (d,); None where it is absent."""
+    bound = match.bound.get(name)
+    known = value(bound)
+    return Flat(bound) if isinstance(known, torch.Tensor) and known.dim() > 1 else bound
 
 
 def _recorded(bound: Any) -> Any:

@@ -136,6 +136,60 @@ def test_orders_of_rms_norm(name):
     assert norm.args[1] is not None, "the weight is part of it"
 
 
+@pytest.mark.parametrize("lead", [(1,), (1, 1)], ids=str)
+def test_weights_with_leading_dimensions_of_one(lead):
+    """Megatron's and lucidrains' shapes; the gradient has the weight's own."""
+    x, residual, w = randn(4, 6, D).requires_grad_(), randn(D, D), randn(*lead, D).requires_grad_()
+    up = randn(2 * D, D)
+
+    def rms(x, residual, w, up):
+        x = x @ residual
+        return F.linear(x * rstd(x) * w, up)
+
+    def rms_of_one_plus(x, residual, w, up):
+        x = x @ residual
+        return F.linear(x * rstd(x) * (1 + w), up)
+
+    def layer(x, residual, w, up):
+        c = x - x.mean(-1, keepdim=True)
+        return F.linear(w * c * torch.rsqrt(c.square().mean(-1, keepdim=True) + EPS) + w, up)
+
+    for function, op in ((rms, rms_norm), (rms_of_one_plus, rms_norm), (layer, layer_norm)):
+        harness = check_gradients(function, x, residual, w, up)
+        (norm,) = (n for n in harness.raised.nodes if n.target is op)
+        assert norm.args[1].meta["example_value"].shape == (D,)
+        assert harness.counts["rms_norm"] == (op is rms_norm)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, D), (1, 6, D), (1, 6, 1), (1, 1)], ids=str)
+def test_weights_that_vary_by_row_are_none(shape):
+    def function(x, w):
+        return x * rstd(x) * w
+
+    harness = check_gradients(function, randn(4, 6, D).requires_grad_(), randn(*shape))
+    (norm,) = (n for n in harness.raised.nodes if n.target is rms_norm)
+    assert norm.args[1] is None
+    assert "the weight is not one value a column" in reasons(harness)
+
+
+@pytest.mark.parametrize("eps", [(), (1,)], ids=["0-d", "1-d"])
+def test_an_eps_that_is_a_tensor_is_not_read(eps):
+    """A buffer may hold another value when the graph runs."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("eps", torch.full(eps, EPS, dtype=torch.float64))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    harness = check_gradients(Norm(), randn(4, 6, D).requires_grad_())
+    assert raised(harness, rms_norm) == 0
+    assert {r.code for r in harness.report.refusals} == {"not-constant"}
+    assert "eps is not a constant: it is a tensor" in reasons(harness)
+
+
 @pytest.mark.parametrize("over", [True, False])
 def test_orders_of_layer_norm(over):
     """PyTorch's tutorial, and fairseq's."""
