@@ -25,7 +25,6 @@ that is not floating.
 """
 
 import torch
-import torch.nn.functional as F
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number, row, row_wise
@@ -87,11 +86,6 @@ def eps_outside_norm(x, share, eps):
     return x / (torch.linalg.vector_norm(x, 2, -1, True) * share + eps)
 
 
-def bounded(x):
-    """F.normalize bounds the root from below by its eps, where an RMSNorm adds it under the root"""
-    return F.normalize(x, 2.0, -1)
-
-
 def _arguments(match: Match):
     x, weight = match.bound["x"], row(match, "weight")
     if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for half types
@@ -114,6 +108,6 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),
     result=0,
-    lookalikes=(eps_outside, eps_outside_norm, bounded),
+    lookalikes=(eps_outside, eps_outside_norm),
     example={"x": (2, 3), "weight": (3,), "eps": 1e-5},
 )

@@ -68,12 +68,13 @@ def norm(node: Node) -> Canon | None:
 
 
 def normalized(node: Node) -> Canon | None:
-    """``F.normalize`` along the last dimension, whatever its eps is."""
+    """``F.normalize`` along the last dimension: the input and eps."""
     defaults = {"p": 2.0, "dim": 1, "eps": 1e-12, "out": None}
     given = named(node, "input", *defaults, **defaults)
-    if given is None or given["p"] != 2 or not is_last(given["dim"], given["input"]):
+    if given is None or given["p"] != 2 or given["out"] is not None:
         return None
-    return Canon("normalized_last", (given["input"],))
+    last = is_last(given["dim"], given["input"])
+    return Canon("normalized_last", (given["input"], given["eps"])) if last else None
 
 
 def std(node: Node) -> Canon | None:

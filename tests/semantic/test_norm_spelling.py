@@ -256,10 +256,6 @@ LOOKALIKES = {
         lambda x, w: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * D**-0.5 + EPS) * w,
         "rms_norm", "eps is added to the root",
     ),
-    "normalize": (
-        lambda x, w: F.normalize(x, dim=-1) * D**0.5 * w,
-        "rms_norm", "F.normalize bounds the root",
-    ),
     "deviation": (
         lambda x, w: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + EPS),
         "layer_norm", "eps is added to the deviation",
