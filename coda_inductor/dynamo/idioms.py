@@ -39,6 +39,7 @@ from coda_inductor.matching import (
     forward_mode,
     mutates,
     normalize,
+    ops_of,
     value,
     writes_to,
 )
@@ -57,25 +58,47 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     known = patterns.load(options.patterns, strict=options.strict)
     dual = forward_mode(gm)
     for body in bodies(gm):
+        ops = _ops(body.graph)
         for pattern in known:
-            if record.enabled(pattern.name):
-                raise_one(body.graph, pattern, record, dual)
+            if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
+                ops = _ops(body.graph)
         body.module.recompile()
 
 
-def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None = None) -> None:
-    """Replace every idiom of ``pattern`` in one graph; ``dual`` names a call that goes forward."""
-    epoch, changes = epochs(graph), [node for node in graph.nodes if mutates(node)]
+def _calls(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+
+
+def _ops(graph: Graph) -> set[str] | None:
+    """What its calls may be matched as; None where that fails for one, which shall do so alone."""
+    try:
+        return ops_of(_calls(graph))
+    except Exception:
+        logger.debug("the ops of a graph", exc_info=True)
+        return None
+
+
+def _raise(
+    graph: Graph, pattern: Pattern, ops: set[str] | None, record: Record, dual: str | None
+) -> bool:
+    """Replace every idiom of ``pattern`` in one graph, that has ``ops``; ``dual`` names a call that
+    goes forward. Returns whether there was any."""
+    idioms = [idiom for idiom in pattern.traced if ops is None or idiom.ops <= ops]
+    lookalikes = [idiom for idiom in pattern.others if ops is None or idiom.ops <= ops]
+    if not (idioms or lookalikes):
+        return False
+    found, epoch = False, epochs(graph)
+    changes = [node for node in graph.nodes if mutates(node)]
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
-    for root in reversed(list(graph.nodes)):
-        if erased(root) or root.op not in ("call_function", "call_method"):
+    for root in reversed(_calls(graph)):
+        if erased(root):
             continue
         try:  # what fails here does so alone: nothing has been changed yet
-            match = first_match(pattern.traced, root)
+            match = first_match(idioms, root)
             if match is not None:
                 why = _refusal(pattern, match, epoch, changes, dual)
             else:
-                other = first_match(pattern.others, root)
+                other = first_match(lookalikes, root)
                 why = None if other is None else pattern.lookalike(other)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
@@ -87,6 +110,8 @@ def raise_one(graph: Graph, pattern: Pattern, record: Record, dual: str | None =
             record.refuse(pattern.name, root.name, why)
         elif match is not None:
             _replace(graph, pattern, match, epoch)
+            found = True
+    return found
 
 
 def _refusal(

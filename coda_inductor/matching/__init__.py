@@ -21,11 +21,11 @@ from coda_inductor.matching.guards import (
     mutates,
     writes_to,
 )
-from coda_inductor.matching.match import Flat, Idiom, Match, first_match
+from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Flat", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
-    "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "target_name", "value",
-    "writes_to",
+    "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
+    "target_name", "value", "writes_to",
 ]  # fmt: skip

@@ -60,6 +60,20 @@ class Idiom:
             last = last.args[0]
         canon = self.known[last]
         self.op = None if canon is None else canon.op
+        self.ops = self._needed()
+
+    def _needed(self) -> frozenset[str | None]:
+        """The ops that every occurrence of it has; None for one that nothing is."""
+        found, left = set(), [self.root]
+        while left:
+            node = left.pop()
+            while self._is_cast(node):
+                node = node.args[0]
+            if node not in self.parameters:
+                canon = self.known[node]
+                found.add(None if canon is None else canon.op)
+                left += [] if canon is None else [n for n in canon.args if isinstance(n, Node)]
+        return frozenset(found)
 
     def match(self, root: Node) -> Match | None:
         """The occurrence of this idiom whose result is ``root``, or None."""
@@ -116,6 +130,12 @@ class Idiom:
             return _same(found.bound[name], target, found.twins)
         found.bound[name] = target
         return True
+
+
+def ops_of(nodes: Iterable[Node]) -> set[str]:
+    """What ``nodes`` may be matched as: an idiom that has another op occurs among none of them."""
+    read = (canon for node in nodes for canon in (normalize(node), as_written(node)))
+    return {canon.op for canon in read if canon is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:

@@ -10,6 +10,9 @@ from checking import TOLERANCE, assert_same, check, raised, randn, reasons, swig
 from harness import Harness
 from torch import nn
 
+from coda_inductor.dynamo import idioms
+from coda_inductor.matching import Idiom
+from coda_inductor.patterns import load
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16
@@ -287,3 +290,30 @@ def test_idiom_in_a_checkpointed_region_raises():
     harness = check(function, randn(3, D), randn(D))
     bodies = [m.graph for m in harness.raised.owning_module.modules() if hasattr(m, "graph")]
     assert sum(n.target is rms_norm for body in bodies for n in body.nodes) == 1
+
+
+def test_idioms_whose_ops_a_graph_lacks_are_not_tried(monkeypatch):
+    """Of a norm alone, nothing but norms' idioms; and what a pattern raises may be another's."""
+    tried = set()
+    match = Idiom.match
+
+    def noted(self, root):
+        tried.add(self.name)
+        return match(self, root)
+
+    monkeypatch.setattr(Idiom, "match", noted)
+    harness = check(no_casts, randn(3, D), randn(D))
+    assert raised(harness, rms_norm) == 1
+    assert "swiglu" not in tried
+    assert tried.isdisjoint(idiom.name for p in load() for idiom in p.traced if "silu" in idiom.ops)
+    for pattern in load():
+        for idiom in pattern.traced:
+            assert idiom.op in idiom.ops, f"{pattern.name}: {idiom.name}"
+
+
+def test_ops_that_cannot_be_read_cost_no_other_idiom(monkeypatch):
+    def failing(_nodes):
+        raise TypeError("an op of nobody's")
+
+    monkeypatch.setattr(idioms, "ops_of", failing)
+    assert raised(check(no_casts, randn(3, D), randn(D)), rms_norm) == 1
