@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 
 FORKING = """
-import multiprocessing, os, subprocess, sys
+import functools, multiprocessing, os, subprocess, sys
 import torch._inductor.compile_fx, transformers.models.llama.modeling_llama
 import coda_inductor.backend
 from benchmarks import __main__, grid_job, grid_run, job, runner
@@ -44,6 +44,17 @@ class Job(multiprocessing.get_context("fork").Process):
             raise subprocess.TimeoutExpired("a job", seconds)
         return self.exitcode
 
+if "OP_BY_OP" in os.environ:
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx
+    from coda_inductor import op_by_op
+
+    def plain(gm, _inputs, **_how):
+        return make_boxed_func(gm.forward)
+
+    compile_fx.compile_fx = functools.partial(compile_fx.compile_fx, inner_compile=plain)
+    op_by_op.compile_fx_inner = plain
+
 runner._start = Job
 grid_run._start = lambda *arguments: Job(*arguments, grid_job.main)
 sys.argv[0] = "-m benchmarks"
@@ -51,12 +62,15 @@ __main__.main()
 """
 
 
-def benchmarks(*arguments: str, forking: bool = False) -> subprocess.CompletedProcess:
+def benchmarks(
+    *arguments: str, forking: bool = False, op_by_op: bool = False
+) -> subprocess.CompletedProcess:
     """``python -m benchmarks`` with `arguments`; what it printed is captured as text.
 
-    `forking`: jobs are forks of this process, which has imported what they need.
+    `forking`: jobs are forks of this process, which has imported what they need. `op_by_op`: in
+    them graphs run so, behind torch's passes and ours: most of the time was Inductor's compiler's.
     """
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **({"OP_BY_OP": "1"} if op_by_op else {})}
     command = [sys.executable, *(["-c", FORKING] if forking else ["-m", "benchmarks"]), *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False

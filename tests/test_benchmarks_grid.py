@@ -48,7 +48,7 @@ def run(tmp_path_factory):
     """One run of the grid: the folder of its files and what it printed."""
     out = tmp_path_factory.mktemp("benchmarks_grid") / "out"
     arguments = ["--cases", NAMES[1], "--jobs", "0", "--seconds", "0.01"]
-    done = benchmarks("grid", "--out", str(out), *arguments, forking=True)
+    done = benchmarks("grid", "--out", str(out), *arguments, forking=True, op_by_op=True)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 

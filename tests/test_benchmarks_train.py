@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training suites measure and render, at a size for CPUs.
 
-The suites run once through the real command line; what needs a GPU or Liger there is tested with
-stand-ins.
+The suites run once through the real command line, with graphs op by op (those in
+``test_benchmarks`` are Inductor's); what needs a GPU or Liger there is tested with stand-ins.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIGER = "pip install liger-kernel"
 def results(tmp_path_factory):
     """One run of the training suites."""
     out = tmp_path_factory.mktemp("benchmarks_train") / "out"
-    done = benchmarks("--out", str(out), *TINY.split(), forking=True)
+    done = benchmarks("--out", str(out), *TINY.split(), forking=True, op_by_op=True)
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())
     assert list(results) == ["environment", *SUITES]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from checks_fsdp import BLOCK, assert_fired, distance
 from checks_tensor import mesh
@@ -66,11 +68,17 @@ def stepped(model, precompute):
     return model
 
 
+@functools.cache
+def eager(precompute, mixed=False):
+    """Several checks compare with one: it is not to be changed."""
+    return stepped(sharded(None, backend=None, mixed=mixed), precompute)
+
+
 def as_eager(precompute, rtol=0.0, **how):
     ours = stepped(sharded(PLAIN, **how), precompute)
     assert_fired(QUANTIZED)
     assert not [r for report in coda_inductor.reports() for r in report.refusals if r.what == "fp8"]
-    theirs = stepped(sharded(None, backend=None, **how), precompute)
+    theirs = eager(precompute, **how)
     for have, want in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(have.full_tensor(), want.full_tensor(), rtol=rtol, atol=0)
 
@@ -91,13 +99,12 @@ def check_float32_master_weights():
 
 def check_what_fuses_is_as_exact():
     """What fuses without FP8 does; each weight is turned for its dgrad, as torchao does."""
-    how = {"precompute": True}
-    ours = stepped(sharded(OPTIONS, mixed=True), **how)
+    ours = stepped(sharded(OPTIONS, mixed=True), precompute=True)
     assert_fired({**QUANTIZED, **BLOCK, "rms_norm_backward": 0})
     fused = [s for s in coda_inductor.reports()[-1].sites if s.fused]
     assert {s.program.a_dtype for s in fused} == {"float8_e4m3fn", "float8_e5m2"}
     assert {s.role for s in fused} == {"forward", "input gradient"}
-    theirs = stepped(sharded(None, backend=None, mixed=True), **how)
+    theirs = eager(precompute=True, mixed=True)
     exact = single(batches(2), LAYERS)
     errors = [distance(model, exact) for model in (ours, theirs)]
     assert errors[0] <= 1.1 * errors[1], errors
@@ -115,15 +122,21 @@ def tensor_parallel():
     return model
 
 
+@functools.cache
+def eager_tensor_parallel():
+    """Trained without us; it is not to be changed."""
+    model = tensor_parallel()
+    train(model, batches(1, 2))
+    return model
+
+
 def parallel(options):
     """Trained by us, and by eager under the same wrapping; with the last report."""
     ours, data = tensor_parallel(), batches(1, 2)
     train(ours, data, torch.compile(ours, backend="coda", options=options))
     assert_fired({"fp8_product": 3 * LINEARS * LAYERS})
     report = coda_inductor.reports()[-1]
-    theirs = tensor_parallel()
-    train(theirs, data)
-    return ours, theirs, report
+    return ours, eager_tensor_parallel(), report
 
 
 def check_tensor_parallelism():

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
 from triton.runtime import interpreter
+from triton_kernels import patch_once
 
 from coda_inductor.mainloop import fp8_casts
 from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
@@ -84,6 +85,7 @@ def fma(_builder: object, x: object, y: object, z: object) -> object:
 
 def main() -> None:
     interpreter.InterpreterBuilder.create_fma = fma
+    patch_once()
     count = 0
     for shape, dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float16, torch.float32)):
         x = subject(*shape, dtype)

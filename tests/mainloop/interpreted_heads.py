@@ -12,11 +12,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from head_cases import NAMES, cases, error
+from triton_kernels import patch_once
 
 from coda_inductor.runtime.head_gradients import _launched, head_gradient
 
 
 def main() -> None:
+    patch_once()
     count = 0
     for args in cases(torch.float32):
         *given, eps, distance, paired, inverse, dweight = args
