@@ -119,6 +119,24 @@ def test_in_less_precision(dtype):
     check_gradients(model, x.requires_grad_(), tolerance=2 * TOLERANCE[dtype], reference=True)
 
 
+def test_its_kernels_are_those_of_an_rms_norm():
+    """They are tested and measured on GPUs under that name."""
+
+    def block(norm):
+        def function(x, w, g, wq):
+            x = x + F.linear(x, w)
+            return x, F.linear(norm(x, g), wq)
+
+        model = Weights(function, *(randn(*shape) for shape in ((D, D), (D,), (D, D))))
+        harness = check_gradients(model, rows_of_all_lengths())
+        return harness.counts, [site.program.key for site in harness.fused]
+
+    counts, keys = block(lambda x, g: F.normalize(x, dim=-1, eps=4.0) * D**0.5 * g)
+    assert counts["l2_norm"] == counts["l2_norm_backward"] == 1
+    assert len(keys) >= 3
+    assert keys == block(lambda x, g: F.rms_norm(x, (D,), g, 1e-6))[1]
+
+
 def test_products_that_no_gemm_makes_the_gradient_of():
     def function(x, w, g, wq, wk):
         x = x + F.linear(x, w)
