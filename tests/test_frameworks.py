@@ -215,8 +215,7 @@ def test_accelerate_regions():
     want = given()
     want = want["model"](**want["batch"]).loss
     same(ours["loss"], want)
-    assert fired["rms_norm"] >= 1
-    assert fired["swiglu_backward"] >= 1
+    assert fired["swiglu"] == fired["swiglu_backward"] == 1
 
 
 def test_peft():
@@ -248,7 +247,21 @@ class Frozen(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
-def test_frozen_weights_in_8_bits():
+class Frozen4(Frozen):
+    """In 4 bits, two in a byte, as QLoRA keeps them."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        low, high = (self.weight.float() * 7 / 127).round().to(torch.int8).add(8).byte().chunk(2)
+        self.weight, self.scale = low | high << 4, self.scale * 127 / 7
+
+    def forward(self, x):
+        numbers = torch.cat((self.weight & 15, self.weight >> 4)).to(x.dtype) - 8
+        return torch.nn.functional.linear(x, numbers * self.scale)
+
+
+@pytest.mark.parametrize("kind", [Frozen, Frozen4])
+def test_frozen_weights_in_few_bits(kind):
     results = []
     for backend in ("eager", "coda"):
         model, batch = given()["model"], given()["batch"]
@@ -257,7 +270,7 @@ def test_frozen_weights_in_8_bits():
                 (layer.self_attn, "o_proj"), (layer.mlp, "gate_proj"), (layer.mlp, "up_proj"),
                 (layer.mlp, "down_proj"),
             ):  # fmt: skip
-                setattr(part, name, Frozen(getattr(part, name)))
+                setattr(part, name, kind(getattr(part, name)))
         model.compile(backend=backend)
         loss = model(**batch).loss
         loss.backward()
@@ -300,16 +313,22 @@ def test_lightning():
 
 
 def test_blocks():
+    """One graph serves all of them."""
     ours, fired = run("blocks")
     eager, _ = run("blocks", BLOCKS["blocks"].replace('"coda"', '"eager"'))
-    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] >= 1
+    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
     same(weights(ours), weights(eager), 1e-3)
+
+
+def test_what_the_page_says_of_caches_and_blocks():
+    without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
+    assert run("blocks", without)[1]["swiglu"] == LAYERS
 
 
 def test_blocks_and_the_loss_beside_them():
     ours, fired = run("blocks_and_loss")
     eager, _ = run("blocks_and_loss", BLOCKS["blocks_and_loss"].replace('"coda"', '"eager"'))
-    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] >= 1
+    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
     assert fired["cross_entropy"] == 1
     same(weights(ours), weights(eager), 1e-3)
 
