@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import logging
 import weakref
 
 import torch
@@ -17,6 +15,7 @@ from decoder import (
     decoder,
     fired,
     fresh,
+    heard,
     loss_of,
     mine,
     single,
@@ -35,20 +34,6 @@ BLOCKS = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward":
 #: In one graph of everything only the first norm, behind the embedding, is left.
 WHOLE = {name: count * LAYERS for name, count in BLOCKS.items()}
 WHOLE |= {"rms_norm": 2 * LAYERS, "rms_norm_backward": 2 * LAYERS}
-
-
-@contextlib.contextmanager
-def heard():
-    """What coda_inductor warns of."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("coda_inductor")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 def trained(stepping) -> None:

@@ -20,6 +20,7 @@ from decoder import (
     single,
     train,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
@@ -91,6 +92,24 @@ def check_blocks_and_a_graph_of_head_and_loss():
     assert_fired(BLOCK | {"cross_entropy": 1})
 
 
+def check_steps_of_clipped_gradients_that_were_added_up():
+    """Parameters stay gathered between two backward passes, and lie on the CPU behind them."""
+    how = {"reshard": False, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    model, plain, data = sharded(**how), decoder(LAYERS), batches(2, 4)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    for number, tokens in enumerate(data):
+        model.set_requires_gradient_sync(last := bool(number % 2))
+        loss_of(model(mine(tokens)), mine(tokens)).backward()
+        loss_of(plain(tokens), tokens).backward()
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            if last:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_trained_as(model, plain)
+    assert_fired(BLOCK)
+
+
 def check_gradients_add_up_without_synchronization():
     model, data = sharded(), batches(2, 2)
     model.set_requires_gradient_sync(False)
@@ -113,28 +132,43 @@ def check_blocks_that_are_computed_again():
     assert_fired(BLOCK)
 
 
-def check_blocks_of_which_products_are_kept():
-    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is; of a
-    block's two norms the one behind a GEMM waits although Inductor's kernel makes its input."""
+def products():
+    """A policy of selective checkpointing that keeps every product."""
     keep = {torch.ops.aten.mm.default}
 
     def policy(_context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts():
-        return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)
 
+
+def check_blocks_of_which_products_are_kept():
+    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is; of a
+    block's two norms the one behind a GEMM waits although Inductor's kernel makes its input."""
     fresh()
     model = decoder(LAYERS)
     for block in model.layers:
         forward = block.forward
 
         def again(x, forward=forward):
-            return checkpoint(forward, x, use_reentrant=False, context_fn=contexts)
+            return checkpoint(forward, x, use_reentrant=False, context_fn=products)
 
         block.forward = torch.compile(again, **HOW)
     trained(shard(model, True))
     assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 1, "rms_norm_backward": 1})
+
+
+def check_checkpointed_blocks_as_torchtitan_wraps_them():
+    """The wrapper is compiled, as one graph, and sharded."""
+    for how in ({}, {"context_fn": products}):
+        fresh()
+        model = decoder(LAYERS)
+        for number, block in enumerate([*model.layers]):
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **how)
+            wrapped.compile(fullgraph=True, **HOW)
+            model.layers[number] = wrapped
+        trained(shard(model, True))
+        assert_fired(BLOCK)
 
 
 def check_parameters_that_lie_on_the_cpu():

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import torch
 import torch.nn.functional as F
-from decoder import OPTIONS, fresh, full, mine
+from decoder import OPTIONS, fired, fresh, full, mine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+import coda_inductor
 
 INDUCTOR = True
 STEPS = 2
@@ -80,3 +83,18 @@ def check_fully_sharded_parameters():
 def check_tensor_parallelism():
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     trained(parallelize_module(compiled(), init_device_mesh("cpu", (2,)), plan), rows=lambda x: x)
+
+
+def check_fully_sharded_parameters_where_only_inductor_is_accepted():
+    """As many fusions as with the backend, by the passes in Inductor's own configuration."""
+    counts = []
+    for enabled in (False, True):
+        model = part() if enabled else compiled()
+        fresh()
+        with coda_inductor.enabled(**OPTIONS) if enabled else contextlib.nullcontext():
+            if enabled:
+                model.compile()
+            trained(fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
+        counts.append(fired())
+    assert counts[0] == counts[1]
+    assert counts[1]["swiglu_backward"] == 1

@@ -14,6 +14,7 @@ from decoder import (
     decoder,
     fired,
     fresh,
+    heard,
     loss_of,
     single,
     train,
@@ -30,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import coda_inductor
+from coda_inductor import log, op_by_op
+from coda_inductor.compat import InductorError
 
 LAYERS = 2
 HOW = {"backend": "coda", "options": OPTIONS}
@@ -196,3 +199,27 @@ def check_no_gradients():
     assert have.shape == (2, LENGTH, VOCABULARY)
     torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
     assert_fired({"swiglu": 1, "collective": GATHERS})
+
+
+def check_a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others():
+    """Its graph runs op by op, with the same collectives."""
+    fresh()
+    log.forget_warnings()
+    data, options = batches(1, 2), {**OPTIONS, "strict": False}
+    model, compiler = tensor_parallel(decoder(LAYERS), mesh()), op_by_op.compile_fx_inner
+    fails = torch.distributed.get_rank() == 1
+    if fails:
+        op_by_op.compile_fx_inner = no_room
+    try:
+        with heard() as said:
+            train(model, data, torch.compile(model, backend="coda", options=options))
+    finally:
+        op_by_op.compile_fx_inner = compiler
+    assert_trained_as(model, single(data, LAYERS))
+    assert_fired({**SWIGLU, "collective": REDUCES * LAYERS})
+    assert len(said) == (2 if fails else 0), said  # a forward and a backward pass
+    assert all("one op at a time" in text and "no room" in text for text in said)
+
+
+def no_room(*_args, **_how):
+    raise InductorError(RuntimeError("there is no room"), None)

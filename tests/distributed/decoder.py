@@ -4,8 +4,10 @@ over ranks, or plain on one with all of their data."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -117,6 +119,20 @@ def fresh() -> None:
 def fired() -> dict[str, int]:
     """What counted since :func:`fresh`."""
     return dict(Counter(counters["coda"]))
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What coda_inductor warns of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("coda_inductor")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def train(
