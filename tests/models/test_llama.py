@@ -7,6 +7,8 @@ place the final norm is deferred, so that L layers defer 2 L norms.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from checking import leave_custom_ops
@@ -14,6 +16,7 @@ from harness import Harness, Stock
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 128
+aten = torch.ops.aten
 
 
 def llama(layers: int, dtype: torch.dtype = torch.float32, attention: str = "sdpa"):
@@ -182,6 +185,34 @@ def test_one_gemm_makes_the_gradient_of_queries_keys_and_values():
     harness.train(llama(1).train(), ids, labels=ids, use_cache=False)
     fused = [site.site.rpartition("self_attn.")[2] for site in harness.fused]
     assert "v_proj + k_proj + q_proj" in fused
+
+
+def test_nothing_around_attention_is_laid_out_anew():
+    """Queries, keys, values and the result are in one layout for attention and for projections, and
+    so are their gradients, which torch.compile copies, and concatenates."""
+    model, ids = llama(2).bfloat16().train(), tokens(2, 16)
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.num_key_value_groups = 1  # off CUDA, repeated heads are copies
+        attention.k_proj, attention.v_proj = copy.deepcopy((attention.q_proj,) * 2)
+    found = []
+    for harness in (Harness(gate="always", reference=True), Stock()):
+        harness.train(model, ids, labels=ids, use_cache=False)
+        copies = [
+            n for n in harness.graph.nodes if n.target in (aten.clone.default, aten.cat.default)
+        ]
+        large = [
+            n for n in copies if n.meta["val"].numel() >= ids.numel() * model.config.hidden_size
+        ]
+        found.append(sum(map(lays_out_anew, large)))
+    assert found == [
+        0,
+        2 * 2 * 2,
+    ]  # queries' and keys' of each layer: halves, and rows of the gradient
+
+
+def lays_out_anew(node) -> bool:
+    source, have = node.args[0], node.meta["val"]
+    return node.target is aten.cat.default or source.meta["val"].stride() != have.stride()
 
 
 def test_training_saves_no_more_than_torch_compile(monkeypatch):

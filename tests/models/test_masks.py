@@ -94,6 +94,19 @@ def test_padded_and_packed(name, batch):
     assert lists(harness) == 1
 
 
+@pytest.mark.parametrize("batch", [packed, padded])
+def test_positions_that_begin_anew_are_rotated_in_the_projections(batch):
+    """Whatever the positions, and whether each row of the batch has its own."""
+    given = batch()
+    if "attention_mask" in given:
+        given["position_ids"] = given["attention_mask"].cumsum(-1).sub(1).clamp(min=0)
+    harness = compare(model("Llama"), given)
+    assert torch._dynamo.utils.counters["coda"]["rotary"] == 2 * LAYERS
+    forward = [site for site in harness.report.sites if site.role == "forward"]
+    rotated = [site.site for site in forward if site.program and site.program.head]
+    assert len(rotated) == 2 * LAYERS, rotated
+
+
 @pytest.mark.parametrize("batch", [plain, packed])
 def test_sliding_windows(batch):
     harness = compare(model("Mistral", sliding_window=40), batch())
