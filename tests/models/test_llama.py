@@ -204,10 +204,8 @@ def test_nothing_around_attention_is_laid_out_anew():
             n for n in copies if n.meta["val"].numel() >= ids.numel() * model.config.hidden_size
         ]
         found.append(sum(map(lays_out_anew, large)))
-    assert found == [
-        0,
-        2 * 2 * 2,
-    ]  # queries' and keys' of each layer: halves, and rows of the gradient
+    # Queries' and keys' of each layer: halves, and rows of the gradient.
+    assert found == [0, 2 * 2 * 2]
 
 
 def lays_out_anew(node) -> bool:
