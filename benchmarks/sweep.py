@@ -337,10 +337,14 @@ def _shipped(key: str, found: Figures) -> dict:
 
 
 def _cases(rows: str, sizes: str) -> dict[int, list[str]]:
-    """The layers of the ``rows`` and ``sizes`` that are named, separated by commas; "" for all."""
-    wanted = [int(m) for m in rows.split(",")] if rows else list(LAYERS)
-    named = sizes.split(",") if sizes else list(_ALL)
-    return {m: [size for size in LAYERS[m] if size in named] for m in wanted}
+    """The layers of the ``rows`` and ``sizes`` that are named, separated by commas; "" for all.
+    Raises ValueError for what no layer has."""
+    known = {str(m): m for m in LAYERS}
+    wanted, named = rows.split(",") if rows else list(known), sizes.split(",") if sizes else _ALL
+    if unknown := sorted({*wanted} - {*known}) + sorted({*named} - {*_ALL}):
+        have = f"rows {', '.join(known)}; sizes {', '.join(_ALL)}"
+        raise ValueError(f"no layers of {', '.join(unknown)}; there are {have}")
+    return {known[m]: [size for size in LAYERS[known[m]] if size in named] for m in wanted}
 
 
 def main() -> None:
@@ -365,7 +369,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        cases = _cases(arguments.rows, arguments.sizes)
+        try:
+            cases = _cases(arguments.rows, arguments.sizes)
+        except ValueError as error:
+            parser.error(f"--rows, --sizes: {error}")
         tuned: Callable[..., Tuner] = Tuner
         if arguments.again:
             tuned = functools.partial(_Again, merged([arguments.again.read_text()]))

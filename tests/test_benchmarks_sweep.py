@@ -203,6 +203,8 @@ def test_long_sites_are_measured_again_by_their_best_configs(monkeypatch):
 def test_layers_are_chosen_by_rows_and_size():
     assert sweep._cases("", "") == {m: list(names) for m, names in sweep.LAYERS.items()}
     assert sweep._cases("8192,1000", "13B,1B") == {8192: ["1B", "13B"], 1000: ["1B"]}
+    with pytest.raises(ValueError, match=r"no layers of 77, 9B; there are rows .*8192.*sizes 1B"):
+        sweep._cases("77", "9B,1B")
 
 
 def test_plans_ask_for_what_is_left(traced, tmp_path, monkeypatch):
