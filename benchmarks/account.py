@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from coda_inductor.select.device import gpu_of
 
 from . import contest, energy, environment, families, models
-from .cases import TRAINING, Case, Way, ways
+from .cases import TRAINING, Case, Way, json_object, ways
 from .measure import Call, device, synchronize
 from .tables import table
 
@@ -191,6 +191,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(models.MODELS)}")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--variants", default="coda,compile_causal", help=f"of {', '.join(ways())}")
+    parser.add_argument(
+        "--options", type=json_object, help="JSON; the variant coda_options is ours with these"
+    )
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--commit", default="", help="measured commit, where there is no .git")
     options = parser.parse_args(arguments)
@@ -198,7 +201,8 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := sorted({*names} - {*models.MODELS}):
         parser.error(f"--models: no such model: {', '.join(unknown)}")
     variants = options.variants.split(",")
-    if unknown := sorted({*variants} - {*ways()}):
+    known_ways = ways(options.options)
+    if unknown := sorted({*variants} - {*known_ways}):
         parser.error(f"--variants: no such variant: {', '.join(unknown)}")
     if device() != "cuda":
         parser.error("there is no GPU: an account is of kernels on one")
@@ -207,7 +211,7 @@ def main(arguments: Sequence[str]) -> None:
     found: dict[str, Any] = {}
     for name in names:
         for variant in variants:
-            way = ways()[variant]
+            way = known_ways[variant]
             if way.causal and name not in families.CAUSAL:
                 continue
             contest.forget()

@@ -5,8 +5,10 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import fnmatch
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,8 +86,8 @@ class Way:
     fp8: str = ""
 
 
-def ways(options: dict[str, Any] | None = None) -> dict[str, Way]:
-    """The variants by name; "coda_options" is ours with `options`, if there are any."""
+def ways(given: dict[str, Any] | None = None) -> dict[str, Way]:
+    """The variants by name; "coda_options" is ours with the options `given`, if there are any."""
     found = {
         "compile": Way(),
         "coda": Way("coda"),
@@ -95,6 +97,14 @@ def ways(options: dict[str, Any] | None = None) -> dict[str, Way]:
     for recipe in RECIPES:
         found[f"compile_{recipe}"] = Way(fp8=recipe)
         found[f"coda_{recipe}"] = Way("coda", fp8=recipe)
-    if options:
-        found["coda_options"] = Way("coda", options=options)
+    if given:
+        found["coda_options"] = Way("coda", options=given)
     return found
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from . import contest, environment, report
-from .cases import Case, chosen, ways
+from .cases import Case, chosen, json_object, ways
 from .environment import REPOSITORY
 from .runner import CACHE_VARIABLES, Files, last_line
 
@@ -36,13 +36,6 @@ ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0", "CODA_COM
 #: Beyond the deadline, for the case that is being measured.
 GRACE_S = 20.0
 POLL_S = 0.5
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
 
 
 def _list(text: str) -> list[str]:
@@ -63,7 +56,7 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
     )
     add("--variants", type=_list, default=["*"], help="patterns of the variants (default: all)")
-    add("--options", type=_object, help="JSON; ours with these options is a variant of its own")
+    add("--options", type=json_object, help="JSON; ours with these options is a variant of its own")
     add(
         "--max-autotune",
         type=_list,

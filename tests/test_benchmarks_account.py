@@ -92,9 +92,13 @@ def test_small_kernels_are_one_line():
     [
         (["--models", "7B"], "no such model: 7B"),
         (["--variants", "eager"], "no such variant: eager"),
+        (["--variants", "coda_options"], "no such variant: coda_options"),
+        (["--options", "[1]"], "'[1]' is no JSON object"),
+        (["--models", "1B", "--variants", "coda_options", "--options", '{"gate": "always"}'],
+         "there is no GPU"),
         (["--models", "1B"], "there is no GPU"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(arguments, what, capsys, monkeypatch):
     monkeypatch.setattr(account, "device", lambda: "cpu")
     with pytest.raises(SystemExit):
