@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 60
+PROGRAMS = 48
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
     "rms_norm": 50, "layer_norm": 25, "swiglu": 25, "residual": 110, "epilogue": 75, "pair": 33,
