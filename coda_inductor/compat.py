@@ -90,6 +90,7 @@ _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
 _CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
 _MEANING = "the gradient of a user's pattern may fail under a dispatch mode"
+_UNTOLD = "nobody is told that the next graph of some code runs in eager"
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
 #: Of torch: the name that it has here -> what it is.
@@ -215,10 +216,8 @@ TORCH: dict[str, Private] = {
         "torch._logging._internal.register_log", "makes our logger known to TORCH_LOGS",
         'TORCH_LOGS="+coda_inductor" is refused', _nothing,
     ),
-    "trace_structured": Private(
-        "torch._logging.trace_structured", "hands our graphs to tlparse",
-        "tlparse shows nothing of coda's", _nothing,
-    ),
+    "trace_structured": Private("torch._logging.trace_structured", "hands our graphs to tlparse",
+                                "tlparse shows nothing of coda's", _nothing),
     # explain and check: graphs without code generation
     "aot_autograd": Private(
         "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN,
@@ -240,21 +239,21 @@ TORCH: dict[str, Private] = {
         "explain takes no model with graph breaks",
     ),
     "debug_get_cache_entry_list": Private(
-        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "forgets what it compiled",
-        "a later compile of the same code checks one guard more", lambda _code: [],
+        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "has the graphs of some code",
+        f"a later compile of it checks one guard more, and {_UNTOLD}", lambda _code: [],
+    ),
+    "InstructionTranslator": Private(
+        "torch._dynamo.symbolic_convert.InstructionTranslator", "says what code is being compiled",
+        _UNTOLD, types.SimpleNamespace(current_tx=_nothing),
     ),
     "DeletedGuardManagerWrapper": Private(
-        "torch._dynamo.guards.DeletedGuardManagerWrapper", "the same",
+        "torch._dynamo.guards.DeletedGuardManagerWrapper", "forgets what explain has compiled",
         "a later compile of the same code checks one guard more",
     ),
-    "dynamo_config": Private(
-        "torch._dynamo.config", "lets explain see errors and static sizes",
-        "explain may show symbolic sizes", _NO_CONFIG,
-    ),
-    "functorch_config": Private(
-        "torch._functorch.config", "keeps explain out of torch's caches",
-        "explain may leave entries in torch's caches", _NO_CONFIG,
-    ),
+    "dynamo_config": Private("torch._dynamo.config", "has its limit, errors and static sizes",
+                             f"explain may show symbolic sizes, and {_UNTOLD}", _NO_CONFIG),
+    "functorch_config": Private("torch._functorch.config", "keeps explain out of torch's caches",
+                                "explain may leave entries in torch's caches", _NO_CONFIG),
     "pgo": Private("torch._dynamo.pgo", "gives explain a memory of sizes of its own",
                    "a size that explain saw may be dynamic later", types.SimpleNamespace()),
     # ops of torch's whose names say that they may go
