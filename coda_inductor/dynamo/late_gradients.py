@@ -20,8 +20,8 @@ through the compiled graph. Soft-capped logits, c * tanh(linear(h, W, b) / c), t
 (logits / c)^2.
 
 Refuses, silently, for nothing is lost: outputs that are no linear layer of graph inputs,
-soft-capped or not, that nothing else in the graph reads, that are changed in place, or that take
-less than ``LEAST_BYTES``.
+soft-capped or not, that nothing else in the graph reads, that are changed in place, that take less
+than ``LEAST_BYTES``, or of which a view is returned as well: that one has to keep its gradient.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def separate(graph: Graph, record: Record) -> None:
     found: list[tuple[int, int, int | None, float]] = []
     changed = changes(gm.graph)
     for place, logits in enumerate(results):
-        if not isinstance(logits, Node) or results.count(logits) > 1 or not _is_large(logits):
+        if not isinstance(logits, Node) or not _is_large(logits) or _shared(logits, results):
             continue
         head = _head(logits)
         if head is None or len(logits.users) < 2:
@@ -124,6 +124,14 @@ def _read(node: Node, ends: set[Node]) -> set[Node]:
             found.add(step)
             todo += step.all_input_nodes
     return found
+
+
+def _shared(logits: Node, results: list[Any]) -> bool:
+    """Does another result lie in the same memory? AOTAutograd makes a returned view anew, of what
+    it is a view of, and Inductor takes that and its detached self for one output."""
+    known = [value(r) for r in results if isinstance(r, Node)]
+    places = [storage(t) for t in known if isinstance(t, Tensor)]
+    return places.count(storage(value(logits))) > 1
 
 
 def _is_large(node: Node) -> bool:

@@ -159,6 +159,22 @@ def test_other_outputs_keep_their_gradient(kind):
             torch.testing.assert_close(have, want)
 
 
+@pytest.mark.parametrize("view", [lambda y: y.flatten(0, -2), lambda y: y[0], lambda y: y])
+def test_a_returned_view_of_the_logits_keeps_its_gradient(view):
+    """They are made of each other, so that both keep the gradient that torch gives them."""
+    models = Head(), Head()
+    models[1].load_state_dict(models[0].state_dict())
+    found = []
+    for model, harness in zip(models, (None, Harness()), strict=True):
+        model.pick = lambda loss, logits: (view(logits), logits, loss)
+        call = model if harness is None else torch.compile(model, backend=harness)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        found.append(run(model, call, lambda v, y, _: v.sin().sum() + y.square().sum()))
+    for want, have in zip(*found, strict=True):
+        torch.testing.assert_close(have, want)
+
+
 def test_small_logits_are_left_alone(monkeypatch):
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 2 * 3 * 32 * 8 + 1)
     harness, model = Harness(), Head()
