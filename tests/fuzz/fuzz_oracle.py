@@ -254,13 +254,21 @@ def differences(have: Result, want: Result) -> Iterator[tuple[tuple[str, str], s
                 )
                 break
         else:
-            if left.stride() != right.stride():
+            if _strides(name, left) != _strides(name, right):
                 yield (name, "stride"), f"stride: {name} {left.stride()}, eager's {right.stride()}"
             if error := _error(left, right):
                 yield (name, "value"), f"value: {name} {error}"
     for pair in have.shared ^ want.shared:
         text = "share memory" if pair in have.shared else "share no memory"
         yield (" ".join(pair), "memory"), f"memory: {' and '.join(pair)} {text}, unlike eager's"
+
+
+def _strides(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that count: as torch compares them, those of a gradient's dimensions of size 1 do
+    not, which depend on how many gradients autograd has added up."""
+    if not name.startswith("gradient"):
+        return tensor.stride()
+    return tuple(n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def _brief(tensor: torch.Tensor | None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import fuzz_rounding
 import pytest
 import torch
-from fuzz_oracle import TooSlowError, differences, judge, run, time_limit
+from fuzz_oracle import Result, TooSlowError, differences, judge, run, time_limit
 from fuzz_program import Program
 from fuzz_reduce import reduced
 from fuzz_writer import write
@@ -118,6 +118,20 @@ def test_whatever_differs_is_seen(ours, eager, kind):
     assert not [*differences(have, have)]
 
 
+def test_strides_of_a_gradients_single_columns_do_not_count():
+    column, matrix = torch.zeros(11, 1), torch.zeros(11, 2)
+
+    def found(name, left, right):
+        results = (Result({name: t}, set()) for t in (left, right))
+        return [text.split(":")[0] for _, text in differences(*results)]
+
+    turned = column.as_strided((11, 1), (1, 11))
+    assert turned.stride() != column.stride()
+    assert found("gradient of w", column, turned) == []
+    assert found("output 0", column, turned) == ["stride"]
+    assert found("gradient of w", matrix, torch.zeros(2, 11).t()) == ["stride"]
+
+
 def spin():
     while True:
         pass
@@ -179,3 +193,16 @@ def test_rounding_is_judged_in_both_numerics(monkeypatch):
 
         monkeypatch.setattr(fuzz_rounding, "Harness", Coarse)
         assert fuzz_rounding.judge(program).kind == "rounding"
+
+
+@pytest.mark.parametrize(("chance", "failure"), [(8, ""), (1000, "rounding")])
+def test_rounding_that_is_chance_is_drawn_again(chance, failure, monkeypatch):
+    """Ours is off by half as much again in the first draws only, or in all of them."""
+
+    class Drawn(fuzz_rounding.Runs):
+        def __call__(self, who, backend=None, draw=0):
+            error = {"truth": 0, "ours": 1.5 if draw < chance else 1}.get(who, 1)
+            return {"output 0": torch.ones(1000, dtype=torch.float64) * (1 + error / 100)}
+
+    monkeypatch.setattr(fuzz_rounding, "Runs", Drawn)
+    assert fuzz_rounding.judge(Program((), "return []", low="bfloat16")).kind == failure
