@@ -230,7 +230,11 @@ def _several(site) -> bool:
     ("sources", "table", "lender"),
     [
         (["h100_sweep"], "nvidia_h100_80gb_hbm3.json", ""),
-        (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json", "nvidia_h100_80gb_hbm3"),
+        (
+            ["h200_sweep", "h200_heads_sites", "h200_sites_loaded"],
+            "nvidia_h200.json",
+            "nvidia_h100_80gb_hbm3",
+        ),
     ],
 )
 def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, lender, tmp_path):
