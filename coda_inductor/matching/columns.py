@@ -5,7 +5,8 @@
 ``x.view(..., 2, h)[..., 0, :]`` are all ``columns(x, 0, h, 1)``; ``x[..., ::2]`` and
 ``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Put together,
 ``stack(parts, -1)`` with its last two dimensions merged is ``interleave``, and ``stack(parts, -2)``
-is a ``cat``. The nodes between are looked through, and named (``Canon.through``).
+is a ``cat``; pairs of columns as a matrix that is transposed and merged again are ``apart``. The
+nodes between are looked through, and named (``Canon.through``).
 """
 
 from __future__ import annotations
@@ -71,20 +72,32 @@ def joined(node: Node) -> Canon | None:
 
 
 def merged(node: Node) -> Canon | None:
-    """The last two dimensions of a stack, or of complex numbers' two parts, made one; None for any
-    other ``flatten``, ``view`` or ``reshape``."""
+    """The last two dimensions made one, of a stack, of complex numbers' two parts, or of pairs of
+    columns that were transposed; None for any other ``flatten``, ``view`` or ``reshape``."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or not _merges(node, source):
         return None
     name = target_name(source)
     if name == "view_as_real":
         return Canon("complex_as_columns", tuple(source.args), (source,))
+    if name == "transpose":
+        return _apart(source)
     if name != "stack" or (found := _parts(source)) is None:
         return None
     dim, tensors = found
     if dim == -1:
         return Canon("interleave", tuple(tensors), (source,))
     return Canon("cat", (-1, *tensors), (source,)) if dim == -2 else None
+
+
+def _apart(turned: Node) -> Canon | None:
+    """All first columns of pairs, then all second ones: ``turned`` has them as two rows."""
+    given = named(turned, "input", "dim0", "dim1")
+    if given is None or _unfolds(pairs := given["input"]) != 2:
+        return None
+    if {_from_end(given["dim0"], pairs), _from_end(given["dim1"], pairs)} != {-1, -2}:
+        return None
+    return Canon("apart", (pairs.args[0],), (turned, pairs))
 
 
 def complex_columns(node: Node) -> Canon | None:

@@ -219,7 +219,7 @@ def _any_layout(node: Node) -> bool:
     while todo:
         for user in todo.pop().users:
             name = str(user.target)
-            if user.target in _MOVES:
+            if user.target in _MOVES or _splits_columns(user):
                 todo.append(user)
             elif user.target is aten.clone.default:
                 if user.kwargs.get("memory_format") is not torch.contiguous_format:
@@ -227,6 +227,14 @@ def _any_layout(node: Node) -> bool:
             elif "scaled_dot_product" not in name and "flex_attention" not in name:
                 return False
     return True
+
+
+def _splits_columns(view: Node) -> bool:
+    """Is it a view of the columns as a matrix? Columns stand beside each other in every layout."""
+    if view.target not in VIEWS:
+        return False
+    before, after = fake(view.args[0]).shape, fake(view).shape
+    return len(after) > len(before) and same(after[: len(before) - 1], before[:-1])
 
 
 def as_rows(table: Tensor, heads: Tensor, order: list[int] | None) -> Tensor:

@@ -88,6 +88,17 @@ def define(
     return op
 
 
+def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:
+    """Register the op ``coda_inductor::<schema>`` that is ``function``'s other ops, semantic ones
+    too: AOTAutograd traces those in its place, and their gradients; returns it."""
+    own = schema.split("(", maxsplit=1)[0]
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.impl(own, function, "CompositeImplicitAutograd")
+    op = getattr(torch.ops.coda_inductor, own).default
+    DEFINITIONS[op] = Definition(function, name)
+    return op
+
+
 def _differentiable(op: OpOverload, gradient: Callable[..., Any], of: tuple[str, ...]) -> None:
     names = parameters(op)
     statistics = [result.name for result in schema_of(op).returns[1:]]
