@@ -80,7 +80,8 @@ _DO = {
     "a router, a residual around it): let that one read the input of the norm, if the model allows "
     "it. Where logits are returned beside a loss, the last norm's result is kept for their "
     "gradient: nothing to do.",
-    "norm-reshaped": "Split into heads after the projection, not between norm and projection.",
+    "norm-reshaped": "Split into heads after the projection, not between norm and projection. "
+    "Behind the projection (OLMo 2's norms of all heads), nothing to do: no GEMM reads the norm.",
     "norm-gemm-dtypes": "Give the projections that read one norm one dtype; under autocast, "
     "exclude none of them.",
     "norm-gradient": "Something else than projections takes part in this norm's gradient (a hook, "
@@ -216,6 +217,9 @@ _NOTHING = {
     "logits-form": "the logits are not one linear layer's",
     "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
     "heads-no-gemm": "only a projection's own epilogue can rotate queries and keys",
+    "heads-normed": "a norm over all heads at once is applied by a kernel of Inductor's, from "
+    "statistics that leave the GEMM, and that kernel rotates while it is at it. Only norms of each "
+    "head, another model, are in the epilogue, with the rotation behind them",
     "heads-tables": "tables that differ between heads are read by no epilogue",
     "heads-layout": "a reader counts on the layout that torch.cat gives",
     "heads-tile": "an epilogue reads a tile at its own place only",

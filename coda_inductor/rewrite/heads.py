@@ -19,13 +19,15 @@ does, it is undone as if nothing had happened, and nobody makes the tables.
 The gradient stays where it is: attention makes dq and dk, and its rotation back is one elementwise
 kernel with whatever scales the rows of dz.
 
-Refuses: what no GEMM's epilogue makes; tables that differ between heads; results that a reader
-counts on being laid out otherwise (``torch.cat`` lays a rotation of part of a head out head by
-head; attention takes any layout); projections that policy leaves alone.
+Refuses: what no GEMM's epilogue makes, as a norm over all heads at once; tables that differ between
+heads; results that a reader counts on being laid out otherwise (``torch.cat`` lays a rotation of
+part of a head out head by head; attention takes any layout, and so does who puts columns apart);
+projections that policy leaves alone.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +39,17 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.edit import Put, insert, prune
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import VIEWS, aten, base, fake, is_cast, leaves, place, renames
+from coda_inductor.graph.nodes import (
+    VIEWS,
+    aten,
+    base,
+    fake,
+    is_cast,
+    leaves,
+    place,
+    renames,
+    sources,
+)
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
@@ -51,6 +63,7 @@ from coda_inductor.rewrite.head_parts import (
     part_of,
     rotate_part,
 )
+from coda_inductor.rewrite.norm.forward import NORMS
 from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.semantic.rotary import (
     each_column,
@@ -147,12 +160,29 @@ def _unmade(rows: Node, scope: Scope, record: Record) -> Refusal | None:
     """Why no GEMM's epilogue makes ``rows``, or None."""
     gemm = producer(rows)
     if gemm is None:
-        return refuse("heads-no-gemm", "no GEMM makes what it reads")
+        return _normed(rows) or refuse("heads-no-gemm", "no GEMM makes what it reads")
     if (why := record.policy.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
     if not reaches(gemm, rows, scope):
         text = f"something between it and its GEMM {gemm.name} is in no epilogue"
         return refuse("heads-no-gemm", text)
+    return None
+
+
+def _normed(rows: Node) -> Refusal | None:
+    """The reason where a norm of whole rows (OLMo 2's, of all heads at once) makes ``rows`` of the
+    result of a GEMM; None elsewhere. That norm is applied after the GEMM, whatever rotates."""
+    for node in sources(rows):
+        if node.target is operator.getitem and node.args[0].target in NORMS:
+            norm = node.args[0]
+            if (gemm := producer(norm.args[0])) is None:
+                return None
+            text = (
+                f"the {NORMS[norm.target]} behind its GEMM {gemm.name} is of all "
+                f"{fake(norm.args[0]).shape[-1]} columns, not of a head: its scale is known when "
+                "all tiles of a row are done"
+            )
+            return refuse("heads-normed", text)
     return None
 
 

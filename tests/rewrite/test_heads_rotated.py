@@ -274,6 +274,27 @@ def test_what_no_epilogue_makes():
     assert found == {"heads-no-gemm"}
 
 
+@pytest.mark.parametrize("read_in", [None, torch.float32], ids=["as it is", "cast"])
+def test_behind_a_norm_of_all_heads(read_in):
+    """OLMo 2's: the norm is over what several tiles make."""
+
+    def function(x, w, weight, cos, sin):
+        x = x if w is None else x @ w
+        y = F.rms_norm(x, (H * D,), weight, 1e-6).to(read_in or x.dtype)
+        q = whole(rotate_half)(y.view(B, T, H, D).transpose(1, 2), cos, sin)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    x, cos, sin = (t.detach().bfloat16() for t in inputs())
+    given = randn(*W).bfloat16(), randn(H * D).bfloat16(), cos, sin
+    harness = check(function, x, *given, gate="always")
+    (why,) = [why for why in harness.report.refusals if why.what == "rotary"]
+    assert why.code == "heads-normed"
+    assert f"is of all {H * D} columns" in why.text
+    assert "the rms_norm behind its GEMM mm" in why.text
+    no_gemm = check(function, randn(B, T, H * D).bfloat16(), None, *given[1:], gate="always")
+    assert "heads-normed" not in passes.codes(no_gemm)
+
+
 def test_heads_that_are_no_rows():
     def function(x, w, cos, sin):
         return halves((x @ w).view(B, T, H, D, 2)[..., 0], cos, sin)
