@@ -30,7 +30,6 @@ from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.dynamo.whole_losses import whole_losses
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fuse.driver import fuse_gemms
-from coda_inductor.graph.attention import calls
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
@@ -39,6 +38,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
+from coda_inductor.rewrite.attention_kernels import say_attention
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
@@ -150,6 +150,7 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
+    Pass("attention_kernels", say_attention),
     Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),
@@ -233,7 +234,6 @@ def on_aten(graph: Graph, record: Record) -> None:
     """
     before = len(record.report.sites)
     _run(ON_ATEN, graph, record)
-    record.report.attention |= calls(graph)
     record.folder.graph("4_fused", _owner(graph))
     record.folder.finish(record.report)
     _count(record)
