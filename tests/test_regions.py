@@ -57,7 +57,7 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(without_code):
     """Graphs are compiled here, not found in a cache."""
     torch._dynamo.reset()
     report.forget()

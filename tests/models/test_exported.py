@@ -13,7 +13,7 @@ from harness import Harness
 from torch import nn
 
 #: RMSNorm and SwiGLU, in two weights and in one; GELU; LayerNorm; images; encoder and decoder.
-NAMES = ("Llama", "Phi-3", "Gemma", "GPT-2", "StableLM", "ViT", "T5")
+NAMES = ("Llama", "Phi-3", "GPT-2", "StableLM", "T5")
 
 
 class Call(nn.Module):

@@ -116,11 +116,15 @@ CHECKPOINTS = {
     "GEMMs saved, as a list": (selective([aten.mm.default]), False),
     "nothing saved": (selective(prefer_to_recompute), True),
 }
+#: Those that are tried with programs expanded too.
+PLAIN = ("not reentrant", "GEMMs saved")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("name", "custom"),
+    [*((name, True) for name in CHECKPOINTS), *((name, False) for name in PLAIN)],
+)
 def test_checkpointed_blocks(name, custom, monkeypatch):
     """Whatever torch recomputes and saves, we recompute and save, no more."""
     if custom:

@@ -299,7 +299,7 @@ class Region(Layer):
 
 
 @pytest.mark.parametrize("how", [{"disable": ["fuse"]}, {"reference": True, "gate": "always"}])
-def test_a_region_is_said_once(how):
+def test_a_region_is_said_once(how, without_code):
     """As it was left, or as programs were expanded in it."""
     needs_scaled_mm()
     forget()
