@@ -35,8 +35,7 @@ not all of it; an input that is not floating.
 import torch
 
 from coda_inductor import Match, Pattern, value
-from coda_inductor.patterns.conditions import constant, number
-from coda_inductor.refusal import refuse
+from coda_inductor.patterns.conditions import constant, number, rotation
 from coda_inductor.semantic import rotate
 
 
@@ -129,21 +128,7 @@ def _numbers(match: Match):
 
 def _shapes(match: Match):
     cos, sin, paired, _ = _tables(match)
-    x, cos, sin, y = map(value, (match.bound["x"], cos, sin, match.root))
-    if not all(isinstance(t, torch.Tensor) for t in (x, cos, sin, y)):
-        return refuse("not-recorded", "the shape of an input is unknown")
-    if x.shape != y.shape or not all(t.is_floating_point() for t in (x, cos, sin)):
-        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("rotary-shape", said)
-    if cos.requires_grad or sin.requires_grad:
-        return refuse("turns-gradient", "a gradient of the tables is wanted")
-    width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
-    half = int(number(match, "half")) if "half" in match.bound else width // 2
-    columns = half if paired else width
-    if cos.shape[-1] != columns or sin.shape[-1] != columns or 2 * half != width:
-        said = f"tables of {cos.shape[-1]} and {sin.shape[-1]} columns for {width} that are rotated"
-        return refuse("rotary-width", said)
-    return None
+    return rotation(match, cos, sin, paired=paired)
 
 
 _EACH, _PAIRS, _BACK = (

@@ -29,7 +29,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name, size in {"TRIM_THRESHOLD": 2**30, "TOP_PAD": 2**26, "MMAP_THRESHOLD": 2**25}.items():
     os.environ.setdefault(f"MALLOC_{name}_", str(size))
 
-# Dynamo looks for garbage after each graph, a twentieth of the tests' time.
+# Dynamo looks for garbage after each graph, up to a tenth of the time of tests that compile.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 COMPILER = shutil.which("g++")
