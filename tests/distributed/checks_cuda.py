@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under each way of sharding, on GPUs of one host: as exact as torch.compile's code under
-the same wrapping. Run by ``tests/gpu/test_gpu_distributed.py``."""
+"""Kernels under each way of sharding, on GPUs of one host or on one that the ranks share: as exact
+as torch.compile's code under the same wrapping. Run by ``tests/gpu/test_gpu_distributed.py``."""
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from decoder import VOCABULARY, Decoder, fresh, full
+from checks_fsdp import products
+from checks_tensor import sequence_parallel
+from decoder import VOCABULARY, Decoder, fired, fresh, full
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,14 +44,27 @@ def compiled(modules, backend: str | None) -> None:
             module.compile(backend=backend, options=options)
 
 
-def sharded(backend, converted=lambda own: own):
-    """FSDP2: float32 parameters, bfloat16 in the blocks."""
+def sharded(backend, converted=lambda own: own, again=None, **how):
+    """FSDP2: float32 parameters, bfloat16 in the blocks. ``again``: what of a block is computed
+    again, as arguments of a checkpoint around it."""
     own = converted(model(torch.float32))
+    if again is not None:
+        for number, block in enumerate([*own.layers]):
+            own.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False, **again)
     compiled(own.layers, backend)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for part in (*own.layers, own):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, **how)
+    return own, own
+
+
+def with_loss(backend):
+    """FSDP2, and head and loss as one graph."""
+    own, _ = sharded(backend)
+    trunk = torch.compiler.disable(own.trunk)
+    own.forward = lambda batch: loss_of(own.head(trunk(batch)), batch)
+    compiled([own.norm, own], backend)
     return own, own
 
 
@@ -69,6 +86,20 @@ def tensor_parallel(backend):
     return own, own
 
 
+def in_sequence(backend):
+    """Tensor parallelism whose residual stream is split along the sequence."""
+    own = model(torch.bfloat16)
+    sequence_parallel(own, init_device_mesh("cuda", (dist.get_world_size(),)))
+    compiled([own], backend)
+    return own, own
+
+
+def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """To say the token that was read. What is a loss already stays."""
+    out = full(logits).float()
+    return F.cross_entropy(out.flatten(0, 1), batch.flatten()) if out.dim() else out
+
+
 def tokens(step: int, *, own: bool) -> torch.Tensor:
     """(2, LENGTH) of a step, for this rank or for all."""
     seed = 100 * step + (dist.get_rank() if own else 0)
@@ -77,13 +108,13 @@ def tokens(step: int, *, own: bool) -> torch.Tensor:
 
 
 def losses(own, step, count: int, *, split: bool) -> list[float]:
-    """Of so many steps of AdamW: to say the token that was read."""
+    """Of so many steps of AdamW."""
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3)
     found = []
     with torch._dynamo.config.patch(optimize_ddp=False):
         for number in range(count):
             batch = tokens(number, own=split)
-            loss = F.cross_entropy(full(step(batch)).float().flatten(0, 1), batch.flatten())
+            loss = loss_of(step(batch), batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -104,17 +135,21 @@ def exact(*, split: bool) -> list[torch.Tensor]:
     return [p.grad for p in own.parameters()]
 
 
-def compared(wrap, *, split: bool) -> None:
-    """All gradients of one step: the error of ours beside torch.compile's."""
+def compared(wrap, *, split: bool, times: int = 1) -> None:
+    """All gradients of one step, the mean of ``times`` that add up and are reduced with the last:
+    the error of ours beside torch.compile's."""
     want, errors = exact(split=split), {}
     for name, backend in BACKENDS.items():
         fresh()
         own, step = wrap(backend)
         batch = tokens(0, own=split)
         with torch._dynamo.config.patch(optimize_ddp=False):
-            out = full(step(batch)).float()
-            F.cross_entropy(out.flatten(0, 1), batch.flatten()).backward()
-        pairs = zip([full(p.grad).double() for p in own.parameters()], want, strict=True)
+            for left in reversed(range(times)):
+                if times > 1:
+                    own.set_requires_gradient_sync(not left)
+                loss_of(step(batch), batch).backward()
+        have = [full(p.grad).double().cuda() / times for p in own.parameters()]
+        pairs = zip(have, want, strict=True)
         errors[name] = sum((a - b).norm().item() ** 2 for a, b in pairs) ** 0.5
         if name == "coda":
             assert sum(found.kernels for found in coda_inductor.reports()) >= 4
@@ -125,12 +160,36 @@ def check_fsdp_is_as_exact_as_torch_compile():
     compared(sharded, split=True)
 
 
+def check_gradients_that_add_up_between_reductions():
+    """Parameters stay gathered meanwhile."""
+    compared(functools.partial(sharded, reshard_after_forward=False), split=True, times=2)
+
+
+def check_blocks_that_are_computed_again():
+    """All of them, then all but their products."""
+    for again in ({}, {"context_fn": products}):
+        compared(functools.partial(sharded, again=again), split=True)
+
+
+def check_parameters_that_lie_on_the_cpu():
+    compared(functools.partial(sharded, offload_policy=CPUOffloadPolicy()), split=True)
+
+
+def check_head_and_loss_as_one_graph_beside_blocks():
+    compared(with_loss, split=True)
+    assert fired()["cross_entropy"] == 1
+
+
 def check_ddp_is_as_exact_as_torch_compile():
     compared(replicated, split=True)
 
 
 def check_tensor_parallelism_is_as_exact_as_torch_compile():
     compared(tensor_parallel, split=False)
+
+
+def check_sequence_parallelism_is_as_exact_as_torch_compile():
+    compared(in_sequence, split=False)
 
 
 def check_fsdp_learns_as_eager_does():

@@ -174,7 +174,7 @@ def main(folder: str, seconds: str, patience: str, *names: str) -> None:
     ranks = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         if not (forked := os.fork()):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ |= {"RANK": str(rank), **_device(rank)}
             with Path(folder, f"{rank}.txt").open("w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
@@ -183,6 +183,19 @@ def main(folder: str, seconds: str, patience: str, *names: str) -> None:
         ranks.append(forked)
     codes = _codes(ranks, float(seconds), patience=patience == "True")
     Path(folder, "codes").write_text(json.dumps(codes))
+
+
+def _device(rank: int) -> dict[str, str]:
+    """The environment in which ``rank`` takes a GPU. NCCL refuses a second rank of one host on a
+    GPU: where there are too few, each says that it is a host of its own, and they meet through
+    sockets, which is slow and otherwise the same."""
+    import torch
+
+    count = torch.cuda.device_count()  # asks NVML: a driver that has begun cannot be forked
+    local = {"LOCAL_RANK": str(rank % max(count, 1))}
+    if 0 < count < int(os.environ["WORLD_SIZE"]):
+        local |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return local
 
 
 def _imported(names: tuple[str, ...]) -> list[Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs: FSDP2, DDP and tensor parallelism with kernels, and the death of a rank."""
+"""Ranks with kernels: FSDP2, DDP, tensor and sequence parallelism, and the death of a rank. They
+share a GPU where there are more ranks (``ranks.py``): as correct, and no measure of speed."""
 
 from __future__ import annotations
 
@@ -8,18 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import checks_cuda
 import checks_float8_cuda
+import checks_four_cuda
 import ranks
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-SECONDS = 300
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+SECONDS = 400
 FLOAT8 = ranks.checks(checks_float8_cuda)
 
 
@@ -33,6 +31,12 @@ def test_ranks(check):
 def test_ranks_in_fp8(check):
     pytest.importorskip("torchao.float8")
     if errors := ranks.group(("checks_float8_cuda",), 2, SECONDS).errors(check):
+        pytest.fail(errors, pytrace=False)
+
+
+@pytest.mark.parametrize("check", ranks.checks(checks_four_cuda))
+def test_four_ranks(check):
+    if errors := ranks.group(("checks_four_cuda",), 4, SECONDS).errors(check):
         pytest.fail(errors, pytrace=False)
 
 
