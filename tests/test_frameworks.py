@@ -333,6 +333,15 @@ def test_blocks_and_the_loss_beside_them():
     same(weights(ours), weights(eager), 1e-3)
 
 
+@pytest.fixture
+def settings_of_inductors():
+    """Are put back: torchao's ``quantize_`` changes them for good."""
+    kept = torch._inductor.config.get_config_copy()
+    yield
+    torch._inductor.config.load_config(kept)
+
+
+@pytest.mark.usefixtures("settings_of_inductors")
 def test_torchao():
     quantization = pytest.importorskip("torchao.quantization")
     ours, fired = run("torchao")

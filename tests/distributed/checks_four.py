@@ -24,17 +24,14 @@ from torch.distributed.fsdp import fully_shard
 import coda_inductor
 
 
-def check_fully_sharded_blocks_and_a_whole_model_of_four():
+def check_fully_sharded_blocks_of_four():
     checks_fsdp.check_blocks_that_are_sharded_again_after_forward()
-    checks_fsdp.check_the_whole_model()
 
 
-def check_replicas_of_blocks_and_of_a_whole_model_of_four():
-    ways = (checks_ddp.blocks_first, checks_ddp.BLOCKS), (checks_ddp.whole_first, checks_ddp.WHOLE)
-    for way, want in ways:
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            checks_ddp.trained(way)
-        assert_fired(want)
+def check_replicas_of_a_whole_model_of_four():
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        checks_ddp.trained(checks_ddp.whole_first)
+    assert_fired(checks_ddp.WHOLE)
 
 
 def check_sequence_parallelism_of_four():

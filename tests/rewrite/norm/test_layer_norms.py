@@ -189,8 +189,13 @@ def case(name: str) -> tuple[Weights, torch.Tensor, int]:
     return Weights(function, *weights), (5 + randn(2, 5, D)).requires_grad_(), norms
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
-@pytest.mark.parametrize("name", CASES)
+#: Those that are tried with the op itself too, whose partials have several tiles.
+TILED = ["one GEMM", "shared weight", "head wider than 4 d", "residual MLP, two norms", "SwiGLU"]
+
+
+@pytest.mark.parametrize(
+    ("name", "custom"), [*((name, False) for name in CASES), *((name, True) for name in TILED)]
+)
 def test_values_and_gradients_are_eagers(name, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")

@@ -53,7 +53,7 @@ def model(layers: int, weighted: bool = True) -> nn.Sequential:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_sandwich_norms_wait_but_the_first_and_those_that_residuals_read(weighted, dynamic):
-    layers = 3
+    layers = 2
     harness = check(model(layers, weighted), randn(2, 5, D), dynamic=dynamic)
     # Statistics of the norms behind projections; the last two leave no tile for anything else.
     assert harness.counts == {"rms_norm": 2 * layers - 1, "epilogue": 2 * layers}
@@ -64,7 +64,7 @@ def test_sandwich_norms_wait_but_the_first_and_those_that_residuals_read(weighte
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gradients_are_rewritten_where_gemms_make_them(weighted, dynamic):
     """Those of the MLP's norm; the projection's, which the scan makes, stay."""
-    layers = 3
+    layers = 2
     harness = check_gradients(
         model(layers, weighted), randn(2, 5, D).requires_grad_(), dynamic=dynamic
     )
