@@ -32,9 +32,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import (
+    Hazards,
     bodies,
     changes,
-    epochs,
     memory,
     named,
     normalize,
@@ -110,7 +110,7 @@ def _units(product: Node) -> list[Node]:
 
 def _rewrite(graph: Graph, cuts: list[tuple[Node, dict[Node, int]]]) -> bool:
     """Returns whether anything was changed."""
-    epoch, last = epochs(graph), graph.output_node().all_input_nodes
+    hazards, last = Hazards(graph), graph.output_node().all_input_nodes
     shared = {s for n in (*changes(graph), *last) for s in memory(n) or ()}
     changed = False
     for product, halves in cuts:
@@ -119,7 +119,7 @@ def _rewrite(graph: Graph, cuts: list[tuple[Node, dict[Node, int]]]) -> bool:
             continue
         for unit in _units(product):
             changed |= _expand(product, unit)
-        if halves and len({epoch[node] for node in halves}) == 1:
+        if halves and not hazards.between(halves):
             _replace(product, halves)
             changed = True
     return changed

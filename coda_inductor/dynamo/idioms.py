@@ -32,12 +32,11 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
     Flat,
+    Hazards,
     Match,
     bodies,
-    epochs,
     first_match,
     forward_mode,
-    mutates,
     normalize,
     ops_of,
     value,
@@ -87,8 +86,7 @@ def _raise(
     lookalikes = [idiom for idiom in pattern.others if ops is None or idiom.ops <= ops]
     if not (idioms or lookalikes):
         return False
-    found, epoch = False, epochs(graph)
-    changes = [node for node in graph.nodes if mutates(node)]
+    found, hazards = False, Hazards(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
     for root in reversed(_calls(graph)):
         if erased(root):
@@ -96,7 +94,7 @@ def _raise(
         try:  # what fails here does so alone: nothing has been changed yet
             match = first_match(idioms, root)
             if match is not None:
-                why = _refusal(pattern, match, epoch, changes, dual)
+                why = _refusal(pattern, match, hazards, dual)
             else:
                 other = first_match(lookalikes, root)
                 why = None if other is None else pattern.lookalike(other)
@@ -109,24 +107,19 @@ def _raise(
         if why is not None:
             record.refuse(pattern.name, root.name, why)
         elif match is not None:
-            _replace(graph, pattern, match, epoch)
+            _replace(graph, pattern, match)
             found = True
     return found
 
 
 def _refusal(
-    pattern: Pattern,
-    match: Match,
-    epoch: dict[Node, int],
-    changes: list[Node],
-    dual: str | None,
+    pattern: Pattern, match: Match, hazards: Hazards, dual: str | None
 ) -> Refusal | None:
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         text = f"{dual} differentiates forward, and semantic ops only go backward"
         return refuse("forward-mode", text)
-    later = [node for node in changes if epoch[node] > epoch[match.root]]
-    hazard = _hazard(match, epoch) or _changed(match, later)
+    hazard = _hazard(match, hazards) or _changed(match, hazards.writes)
     return hazard or pattern.refusal(match) or _mismatch(pattern, match)
 
 
@@ -138,10 +131,9 @@ def _where(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _hazard(match: Match, epoch: dict[Node, int]) -> Refusal | None:
+def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     covered = set(match.nodes) | set(match.casts)
-    apart = any(epoch[one] != epoch[other] for one, other in match.twins)
-    if apart or len({epoch[n] for n in covered}) != 1:
+    if hazards.between(covered.union(*match.twins)):
         text = "an in-place op or a grad/autocast mode change lies between its nodes"
         return refuse("mutation", text)
     leaves = _leaves(match)
@@ -171,14 +163,14 @@ def _leaves(match: Match) -> set[Node]:
     return found.difference(match.bound.values())
 
 
-def _changed(match: Match, later: list[Node]) -> Refusal | None:
+def _changed(match: Match, writes: list[Node]) -> Refusal | None:
     """Ops keep their inputs for the gradient, where the idiom may keep what it made of them: a
     log-softmax keeps its result, and its logits may be changed behind it."""
     if not getattr(value(match.root), "requires_grad", False):
         return None
     inputs = [n for n in match.bound.values() if isinstance(n, Node)]
-    for node in later:
-        if writes_to(node, inputs):
+    for node in writes:
+        if node > match.root and writes_to(node, inputs):
             return refuse("mutation", f"{node.name} changes in place what its gradient reads")
     return None
 
@@ -226,7 +218,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     return None
 
 
-def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int]) -> None:
+def _replace(graph: Graph, pattern: Pattern, match: Match) -> None:
     root, arguments = match.root, pattern.arguments(match)
     with value(root).fake_mode, graph.inserting_before(root):
         example = pattern.op(*map(_fake, arguments))
@@ -237,8 +229,6 @@ def _replace(graph: Graph, pattern: Pattern, match: Match, epoch: dict[Node, int
         if pattern.result is not None:
             new = graph.call_function(operator.getitem, (call, pattern.result))
             new.meta = dict(root.meta)
-    for node in {call, new}:
-        epoch[node] = epoch[root]
     root.replace_all_uses_with(new)
     for node in sorted((*match.nodes, *match.casts), key=_position(graph), reverse=True):
         if not node.users:

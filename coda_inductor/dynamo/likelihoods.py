@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import bodies, epochs, named, normalize, target_name, value
+from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
 from coda_inductor.record import Record
 
 #: Of no class, in 32 bits too.
@@ -48,13 +48,13 @@ def gathered_losses(graph: Graph, record: Record) -> None:
     if not record.enabled("cross_entropy"):
         return
     for body in bodies(gm):
-        epoch = epochs(body.graph)
+        hazards = Hazards(body.graph)
         found = [n for n in body.graph.nodes if target_name(n) in _GATHERS]
         for node in found:
-            if (logits := _logits(node, epoch)) is not None:
+            if (logits := _logits(node, hazards)) is not None:
                 _replace(node, logits)
             else:
-                for difference, minus in _differences(node, epoch):
+                for difference, minus in _differences(node, hazards):
                     _replace_difference(difference, node, minus)
         if found:
             body.module.recompile()
@@ -78,7 +78,7 @@ def _given(node: Node) -> dict[str, Any] | None:
     }
 
 
-def _logits(node: Node, epoch: dict[Node, int]) -> Node | None:
+def _logits(node: Node, hazards: Hazards) -> Node | None:
     """The logits whose log-softmax ``node`` takes one element a row of; None if it is no such."""
     given = _given(node)
     if given is None or not isinstance(softmax := given["input"], Node) or given["sparse_grad"]:
@@ -88,7 +88,7 @@ def _logits(node: Node, epoch: dict[Node, int]) -> Node | None:
         return None
     (logits,) = canon.args
     taken = _takes_one_a_row(given, logits, softmax)
-    return logits if taken and epoch[softmax] == epoch[node] else None
+    return logits if taken and not hazards.between((softmax, node)) else None
 
 
 def _takes_one_a_row(given: dict[str, Any], logits: Node, source: Node) -> bool:
@@ -103,7 +103,7 @@ def _takes_one_a_row(given: dict[str, Any], logits: Node, source: Node) -> bool:
     return last and one and x.is_floating_point() and not narrowed
 
 
-def _differences(node: Node, epoch: dict[Node, int]) -> Iterator[tuple[Node, bool]]:
+def _differences(node: Node, hazards: Hazards) -> Iterator[tuple[Node, bool]]:
     """Each difference of what ``node`` gathers from logits and their log-sum-exp, and whether that
     is what is subtracted."""
     given = _given(node)
@@ -117,9 +117,13 @@ def _differences(node: Node, epoch: dict[Node, int]) -> Iterator[tuple[Node, boo
             if canon is None or canon.op != "sub" or len(canon.args) != 2 or user.kwargs:
                 continue
             other = canon.args[canon.args[0] is each]
-            total = isinstance(other, Node) and _logsumexp(other, logits)
+            total = _logsumexp(other, logits) if isinstance(other, Node) else None
             shapes = [tuple(getattr(value(n), "shape", ())) for n in (user, each)]
-            if total and same(*shapes) and epoch[node] == epoch[other] == epoch[user]:
+            if total is None or not same(*shapes):
+                continue
+            read = total.all_input_nodes[0]
+            casts = () if read is logits else (read, logits)  # one cast, written twice
+            if not hazards.between((*casts, node, each, total, other, user)):
                 yield user, canon.args[1] is other
 
 
@@ -134,18 +138,20 @@ def _without_last(node: Node) -> list[Node]:
     return found
 
 
-def _logsumexp(node: Node, logits: Node) -> bool:
-    """Is ``node`` the log-sum-exp of each row of ``logits``?"""
+def _logsumexp(node: Node, logits: Node) -> Node | None:
+    """The log-sum-exp of each row of ``logits`` that ``node`` is, or has a dimension more than;
+    None if it is none."""
     if target_name(node) == "unsqueeze" and node.args[1:] == (-1,):
         node = node.args[0]
     if target_name(node) != "logsumexp":
-        return False
+        return None
     given = named(node, "input", "dim", "keepdim", keepdim=False)
     if given is None or not _one(given["input"], logits):
-        return False
+        return None
     dim = given["dim"]
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    return isinstance(dim, int) and dim in (-1, value(logits).dim() - 1)
+    rows = isinstance(dim, int) and dim in (-1, value(logits).dim() - 1)
+    return node if rows else None
 
 
 def _replace(node: Node, logits: Node) -> None:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.matching import bodies, epochs, named, normalize, target_name, value
+from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
 from coda_inductor.record import Record
 
 _OPTIONS: dict[str, Any] = {
@@ -51,7 +51,7 @@ def whole_losses(graph: Graph, record: Record) -> None:
         return
     for body in bodies(gm):
         found = [n for n in body.graph.nodes if target_name(n) == "cross_entropy"]
-        epoch = epochs(body.graph) if found else {}
+        hazards = Hazards(body.graph)
         for node in found:
             given = named(node, "input", "target", *_OPTIONS, **_OPTIONS)
             if given is None or not _of_classes(given):
@@ -59,7 +59,7 @@ def whole_losses(graph: Graph, record: Record) -> None:
             logits, chain = _classes_second(given["input"]), ()
             if logits is None:
                 logits, chain = _without_last_row(given)
-            if logits is not None and epoch[logits] == epoch[node]:
+            if logits is not None and not hazards.between((given["input"], *chain, node)):
                 _replace(node, given, logits, chain)
         if found:
             body.module.recompile()

@@ -5,7 +5,8 @@ canon      what the matcher reads of one node
 columns    columns that are taken out of a tensor and put together, in one dialect
 rows       reductions over the last dimension, in one dialect
 normalize  one dialect for the many spellings of an op
-guards     mutations and mode changes that an idiom must not straddle
+guards     which nodes change memory, or a mode
+hazards    what an idiom must not straddle
 match      the matcher
 bodies     the graphs inside a graph
 """
@@ -15,17 +16,17 @@ from coda_inductor.matching.canon import named, of_torch, target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
-    epochs,
     forward_mode,
     memory,
     mutates,
     writes_to,
 )
+from coda_inductor.matching.hazards import Hazards
 from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
-    "Body", "Flat", "Idiom", "Match", "bodies", "changes", "changes_mode", "epochs", "first_match",
+    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
     "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
     "target_name", "value", "writes_to",
 ]  # fmt: skip

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not happen between the nodes of an idiom: a mutation, or a change of mode.
-
-Two hazards give silently wrong results (both seen): ``x.mul_(2)`` between two nodes of an idiom,
-and an idiom that straddles a ``no_grad`` or autocast border. Every such node starts a new epoch;
-an idiom's nodes must all lie in one.
-"""
+"""What a node of Dynamo's graph does beside its result: it changes memory, or a mode."""
 
 from __future__ import annotations
 
@@ -85,9 +80,14 @@ def _inplace_flag(node: Node) -> bool:
 
 
 def written(node: Node) -> set[Node]:
-    """What a node that ``mutates`` may write to: its tensors, and what those may be views of."""
-    higher = isinstance(node.target, HigherOrderOperator)
-    inputs = _written_inside(node) if higher else node.all_input_nodes
+    """What a node that ``mutates`` may write to: its tensors, of a Python operator or a method the
+    first one, and what those may be views of."""
+    if isinstance(node.target, HigherOrderOperator):
+        inputs = _written_inside(node)
+    elif node.op == "call_method" or node.target in _INPLACE_OPERATORS:
+        inputs = {a for a in node.args[:1] if isinstance(a, Node)}
+    else:
+        inputs = set(node.all_input_nodes)
     return {node}.union(*map(_bases, inputs))
 
 
@@ -169,12 +169,3 @@ def memory(node: Node) -> set[int] | None:
     except NotImplementedError:  # sparse tensors have none
         return None
 
-
-def epochs(graph: Graph) -> dict[Node, int]:
-    """The epoch of every node: it grows at each mutation and each mode change."""
-    epoch, result = 0, {}
-    for node in graph.nodes:
-        if changes_mode(node) or mutates(node):
-            epoch += 1
-        result[node] = epoch
-    return result

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May nodes of a graph be computed together, where the last of them stands?
+
+Two hazards give silently wrong results (both seen): ``x.mul_(2)`` between two nodes of an idiom,
+and an idiom that straddles a ``no_grad`` or autocast border. A write to what neither is nor is read
+by any of the nodes is none, and neither is a region of another mode that begins and ends between
+them: models with functions of their own between the nodes of an idiom (quantized weights'
+products, say) have both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.matching.canon import value
+from coda_inductor.matching.guards import changes_mode, mutates, writes_to
+
+_GRADIENTS = ("_set_grad_enabled", "set_grad_enabled")
+_ENTER = ("_enter_autocast", "_enter_inference_mode")
+_EXIT = ("_exit_autocast", "_exit_inference_mode")
+
+
+class Hazards:
+    """What happens in ``graph`` between its nodes.
+
+    Attributes:
+        writes: the nodes that change memory, in order.
+    """
+
+    def __init__(self, graph: Graph):
+        nodes = list(graph.nodes)
+        self.writes = [node for node in nodes if mutates(node)]
+        self._modes = _modes(nodes)
+
+    def between(self, nodes: Iterable[Node]) -> bool:
+        """Does a mode change among ``nodes``, or memory that one of them makes or reads, from the
+        first of them to the last?"""
+        nodes = list(nodes)
+        first, last = min(nodes), max(nodes)
+        if len({self._mode(node) for node in nodes}) > 1:
+            return True
+        writes = [node for node in self.writes if first < node < last]
+        touched = {*nodes}.union(*(node.all_input_nodes for node in nodes)) if writes else ()
+        return any(writes_to(node, touched) for node in writes)
+
+    def _mode(self, node: Node) -> Hashable:
+        """The mode in which ``node``, which may be new, is computed."""
+        return next((mode for start, mode in reversed(self._modes) if start < node), None)
+
+
+@dataclass
+class _Mode:
+    """What is set at one place of a graph: gradients (None: as before the graph, which is not
+    known), regions within each other by what began each, and how often something else was set."""
+
+    gradients: Hashable = None
+    regions: list[tuple[Any, Hashable]] = field(default_factory=list)
+    others: int = 0
+
+    def change(self, node: Node) -> None:
+        """As ``node`` does."""
+        name = getattr(node.target, "__name__", "")
+        if name in _GRADIENTS and isinstance(node.args[0], bool):
+            self.gradients = node.args[0]
+        elif name in _ENTER and not node.all_input_nodes:
+            self.regions.append((node, (name, *map(str, node.args), str(node.kwargs))))
+        elif name in _EXIT and self.regions and self.regions[-1][0] is node.args[0]:
+            self.regions.pop()
+        else:
+            self.others += 1
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal modes."""
+        return self.gradients, tuple(how for _, how in self.regions), self.others
+
+
+def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
+    """Each node that changes the mode, with the mode behind it; nothing where none does."""
+    changing = [node for node in nodes if changes_mode(node)]
+    if not changing:
+        return []
+    before = nodes[: nodes.index(changing[0])]
+    mode = _Mode(True if any(map(_differentiated, before)) else None)
+    found = [(nodes[0], mode.key)]
+    for node in changing:
+        mode.change(node)
+        found.append((node, mode.key))
+    return found
+
+
+def _differentiated(node: Node) -> bool:
+    """Is ``node`` computed with a gradient? Then gradients are enabled there."""
+    known = value(node)
+    computed = isinstance(known, torch.Tensor) and node.op in ("call_function", "call_method")
+    return computed and known.requires_grad and not known.is_leaf
