@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import shutil
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ SLOW = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """By default pytest-xdist starts with the files that hold most tests, however short."""
+    if not entry_points(group="torch_dynamo_backends", name="coda"):
+        raise pytest.UsageError("coda_inductor is not installed: pip install --no-deps -e .")
     nobody_traces()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False

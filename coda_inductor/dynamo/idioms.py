@@ -112,9 +112,7 @@ def _raise(
     return found
 
 
-def _refusal(
-    pattern: Pattern, match: Match, hazards: Hazards, dual: str | None
-) -> Refusal | None:
+def _refusal(pattern: Pattern, match: Match, hazards: Hazards, dual: str | None) -> Refusal | None:
     """Why ``pattern`` must not fire at ``match``, or None."""
     if dual is not None:
         text = f"{dual} differentiates forward, and semantic ops only go backward"

@@ -122,8 +122,8 @@ def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
 def _remembered(graph: Graph) -> Graph:
     """A copy of ``graph`` without recorded values, and without the module that owns it: every one
     of those is a class of its own, all of which torch visits when it changes ``nn.Module``."""
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, env := {}))
+    copy, env = Graph(), dict[Node, Node]()
+    copy.output(copy.graph_copy(graph, env))
     for old, new in env.items():
         value = new.meta.pop("val", None)
         if isinstance(value, torch.Tensor) and not _views(old):

@@ -168,4 +168,3 @@ def memory(node: Node) -> set[int] | None:
         return {storage(t) for t in tree_leaves(known) if isinstance(t, torch.Tensor)}
     except NotImplementedError:  # sparse tensors have none
         return None
-

@@ -88,7 +88,7 @@ def test_recorded_values_are_alike_and_share_memory_as_traced(traces, monkeypatc
     kept = [made(*each) for each in graphs]
     assert traces.count == 2
     seen = set()
-    for (graph, nodes, _), new in zip(graphs, kept, strict=True):
+    for (_graph, nodes, _), new in zip(graphs, kept, strict=True):
         assert [node.target for node in new] == [node.target for node in traced]
         own = storage(nodes[0].meta["val"])
         for a, b in ((a.meta["val"], b.meta["val"]) for a, b in zip(traced, new, strict=True)):
