@@ -280,6 +280,67 @@ def test_frozen_weights_in_few_bits(kind):
     trained(counters["coda"])
 
 
+def bits(linear, kind):
+    """A frozen layer of bitsandbytes."""
+    import bitsandbytes as bnb
+
+    sizes = {"input_features": linear.in_features, "output_features": linear.out_features}
+    if kind == 4:
+        made = bnb.nn.Linear4bit(**sizes, bias=False, quant_type="nf4")
+        made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+    else:
+        made = bnb.nn.Linear8bitLt(**sizes, bias=False, has_fp16_weights=False)
+        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False)
+    return made.to("cpu")  # which quantizes
+
+
+@pytest.mark.parametrize("kind", [4, 8])
+def test_adapters_on_layers_of_bitsandbytes(kind):
+    """Their products are ops of theirs; the gate between them is fused."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    results = []
+    for backend in ("eager", "coda"):
+        model, batch = given()["model"].bfloat16(), given()["batch"]
+        for layer in model.model.layers:
+            for parent in (layer.self_attn, layer.mlp):
+                for name, child in list(parent.named_children()):
+                    if isinstance(child, torch.nn.Linear):
+                        setattr(parent, name, bits(child, kind))
+        torch.manual_seed(1)
+        how = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, how)
+        model.compile(backend=backend)
+        loss = model(**batch).loss
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(grads) == 2 * 7 * LAYERS
+        results.append([loss.detach().float(), *(g / g.norm() for g in grads)])
+    same(*results, 0.03)
+    assert counters["coda"]["swiglu"] == GATES
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed(stage, monkeypatch):
+    pytest.importorskip("deepspeed")
+    linear = torch.nn.functional.linear  # DeepSpeed replaces it for good
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**alone, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": adam,
+        "zero_optimization": {"stage": stage},
+    }
+    eager, _ = run("deepspeed", plain("deepspeed").replace("for block", "# "), settings=settings)
+    ours, fired = run("deepspeed", settings=settings)
+    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
+    full = ours["deepspeed"].utils.safe_get_full_fp32_param
+    same(*([full(p) for p in names["model"].parameters()] for names in (ours, eager)), 1e-3)
+
+
 def word_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
