@@ -24,8 +24,11 @@ from torch.distributed.fsdp import fully_shard
 import coda_inductor
 
 
-def check_fully_sharded_blocks_of_four():
-    checks_fsdp.check_blocks_that_are_sharded_again_after_forward()
+def check_two_copies_of_blocks_that_two_share():
+    """HSDP: gradients are summed among those who share, then among the copies."""
+    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    checks_fsdp.trained(checks_fsdp.sharded(mesh=over))
+    assert_fired(checks_fsdp.BLOCK)
 
 
 def check_replicas_of_a_whole_model_of_four():

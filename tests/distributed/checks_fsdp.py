@@ -44,15 +44,15 @@ def sharded(*, reshard: bool = True, **how):
     return shard(model, reshard, **how)
 
 
-def shard(model, reshard: bool, **how):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+def shard(model, reshard: bool, mesh=None, **how):
+    mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, **how)
     return model
 
 
 def trained(model, call=None, clip=None) -> None:
-    data = batches(2)
+    data = batches(torch.distributed.get_world_size())
     train(model, list(map(mine, data)), call, clip)
     assert_trained_as(model, single(data, LAYERS, clip=clip))
 

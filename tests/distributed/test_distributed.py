@@ -15,6 +15,7 @@ import checks_ddp
 import checks_four
 import checks_fsdp
 import checks_inductor
+import checks_pipeline
 import checks_slow
 import checks_tensor
 import pytest
@@ -23,7 +24,11 @@ import ranks
 #: Modules whose checks run in the same processes, how many, and seconds: several times what a
 #: machine takes that has nothing else to do.
 GROUPS = (
-    ((checks_ddp, checks_fsdp, checks_tensor, checks_slow, checks_inductor), 2, 540),
+    (
+        (checks_ddp, checks_fsdp, checks_tensor, checks_pipeline, checks_slow, checks_inductor),
+        2,
+        540,
+    ),
     ((checks_four,), 4, 150),
 )
 if importlib.util.find_spec("torchao") is not None:
