@@ -9,7 +9,8 @@ then messages:
 - ``{"cancel": 1}`` ends the worker that has it.
 
 It ends, and its workers with it, when its parent does, however that ends, and after two idle
-minutes. It has one thread whenever it forks.
+minutes. It starts no thread, for it forks; those of the CUDA driver and NumPy, which imports start,
+hold nothing that a worker needs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -197,6 +199,8 @@ def main(parent: int, limit: int, arch: str) -> None:
     """``parent``: its process id. ``limit``: of workers. ``arch``: compute capability, e.g. 90.
     Standard input is the connection to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    # Python 3.12 counts threads of libraries too, and would tell the user of each fork.
+    warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
     try:
         os.fstat(2)
     except OSError:  # the parent has closed its own, as daemons do; the next file would be it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: a stage has a graph of its own, whose input and gradient come from others."""
+"""Pipeline parallelism: a stage's input and its gradient come from other ranks."""
 
 from __future__ import annotations
 

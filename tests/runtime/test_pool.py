@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -55,6 +56,21 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
     assert pool.compiled(good.program, good.config, "90") == [*tmp_path.rglob("*.o")]
     assert pool.compiled(good.program, good.config, "100") == []
     assert pool.compiled(bad.program, bad.config, "90") == []
+
+
+@pytest.mark.gpu
+def test_nobody_hears_of_forks():
+    """Python 3.12 warns of them where the CUDA driver has started a thread of its own."""
+    program = (
+        "from coda_inductor.runtime import pool\n"
+        "from coda_inductor.select.kinds import kinds\n"
+        "asked = pool.KernelRequest(kinds()['scale'].to_json(), '100x100:2x1:pp', arch='90')\n"
+        "print(pool.wait([asked], timeout=120))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "has no kernel" in done.stdout
+    assert "fork" not in done.stderr
 
 
 def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
