@@ -98,12 +98,13 @@ def _traced(function: Callable[..., Any], flat: list[Any], spec: Any, mode: Any)
     key = None if mode is None else _key(function, flat, spec, mode)
     if key is None:
         return _trace(function, flat, spec)
-    if key not in _TRACED:
-        _TRACED[key] = _remembered(_trace(function, flat, spec))
-        while len(_TRACED) > _MOST:
-            _TRACED.popitem(last=False)
-    _TRACED.move_to_end(key)
-    return _TRACED[key]
+    traced = _TRACED.pop(key, None)  # another thread may compile, and trace it too
+    if traced is None:
+        traced = _remembered(_trace(function, flat, spec))
+    _TRACED[key] = traced
+    while len(_TRACED) > _MOST:
+        _TRACED.popitem(last=False)
+    return traced
 
 
 def _trace(function: Callable[..., Any], flat: list[Any], spec: Any) -> Graph:
