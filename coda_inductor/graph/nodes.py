@@ -65,7 +65,8 @@ def module_path(node: Node) -> str:
     path, changed = str(found[0]), 1
     while changed:  # torch.func.functional_call's
         path, changed = re.subn(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)
-    path = re.sub(r"^[LG]\['\w+'\]\.?|^L__self___", "", path)
+    # The first of ``args`` is the module itself behind a decorator of its forward.
+    path = re.sub(r"^L\['args'\]\[0\]\.?|^[LG]\['\w+'\]\.?|^L__self___", "", path)
     path = path.replace("__dict__['_modules']['", "_modules['")  # behind a __getattr__ (peft)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     return re.sub(r"\['?([^]']*)'?\]", r".\1", path).lstrip(".")

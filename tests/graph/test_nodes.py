@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from harness import Harness
@@ -110,6 +112,32 @@ class Behind(nn.Module):
 def test_module_paths_behind_a_getattr():
     harness = Harness()
     harness.run(Behind(), torch.ones(3, 8))
+    assert [site.site for site in harness.report.sites] == ["inner.0"]
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    """As transformers 5.24 decorates what returns a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    @decorated
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_module_paths_behind_a_decorator():
+    harness = Harness()
+    harness.run(Decorated(), torch.ones(3, 8))
     assert [site.site for site in harness.report.sites] == ["inner.0"]
 
 
