@@ -301,7 +301,7 @@ def test_adapters_on_layers_of_bitsandbytes(kind):
     peft = pytest.importorskip("peft")
     results = []
     for backend in ("eager", "coda"):
-        model, batch = given()["model"].bfloat16(), given()["batch"]
+        model, batch = given()["model"], given()["batch"]
         for layer in model.model.layers:
             for parent in (layer.self_attn, layer.mlp):
                 for name, child in list(parent.named_children()):
@@ -315,8 +315,9 @@ def test_adapters_on_layers_of_bitsandbytes(kind):
         loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         assert len(grads) == 2 * 7 * LAYERS
-        results.append([loss.detach().float(), *(g / g.norm() for g in grads)])
-    same(*results, 0.03)
+        results.append([loss.detach(), *grads])
+    for eager, ours in zip(*results, strict=True):
+        assert (ours - eager).norm() <= 1e-5 * eager.norm()
     assert counters["coda"]["swiglu"] == GATES
 
 

@@ -11,6 +11,7 @@ from decoder import (
     OPTIONS,
     assert_trained_as,
     batches,
+    compile_head_and_loss,
     decoder,
     fired,
     fresh,
@@ -80,12 +81,8 @@ def check_the_whole_model():
 
 
 def check_blocks_and_a_graph_of_head_and_loss():
-    """What calls the blocks runs as it is, and is no part of the graph behind it."""
     model = sharded()
-    trunk = torch.compiler.disable(model.trunk)
-    model.forward = lambda tokens: loss_of(model.head(trunk(tokens)), tokens)
-    model.norm.compile(**HOW)
-    model.compile(**HOW)
+    compile_head_and_loss(model, **HOW)
     data = batches(2)
     train(model, list(map(mine, data)), loss=lambda found, _: found)
     assert_trained_as(model, single(data, LAYERS))

@@ -161,6 +161,15 @@ def assert_trained_as(model: nn.Module, plain: nn.Module, tolerance: float = 1e-
         assert error <= tolerance, f"{name}: {error}"
 
 
+def compile_head_and_loss(model: Decoder, **how: Any) -> None:
+    """As one graph, and the norm as another; what calls the blocks runs as it is, and is no part of
+    the graph behind it. The model's result is the loss then."""
+    trunk = torch.compiler.disable(model.trunk)
+    model.forward = lambda tokens: loss_of(model.head(trunk(tokens)), tokens)
+    model.norm.compile(**how)
+    model.compile(**how)
+
+
 def single(data: list[torch.Tensor], layers: int = 2, width: int = 32, **how: Any) -> Decoder:
     """Trained by eager PyTorch on one rank with all data."""
     clip = how.pop("clip", None)
