@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each pass, pattern and counter is worth: a stock model's step with it and without.
+
+``python -m benchmarks.worth measure OUT.json`` compiles each workload once with everything and once
+without each feature that did something to it, and times the two sustained, A B B A: milliseconds,
+peak GiB of a step, host milliseconds (until the step's last launch) and kernels. A pass that leaves
+a workload's graphs as they are is worth nothing there and is not run again. Workloads compile side
+by side, in processes that take turns on the GPU. OUT.json is written after every feature; what it
+has is not measured again. ``python -m benchmarks.worth render OUT.json`` writes docs/worth.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment
+from .worth_models import WORKLOADS, Workload
+from .worth_page import page
+
+Step = Callable[[], Any]
+#: Seconds of one sustained sample; there are two of each side.
+SAMPLE = 0.5
+#: The same of warming up, until the clock has settled.
+SETTLE = 0.3
+#: Two samples of one step further apart than this were disturbed, and are taken again.
+CALM = 1.005
+
+
+def main() -> int:
+    """Measure, or render what was measured."""
+    parser = argparse.ArgumentParser("python -m benchmarks.worth", description=__doc__)
+    parser.add_argument("what", choices=("measure", "part", "render"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    options = parser.parse_args()
+    names = options.workloads.split(",")
+    if unknown := set(names) - set(WORKLOADS):
+        parser.error(
+            f"--workloads: unknown {', '.join(sorted(unknown))}; known: {', '.join(WORKLOADS)}"
+        )
+    if options.what == "render":
+        text = page(json.loads(options.file.read_text()))
+        (environment.REPOSITORY / "docs" / "worth.md").write_text(text)
+        return 0
+    if options.what == "part":
+        part(names[0], options.file, time.monotonic() + options.seconds)
+        return 0
+    return measure(options, names)
+
+
+def measure(options: argparse.Namespace, names: list[str]) -> int:
+    """Run a process a workload, at most ``options.jobs`` at once; how many of them failed."""
+    end = time.monotonic() + options.seconds
+    found: dict[str, Any] = {"workloads": {}}
+    if options.file.exists():
+        found = json.loads(options.file.read_text())
+    found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.worth")
+    folder = options.file.with_suffix(".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, failed = list(names), {}, 0
+    while waiting or running:
+        while waiting and len(running) < options.jobs and time.monotonic() < end - 40:
+            name = waiting.pop(0)
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(found["workloads"].get(name, {})))
+            command = [sys.executable, "-m", "benchmarks.worth", "part", str(path)]
+            command += ["--workloads", name, "--seconds", str(end - time.monotonic())]
+            log = (folder / f"{name}.log").open("w")
+            running[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        if time.monotonic() > end + 20:
+            for process in running.values():
+                process.kill()
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            failed += bool(running.pop(name).returncode)
+            found["workloads"][name] = json.loads((folder / f"{name}.json").read_text())
+            options.file.write_text(json.dumps(found, indent=1))
+        if waiting and not running and time.monotonic() > end - 40:
+            break
+        time.sleep(0.5)
+    return failed
+
+
+def part(name: str, path: Path, end: float) -> None:
+    """Measure one workload into ``path``, feature by feature, until ``end``."""
+    torch._dynamo.config.recompile_limit = 512
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    found: dict[str, Any] = json.loads(path.read_text())
+    lock = path.parent / "gpu.lock"
+    with turn(lock):
+        workload = WORKLOADS[name]()
+    changed, fired = watched()
+    whole = workload.step(())
+    first(whole, lock)
+    features = sorted({*changed, *fired})
+    with turn(lock):
+        found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
+        found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
+    found.setdefault("without", {})
+    path.write_text(json.dumps(found))
+    for feature in features:
+        if feature in found["without"] or time.monotonic() > end - 30:
+            continue
+        known = {"whole": found["whole"], **found["without"]}
+        found["without"][feature] = compared(workload, whole, feature, lock, known)
+        path.write_text(json.dumps(found))
+
+
+def compared(
+    workload: Workload, whole: Step, feature: str, lock: Path, known: dict[str, Any]
+) -> dict[str, Any]:
+    """The step without ``feature`` beside the whole one. ``known``: steps whose times are known;
+    one that launches the same kernels is not timed again."""
+    try:
+        step = workload.step((feature,))
+        first(step, lock)
+        with turn(lock):
+            found = facts(step)
+            same = (r for r in known.values() if r.get("launches") == found["launches"])
+            if (twin := next(same, None)) is not None:
+                return found | {key: twin[key] for key in ("ms", "ms_whole")}
+            times = [sustained(each) for each in (whole, step, step, whole)]
+            if max(times[0] / times[3], times[3] / times[0]) > CALM:
+                times = [sustained(each) for each in (whole, step, step, whole)]
+    except (RuntimeError, ImportError, TypeError) as error:
+        return {"error": environment.scrub(f"{type(error).__name__}: {error}")[:300]}
+    return found | {"ms_whole": min(times[0], times[3]), "ms": min(times[1:3])}
+
+
+def watched() -> tuple[set[str], Counter[str]]:
+    """Names of the passes that will have changed a graph, and what will have fired."""
+    from coda_inductor import pipeline, record
+
+    changed: set[str] = set()
+    fired: Counter[str] = Counter()
+    run, fire = pipeline._observed, record.Record.fire
+
+    def observed(each: Any, graph: Any, record: Any) -> None:
+        before = str(graph)
+        run(each, graph, record)
+        if not each.needed and str(graph) != before:
+            changed.add(each.name)
+
+    def count(self: Any, name: str, times: int = 1) -> None:
+        fired[name] += times
+        fire(self, name, times)
+
+    pipeline._observed, record.Record.fire = observed, count
+    return changed, fired
+
+
+def first(step: Step, lock: Path) -> None:
+    """Compile. Most of it is the host's work: nobody is kept from the GPU meanwhile."""
+    step()
+    with turn(lock):
+        step()
+        torch.cuda.synchronize()
+
+
+def facts(step: Step) -> dict[str, Any]:
+    """Peak GiB, host ms and kernels of one step; ``launches`` tells two sets of kernels apart."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    host = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        host.append(1e3 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.key_averages() if event.self_device_time_total]
+    names = sorted((event.key, event.count) for event in events)
+    launches = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
+    kernels = sum(event.count for event in events)
+    return {"peak": peak, "host": min(host), "kernels": kernels, "launches": launches}
+
+
+def sustained(step: Step) -> float:
+    """Median milliseconds of a step, back to back for ``SAMPLE`` seconds after ``SETTLE``. A
+    process that compiles beside runs a step now and then, which a median does not see."""
+    times: list[float] = []
+    for seconds in (SETTLE, SAMPLE):
+        torch.cuda.synchronize()
+        start, marks = time.perf_counter(), [_mark()]
+        while len(marks) < 8 or time.perf_counter() - start < seconds:
+            step()
+            marks.append(_mark())
+            if len(marks) % 4 == 0:
+                marks[-2].synchronize()
+        torch.cuda.synchronize()
+        times = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    return statistics.median(times)
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@contextmanager
+def turn(lock: Path) -> Iterator[None]:
+    """One process at a time."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CODA_TUNE", "never")
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/worth.md, from what ``benchmarks.worth`` measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tabulate import tabulate
+
+#: A feature stays if it saves this part of a step, or that part of a peak, on one workload.
+STEP, PEAK = 0.01, 0.03
+_HEAD = """# What each feature is worth
+
+For maintainers. Each row takes one pass, pattern or counter away from a stock model and says where
+that costs most: the longer step (sustained), the higher peak, host time and kernels beside those of
+the whole. A feature earns its lines with 1 % of a step or 3 % of a peak on one workload, if another
+one needs it, or as one of the method's primitives. Written by `python -m benchmarks.worth render`.
+"""
+
+
+def gains(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Feature -> what taking it away did, a row a workload; the largest loss of time first."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, workload in found["workloads"].items():
+        for feature, without in workload.get("without", {}).items():
+            row = {"workload": name, "error": without.get("error", "")}
+            if not row["error"]:
+                row |= {
+                    "step": without["ms"] / without["ms_whole"] - 1,
+                    "peak": without["peak"] / workload["whole"]["peak"] - 1,
+                    "host": without["host"] - workload["whole"]["host"],
+                    "kernels": without["kernels"] - workload["whole"]["kernels"],
+                }
+            rows.setdefault(feature, []).append(row)
+    for each in rows.values():
+        each.sort(key=lambda row: -row.get("step", 0.0))
+    return rows
+
+
+def earns(rows: list[dict[str, Any]]) -> bool:
+    """Does a feature with these rows save enough anywhere?"""
+    return any(row.get("step", 0) >= STEP or row.get("peak", 0) >= PEAK for row in rows)
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page, the most useful feature first."""
+    rows = gains(found)
+    table = []
+    for feature in sorted(rows, key=lambda name: -max(r.get("step", 0) for r in rows[name])):
+        good = [row for row in rows[feature] if not row["error"]]
+        if not good:
+            table.append([f"`{feature}`", "no", *[""] * 5, rows[feature][0]["error"][:60]])
+            continue
+        best, peak = good[0], max(good, key=lambda row: row["peak"])
+        table.append([
+            f"`{feature}`",
+            "yes" if earns(good) else "no",
+            f"{best['step']:+.1%} ({best['workload']})",
+            f"{good[-1]['step']:+.1%} ({good[-1]['workload']})",
+            f"{peak['peak']:+.1%} ({peak['workload']})",
+            f"{best['host']:+.2f}",
+            f"{best['kernels']:+d}",
+            len(good),
+        ])  # fmt: skip
+    head = ("feature", "earns its lines", "step without it, worst", "least", "peak, worst",
+            "host ms", "kernels", "workloads")  # fmt: skip
+    environment = found["environment"]
+    packages = ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items() if v)
+    where = f"\nMeasured on one {environment.get('gpu', 'GPU')}: {packages}.\n"
+    sizes = [
+        [name, len(w.get("without", {})), f"{w['whole']['peak']:.1f}", w["whole"]["kernels"]]
+        for name, w in found["workloads"].items()
+        if "whole" in w
+    ]
+    sizes = tabulate(sizes, ("workload", "features tried", "peak GiB", "kernels"), "github")
+    return f"{_HEAD}{where}\n{tabulate(table, head, 'github')}\n\n{sizes}\n"
