@@ -101,26 +101,6 @@ def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
     return dataclasses.replace(kinds(dtype)["scale"], reduces=(lse,))
 
 
-def beside(dtype: str = "bfloat16") -> EpilogueProgram:
-    """Keys and values, with biases: two products that never meet."""
-    return EpilogueProgram(
-        accs=("acc0", "acc1"),
-        a_dtype=dtype,
-        operands=(
-            Operand("rstd", "col", "float32"),
-            Operand("bk", "row", dtype),
-            Operand("bv", "row", dtype),
-        ),
-        steps=(
-            Step("sk", "mul", ("acc0", "rstd")),
-            Step("k", "add", ("sk", "bk")),
-            Step("sv", "mul", ("acc1", "rstd")),
-            Step("v", "add", ("sv", "bv")),
-        ),
-        stores=(Store("out0", "k", dtype), Store("out1", "v", dtype)),
-    )
-
-
 def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
     """SwiGLU behind a LayerNorm: scale, shift and offset of both projections, sums both ways, the
     one over N with a mask."""
@@ -221,7 +201,6 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
         "paired_rows": paired_rows(dtype),
-        "beside": beside(dtype),
         "layer_partial": layer_partial(dtype),
     }
     return {name: legal(program) for name, program in named.items()}

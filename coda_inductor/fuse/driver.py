@@ -15,7 +15,7 @@ from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.heads import LOWERED
 from coda_inductor.fuse.lower import SITE, lower
-from coda_inductor.fuse.pair import beside, pair_with
+from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
@@ -51,8 +51,6 @@ Make = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
 #: What was measured changes the plan, whose new sites are measured; mostly once.
 _ROUNDS = 4
-#: By which part less time one launch must take than two that were measured in other runs.
-CLEAR = 0.02
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
@@ -159,8 +157,6 @@ class _Planner:
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
             return alone, replace(site, refusal=_excused(anchor, why)), None
-        if (shared := self._shared(anchor, site)) is not None:
-            return shared
         first: Refusal | None = None
         for make in self._candidates(anchor):
             try:
@@ -179,43 +175,6 @@ class _Planner:
                 continue
             return region, found, choice
         return alone, replace(site, refusal=_excused(anchor, first)), None
-
-    def _shared(
-        self, anchor: Node, site: SiteReport
-    ) -> tuple[Region, SiteReport, Choice | None] | None:
-        """The plan of ``anchor`` with a GEMM of the same A in one launch, if measured to take less
-        time than the two by themselves; else None."""
-        try:
-            region = self._grown(lambda banned: beside(anchor, self.scope, banned))
-            if region is None:
-                return None
-            check_views(region)
-            planned = self._site(region)
-            if not self.policy.speaks(planned):
-                return None
-            found, choice = self._judged(region, site)
-            alone = [self._us_alone(each) for each in region.anchors]
-        except NoRegionError:
-            return None
-        if choice.how != "kernel" or not choice.measured or choice.fused_us is None:
-            return None
-        two = sum(us for us in alone if us is not None)
-        wins = None not in alone and choice.fused_us * (1 + CLEAR) <= two
-        return (region, found, choice) if wins else None
-
-    def _us_alone(self, anchor: Node) -> float | None:
-        """What ``anchor`` takes by itself, if that was measured and it does no more than it would
-        beside another."""
-        for make in self._candidates_alone(anchor):
-            region = self._grown(make)
-            if region is None:
-                return None
-            if region.heads is None:
-                return self.policy.measured_us(self._site(region))
-            a, _ = gemm_inputs(anchor)
-            if self.policy.judge(self._site(region), fake(a)).how != "unfused":
-                return None
-        return None
 
     def _site(self, region: Region) -> Site:
         planned = site_of(region, region.program(), self._read_after(region))
@@ -239,10 +198,6 @@ class _Planner:
         if (found := sum_with(anchor, self.scope, self.policy.legal)) is not None:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
         yield lambda banned: pair_with(anchor, self.scope, banned)
-        yield from self._candidates_alone(anchor)
-
-    def _candidates_alone(self, anchor: Node) -> Iterator[Make]:
-        """How to grow regions around one product, the most profitable first."""
         yield lambda banned: grow((anchor,), self.scope, banned)
         made = [anchor.graph.find_nodes(op="call_function", target=op) for op in LOWERED]
         if own := [n for each in made for n in each if producer(n.args[0]) is anchor]:

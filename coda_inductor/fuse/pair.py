@@ -13,11 +13,6 @@ Valid because elementwise work on two products of one shape needs only their til
 place. Refuses when something else of the forward pass reads one of the two products: it would have
 to be stored, and then loading it in the second GEMM's epilogue costs no more. What the backward
 pass reads is stored beside the result.
-
-Products that never meet (k and v of an attention with few key heads) may share a kernel as well:
-one launch with twice the tiles, where each alone leaves most processors without one::
-
-    k = (x @ Wk) * r; v = (x @ Wv) * r   ->   gemm_epilogue([x], [Wk, Wv], [r]): store v0, v1
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import NoRegionError, Region
-from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, scales_of
+from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -38,13 +33,6 @@ from coda_inductor.graph.sizes import same
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
     return next((r for r in _regions(anchor, scope, banned) if _meet(r, scope)), None)
-
-
-def beside(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
-    """The region of ``anchor`` and a later GEMM of the same A, if any, both with work of their own
-    that never meets the other's. A matter of launches alone: only a measurement can say that it
-    wins."""
-    return next(filter(_apart, _regions(anchor, scope, banned)), None)
 
 
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
@@ -105,14 +93,6 @@ def _meet(region: Region, scope: Scope) -> bool:
     readers = [u for nodes in single for n in nodes for u in _readers_of(n, region)]
     forward = any(u.op == "output" or u in scope.forward for u in readers)
     return len(single) < len(leaving) and all(single) and not forward
-
-
-def _apart(region: Region) -> bool:
-    """Does every value depend on one product only, and is something done to each?"""
-    lanes = list(_reach(region).values())
-    begun = len(region.accs) + sum(len(scales_of(anchor)) for anchor in region.anchors)
-    worked = [reached for reached in lanes[begun:] if reached]
-    return all(len(reached) < 2 for reached in lanes) and len(set(worked)) == len(region.accs)
 
 
 def _reach(region: Region) -> dict[object, frozenset[str]]:

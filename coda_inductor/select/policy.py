@@ -304,21 +304,6 @@ class Policy:
             tuning.asked.append(site)
         return choice
 
-    def speaks(self, site: Site) -> bool:
-        """Is there a measurement of ``site``, or will there be one in any case? For what is worth
-        none of its own, and nothing without it."""
-        if self.options.gate != "auto" or self.options.reference or self.store is None:
-            return False
-        known = self.store.find(site) is not None
-        return known or (self.tuning is not None and self.tuning.every)
-
-    def measured_us(self, site: Site) -> float | None:
-        """What ``site`` takes the better way, if that was measured; else it is asked for."""
-        choice = self._judged(site)
-        if not choice.measured:
-            return None
-        return choice.fused_us if choice.how == "kernel" else choice.unfused_us
-
     def estimate(self, site: Site) -> Estimate:
         """What would be chosen on the graph's GPU; on an H100 where it is on none."""
         found = select(site, gated=self.options.gate == "auto", store=self.store)
