@@ -5,7 +5,7 @@ Every backend starts from the same random weights and sees the same batches: wha
 curves is rounding. ``eager_reversed`` says how much that may be: eager with the rows of each batch
 in reverse order. The text is this repository's and Python's own: nothing is downloaded.
 
-Usage: python examples/train.py [--backends eager,coda] [--seeds 0,1,2] [--steps 300] [--out FILE]
+Usage: python examples/train.py [--device cuda --size small] [--seeds 0,1,2] [--out FILE]
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What torch.compile is called with; None: not compiled.
-BACKENDS: dict[str, dict[str, Any] | None] = {
+BACKENDS: dict[str, dict[str, Any] | None] = {  # what torch.compile is called with
     "eager": None,
     "eager_reversed": None,
     "inductor": {"backend": "inductor"},
@@ -43,8 +42,7 @@ SIZES = {
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads")  # fmt: skip
-#: One row in so many is held out; a final loss is the mean of so many last steps.
-HELD_OUT, LAST = 16, 20
+HELD_OUT, LAST = 16, 20  # one row in so many; steps of a final loss
 
 
 def rows_of_text(length: int) -> tuple[Tensor, Tensor]:
@@ -101,9 +99,8 @@ def train(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the step
+        losses.append(loss.item())  # waits
         ms.append((time.perf_counter() - start) * 1e3)
-    model.eval()
     count = min(20, len(held_out) // size)
     with torch.no_grad():
         found = [loss_of(tokens).item() for tokens in batches(held_out, size, 0, count)]
@@ -127,23 +124,20 @@ def main() -> None:
     parser.add_argument("--backends", default="eager,inductor,coda", help=f"of {[*BACKENDS]}")
     parser.add_argument("--seeds", default="0", help="comma-separated numbers")
     parser.add_argument("--steps", type=int, default=300)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--size", choices=tuple(SIZES), help="default: small on a GPU, else tiny")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="small needs a GPU")
     parser.add_argument("--no-autocast", action="store_true", help="no bfloat16 at all")
     parser.add_argument("--out", type=Path, help="write the runs to this file, JSON")
     args = parser.parse_args()
-    args.size = args.size or ("small" if args.device == "cuda" else "tiny")
     names = args.backends.split(",")
-    if unknown := [name for name in names if name not in BACKENDS]:
+    if unknown := {*names} - {*BACKENDS}:
         parser.error(f"--backends: unknown {', '.join(unknown)}; known: {', '.join(BACKENDS)}")
     runs: list[dict[str, Any]] = []
     for name in names:
         for seed in map(int, args.seeds.split(",")):
             runs.append(run := train(name, seed, args))
             losses = f"{run['losses'][0]:.3f} -> {run['losses'][-1]:.4f}"
-            evaluation = f"evaluation {run['eval_loss']:.4f}, {run['step_ms']:.2f} ms a step"
-            print(f"{name:<15} seed {seed}  loss {losses}, {evaluation}", flush=True)
+            print(f"{name:<15} seed {seed}  {losses}, {run['step_ms']:.2f} ms a step", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(runs, indent=1) + "\n")
     last = differences(runs, lambda run: statistics.fmean(run["losses"][-LAST:]))
