@@ -127,8 +127,7 @@ def uncompiled(monkeypatch):
 def test_a_case_is_measured(suite, case, tmp_path):
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
-    names = contest.SUITES[suite].variants(case)
-    named = {n: w for n, w in named.items() if n in names}
+    named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
     found = contest.run(suite, case, named, (0.001, 0.0, None), tmp_path / "progress")
     assert found["errors"] == {}
     assert list(found["variants"]) == list(named)
