@@ -9,6 +9,7 @@ export CODA_CPU_TORCH := torch==$(TORCH)
 endif
 VENV ?= .venv
 OUT ?= benchmarks/results/latest
+SUITE ?= families
 # Tests side by side, and threads of torch's in each.
 JOBS ?= 2
 THREADS ?= 1
@@ -33,8 +34,8 @@ test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TO
 fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure prints a script
 	OMP_NUM_THREADS=$(THREADS) $(RUN) tests/fuzz/hunt.py $(N) --seed $(SEED) --jobs $(JOBS) $(ARGS)
 
-bench: $(VENV)/.bench  ## run the benchmarks into OUT (needs a GPU)
-	$(RUN) -m benchmarks --out $(OUT) $(ARGS)
+bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; SUITE=layer_train)
+	$(RUN) -m benchmarks $(SUITE) --out $(OUT) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
 	$(RUN) tools/lint.py

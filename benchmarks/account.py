@@ -28,7 +28,7 @@ from coda_inductor.select.device import gpu_of
 from . import contest, energy, environment, families, models
 from .cases import TRAINING, Case, Way, json_object, ways
 from .measure import Call, device, synchronize
-from .tables import table
+from .report import table
 
 MODELS = ("1B", "8B", "qwen3", "gemma3")
 CALLS = 3
@@ -168,15 +168,9 @@ def text(
         ((name, k) for name, k in kernels.items() if k.kind == REST), key=lambda item: -item[1].us
     )
     shown = [(name, k) for name, k in rest if k.us >= least_us]
+    figures = ("{0.maker}", "{0.calls:.0f}", "{0.us:.0f}", "{1:.1f}", "{2:.0f}")
     rows = [
-        [
-            name[:90],
-            k.maker,
-            f"{k.calls:.0f}",
-            f"{k.us:.0f}",
-            f"{k.bytes / 1e6:.1f}",
-            f"{k.bytes / bytes_per_us:.0f}",
-        ]
+        [name[:90], *(form.format(k, k.bytes / 1e6, k.bytes / bytes_per_us) for form in figures)]
         for name, k in shown
     ]
     less = sum(k.us for _, k in rest) - sum(k.us for _, k in shown)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What suites `grid`, `families` and `fp8` have in common: cases, by name, and ways of compiling
-them.
-"""
+"""What the suites have in common: cases, by name, and ways of compiling them."""
 
 from __future__ import annotations
 
@@ -10,6 +8,10 @@ import dataclasses
 import fnmatch
 import json
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .measure import register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -73,10 +75,11 @@ def chosen(
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a variant calls torch.compile: `backend`, and `mode` or `options`.
+    """How a variant calls torch.compile: `backend` ("" for eager), and `mode` or `options`.
 
     `causal`: the model's attention is told to be causal instead of given a mask that says so.
     `fp8`: the recipe with which torchao converts the linear layers before; "" for none.
+    `liger`: the model is patched with Liger's kernels before.
     """
 
     backend: str = "inductor"
@@ -84,11 +87,24 @@ class Way:
     options: dict[str, Any] | None = None
     causal: bool = False
     fp8: str = ""
+    liger: bool = False
+
+    def compile(self, module: Any, **more: Any) -> Any:
+        """`module`, compiled that way when first called."""
+        if not self.backend:
+            return module
+        register(self.backend)
+        return torch.compile(
+            module, backend=self.backend, mode=self.mode, options=self.options, **more
+        )
 
 
 def ways(given: dict[str, Any] | None = None) -> dict[str, Way]:
     """The variants by name; "coda_options" is ours with the options `given`, if there are any."""
     found = {
+        "eager": Way(""),
+        "liger": Way("", liger=True),
+        "liger_compile": Way(liger=True),
         "compile": Way(),
         "coda": Way("coda"),
         "compile_causal": Way(causal=True),

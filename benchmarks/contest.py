@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of suite `grid`, `families` or `fp8`: torch.compile and ours, interleaved in one
-process.
+"""One case of a suite: torch.compile and ours, interleaved in one process.
 
 Times, energy by the driver's counter, and where the time goes by kernel.
 """
@@ -16,7 +15,8 @@ import torch
 
 from coda_inductor import report
 
-from . import energy, families, fp8, grid, layer, models
+from . import energy, families, fp8, layer, models
+from .cases import FORWARD, TRAINING
 from .environment import scrub
 from .measure import Call, Variants, device, synchronize
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MIN_ROUNDS, MAX_ROUNDS = 11, 401
 TOP_KERNELS = 8
-NAME_CHARACTERS = 160
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Suite:
         every: its cases.
         check: raises KeyError for a size that no case can have.
         work: a case -> what is compiled; it has ``shape``, ``compiled(way)``, a function that
-            returns tensors, ``difference(values, truths)`` of two such lists, and maybe
-            ``errors(calls)``, by name: each one's errors against fp32, by tensor.
+            returns tensors, and ``errors(calls)``, by name: each one's errors against fp32, by
+            tensor.
         variants: a case -> the names of its variants.
     """
 
@@ -51,36 +50,15 @@ class Suite:
 
 
 SUITES = {
-    "grid": Suite(grid.every, layer.widths, grid.Layer, grid.variants),
+    "layer": Suite(lambda: layer.every(FORWARD), layer.widths, layer.Layer, layer.variants),
+    "layer_train": Suite(lambda: layer.every(TRAINING), layer.widths, layer.Layer, layer.variants),
+    "grid": Suite(layer.grid, layer.widths, layer.Layer, lambda case: layer.variants(case)[1:]),
     "families": Suite(families.every, models.MODELS.__getitem__, families.Model, families.variants),
+    "model_train": Suite(
+        families.steps, models.MODELS.__getitem__, families.Model, families.beside_liger
+    ),
     "fp8": Suite(fp8.every, fp8.check, fp8.work, fp8.variants),
 }
-
-
-def prepare(suite: str, case: Case, way: Way) -> dict | None:
-    """Compile `case` and run it once, so that the compile caches hold it; what :func:`decisions`
-    says of it.
-    """
-    forget()
-    with torch.set_grad_enabled(case.training):
-        SUITES[suite].work(case).compiled(way)()
-        synchronize()
-    return decisions() if way.backend == "coda" else None
-
-
-def first_call(suite: str, case: Case, way: Way) -> float:
-    """Seconds that the first call of `case` takes, compilation and all; what belongs to no compiler
-    (imports of libraries, cuBLAS) is done before.
-    """
-    with torch.set_grad_enabled(case.training):
-        call = SUITES[suite].work(case).compiled(way)
-        some = torch.ones(64, 64, device=device())
-        torch.mm(some, some)
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-    return time.perf_counter() - start
 
 
 def forget() -> None:
@@ -105,26 +83,11 @@ def decisions() -> dict | None:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """What a case may take.
-
-    Attributes:
-        seconds: of timing, all variants together.
-        energy_s: of each variant for its energy; 0 for none.
-        deadline: ``time.monotonic()`` after which no variant is prepared.
-    """
-
-    seconds: float
-    energy_s: float
-    deadline: float | None = None
-
-
 def run(
     suite: str,
     case: Case,
     named: dict[str, Way],
-    effort: Effort,
+    effort: tuple[float, float, float | None],
     progress: Path,
     skip: dict[str, str] | None = None,
 ) -> dict:
@@ -134,18 +97,19 @@ def run(
         suite: a key of SUITES.
         case: one of its cases.
         named: its variants.
-        effort: for how long.
+        effort: seconds of timing, all variants together, and of each one's energy (0 for none);
+            ``time.monotonic()`` after which no variant is prepared.
         progress: as :class:`benchmarks.measure.Variants` takes it.
         skip: variants left out, with the reason.
 
     Returns:
         what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"energy": {variant:
-        joules of a call}``, ``"difference": {variant: its relative difference from
-        torch.compile}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
+        joules of a call}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
         {variant: of ours}``.
     """
+    seconds, energy_s, deadline = effort
     forget()
-    variants = Variants(progress, skip, effort.deadline)
+    variants = Variants(progress, skip, deadline)
     found = {}
     with torch.set_grad_enabled(case.training):
         work = SUITES[suite].work(case)
@@ -154,18 +118,11 @@ def run(
             variants.add(name, functools.partial(work.compiled, way))
             if said := decisions():
                 found[name] = said
-        result = variants.measure(_rounds(variants.calls, effort.seconds))
-        turn = tuple(name for name, _ in _in_turn(variants.calls, case))
-        result["profile"] = variants.profile(turn, TOP_KERNELS)
-        for profile in result["profile"].values():
-            for kernel in profile["kernels"]:
-                kernel["name"] = kernel["name"][:NAME_CHARACTERS]
-        result["energy"] = _energy(variants, case, effort.energy_s)
-        result["difference"] = _differences(variants, work)
-        result["accuracy"] = {}
-        if hasattr(work, "errors"):
-            errors = functools.partial(work.errors, variants.calls)
-            result["accuracy"] = variants.attempt("accuracy", errors) or {}
+        result = variants.measure(_rounds(variants.calls, seconds))
+        result["profile"] = variants.profile(tuple(variants.calls), TOP_KERNELS)
+        result["energy"] = _energy(variants, energy_s)
+        errors = functools.partial(work.errors, variants.calls)
+        result["accuracy"] = variants.attempt("accuracy", errors) or {}
     return result | {"shape": work.shape, "decisions": found}
 
 
@@ -183,14 +140,7 @@ def _rounds(calls: dict[str, Call], seconds: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / took)))
 
 
-def _in_turn(calls: dict[str, Call], case: Case) -> list[tuple[str, Call]]:
-    """The variants in their order or the reverse, by the case: what ran before them may change a
-    GPU's clocks."""
-    order = list(calls.items())
-    return order[::-1] if sum(map(ord, case.name)) % 2 else order
-
-
-def _energy(variants: Variants, case: Case, seconds: float) -> dict[str, dict]:
+def _energy(variants: Variants, seconds: float) -> dict[str, dict]:
     """:func:`benchmarks.energy.joules` of every variant; none on a CPU."""
     if not seconds or device() != "cuda":
         return {}
@@ -201,17 +151,6 @@ def _energy(variants: Variants, case: Case, seconds: float) -> dict[str, dict]:
         name: variants.attempt(
             f"energy of {name}", functools.partial(energy.joules, call, seconds, counter)
         )
-        for name, call in _in_turn(variants.calls, case)
+        for name, call in variants.calls.items()
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _differences(variants: Variants, work: Any) -> dict[str, float]:
-    if "compile" not in variants.calls:
-        return {}
-    truths = variants.calls["compile"]()
-    return {
-        name: work.difference(call(), truths)
-        for name, call in variants.calls.items()
-        if name != "compile"
-    }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from coda_inductor import report
 
-from . import energy, llama, models
+from . import llama, models
 from .contest import decisions
 from .measure import (
     MIB,
@@ -35,8 +35,6 @@ from .wrapped import WAYS, Step
 
 VARIANTS = {"eager": None, "compile": "inductor", "coda": "coda"}
 LOSSES, TOP_KERNELS = 3, 40
-#: Seconds that a variant repeats for its energy.
-ENERGY_S = 1.5
 
 
 def _step(way: str, size: str, tokens: int, backend: str | None) -> Step:
@@ -75,7 +73,7 @@ def run(way: str, size: str, tokens: int, rounds: int, names: list[str]) -> dict
 
     Returns:
         ``{"variants": {name: summary, "host_us", "peak_mib", "held_mib"}, "losses": {name: of the
-        first steps}, "decisions": of ours, "energy", "profile": of rank 0}``; times and memory are
+        first steps}, "decisions": of ours, "profile": of rank 0}``; times and memory are
         those of the slowest and the largest rank.
     """
     calls, held, losses, said = {}, {}, {}, None
@@ -99,28 +97,11 @@ def run(way: str, size: str, tokens: int, rounds: int, names: list[str]) -> dict
             | {"host_us": host[name], "peak_mib": peak[name], "held_mib": held[name]}
             for name in names
         },
-        "energy": {name: _energy(call, found[name]["median_ms"]) for name, call in calls.items()},
         "losses": losses,
         "decisions": said,
         "profile": {name: _parts(found) for name, found in profile.items()},
         "errors": {},
     }
-
-
-def _energy(call: Step, ms: float) -> dict | None:
-    """:func:`benchmarks.energy.joules` of this rank; None where a rank has no counter of it."""
-    try:
-        counter = energy.Counter()
-    except energy.EnergyError:
-        counter = None
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, counter is not None)
-    if counter is None or not all(everywhere):
-        return None
-    try:
-        return energy.joules(call, ENERGY_S, counter, calls=max(2, round(1e3 * ENERGY_S / ms)))
-    except energy.EnergyError:
-        return None
 
 
 def _parts(profile: dict) -> dict:

@@ -93,7 +93,7 @@ class Counter:
         return {limit for bit, limit in _LIMITS.items() if value.value & bit}
 
 
-def joules(call: Call, seconds: float, counter: Counter, calls: int | None = None) -> dict:
+def joules(call: Call, seconds: float, counter: Counter) -> dict:
     """Energy of one of many calls in a row.
 
     Args:
@@ -101,7 +101,6 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
         seconds: how long to repeat it; at least 0.3 for an H100's counter.
         counter: anything whose ``millijoules()`` is the energy used so far, ``mhz()`` the clock and
             ``limits()`` what keeps it down.
-        calls: how often, where the clock must not decide: ranks whose calls wait for each other.
 
     Returns:
         ``{"joules": of one call, "watts", "mhz": median clock, "limits": {what kept it down: share
@@ -114,7 +113,7 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
     start = time.perf_counter()
     call()
     synchronize()
-    batch = 1 if calls else max(1, int(BATCH_S / (time.perf_counter() - start)))
+    batch = max(1, int(BATCH_S / (time.perf_counter() - start)))
     steps: list[tuple[float, int]] = []
     clocks: list[Clock] = []
     done = threading.Event()
@@ -123,7 +122,7 @@ def joules(call: Call, seconds: float, counter: Counter, calls: int | None = Non
     start = time.perf_counter()
     count = 0
     before = None
-    while count < calls if calls else time.perf_counter() - start < seconds:
+    while time.perf_counter() - start < seconds:
         for _ in range(batch):
             call()
         count += batch

@@ -2,12 +2,13 @@
 """Suite `families`: whole, unmodified models of ``transformers``, a forward pass and a training
 step of each.
 
-As in suite `model_train`, but without eager and without an optimizer; the variants share one model.
-``grid_run`` is its command line.
+Random bf16 weights, HF's own loss, no optimizer; the variants share one model. Suite `model_train`
+is a step of the Llama 1B, also in eager and with Liger's kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import model_train, models
+from . import models
 from .cases import FORWARD, TRAINING, Case
-from .measure import register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +61,16 @@ def variants(case: Case) -> tuple[str, ...]:
     return ("compile", "coda", *causal, "max_autotune", "coda_options")
 
 
+def steps() -> list[Case]:
+    """The case of suite `model_train`."""
+    return [Case("1B", TOKENS, TRAINING)]
+
+
+def beside_liger(case: Case) -> tuple[str, ...]:
+    """The variants that a case of suite `model_train` has."""
+    return ("eager", "liger", "liger_compile", *variants(case))
+
+
 class Model:
     """The model of one case with its batch: made once, used by all variants.
 
@@ -87,15 +97,21 @@ class Model:
         """The forward pass, or the step, compiled that way when first called. It returns a list of
         tensors: the logits, or the gradients of all parameters, of which the model keeps none.
         """
-        register(way.backend)
         model = causal(self.model) if way.causal else self.model
-        function = torch.compile(model, backend=way.backend, mode=way.mode, options=way.options)
+        around: Any = contextlib.nullcontext
+        if way.liger:
+            model = again(model)
+            around = models.liger(model)
+        function = way.compile(model)
         if self.training:
-            return functools.partial(self._step, function, list(model.parameters()))
+            return functools.partial(self._step, function, list(model.parameters()), around)
         return lambda: [function(**self.batch).logits]
 
-    def _step(self, function: Any, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        function(**self.batch).loss.backward()
+    def _step(
+        self, function: Any, weights: list[torch.Tensor], around: Any = contextlib.nullcontext
+    ) -> list[torch.Tensor]:
+        with around():
+            function(**self.batch).loss.backward()
         found = [weight.grad for weight in weights if weight.grad is not None]
         for weight in weights:
             weight.grad = None
@@ -107,8 +123,9 @@ class Model:
         batch = {n: t.float() if _floating(t) else t for n, t in self.batch.items()}
         if not self.training:
             return {"logits": wide(**batch).logits}
-        found = model_train.Trained(wide, batch, checkpoint=True).gradients()[1]
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        wide.gradient_checkpointing_enable({"use_reentrant": False})  # changes no value
+        wide(**batch).loss.backward()
+        return {n: weight.grad for n, weight in wide.named_parameters() if weight.grad is not None}
 
     def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
         """Relative error of the logits, or of all gradients as one vector, in each call."""
@@ -126,6 +143,12 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def again(model: Any) -> Any:
+    """`model` once more, on the same weights."""
+    kept = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept)
+
+
 def causal(model: Any) -> Any:
     """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
     from transformers import AttentionInterface
@@ -133,7 +156,6 @@ def causal(model: Any) -> Any:
 
     # transformers makes no mask for attention of a name that has no function for masks.
     AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
-    kept = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
-    own = copy.deepcopy(model, kept)
+    own = again(model)
     own.set_attn_implementation("sdpa_causal")
     return own

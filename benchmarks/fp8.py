@@ -5,7 +5,7 @@ A case is the layer of suite `layer` (``layer:8B``) or a whole, unmodified Llama
 layers), in training or in inference. Beside each recipe stands bf16, compiled by both. The Llama's
 masks are left out by hand in all variants, which ours would find by itself. In inference a recipe
 is ``Float8DynamicActivationFloat8WeightConfig`` with a scale a row or a tensor, without its changes
-to Inductor's settings, which all variants share. ``grid_run`` is the command line.
+to Inductor's settings, which all variants share.
 
 torchao need not be installed: an unpacked wheel on PYTHONPATH will do. Where it is missing, its
 variants have that as their error.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import families, gradients, grid, layer, layer_train, models
+from . import families, gradients, layer, models
 from .cases import FORWARD, RECIPES, TRAINING, Case
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def converted(module: nn.Module, recipe: str, training: bool) -> nn.Module:
 
     Raises ImportError, with the remedy, where torchao is missing.
     """
-    kept = {id(weight): weight for weight in (*module.parameters(), *module.buffers())}
-    own = copy.deepcopy(module, kept)
+    own = families.again(module)
     try:
         return (_trained if training else _inferred)(own, recipe)
     except ImportError as error:
@@ -93,24 +92,15 @@ def _inferred(module: nn.Module, recipe: str) -> nn.Module:
     return module
 
 
-class Layer(grid.Layer):
-    """The layer of one case, as in suite `grid`."""
+class Layer(layer.Layer):
+    """The layer of one case, as in suite `layer`."""
 
     def compiled(self, way: Way) -> Call:
-        """As in suite `grid`, converted before."""
+        """As in suite `layer`, converted before."""
         own = copy.copy(self)
         if way.fp8:
             own.block = converted(self.block, way.fp8, self.training)
         return super(Layer, own).compiled(way)
-
-    def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
-        """Relative error of each output or gradient of each call, against fp32 in eager."""
-        if not self.training:
-            truths = layer.reference(self.block, *self.inputs)
-            return {n: gradients.errors(layer.OUTPUTS, call(), truths) for n, call in calls.items()}
-        _, exact = gradients.reference(self.block, self.inputs, self.given)
-        labels = gradients.names(self.block, layer_train.INPUTS)
-        return {name: gradients.errors(labels, call(), exact) for name, call in calls.items()}
 
 
 class Model(families.Model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training suites share: one step of a module, its GEMMs alone, its gradients in fp32.
+"""What the training suites share: one step of a module, its gradients in fp32.
 
 A step is the forward and the backward for given gradients of the outputs; it has no loss and no
 optimizer, so that nothing but the module is timed.
@@ -48,29 +48,6 @@ def step(
 def names(module: nn.Module, inputs: Sequence[str]) -> list[str]:
     """What :func:`step` returns gradients of: the names `inputs`, then each weight's layer."""
     return [*inputs, *(name.removesuffix(".weight") for name, _ in module.named_parameters())]
-
-
-def products(pairs: list[tuple[torch.Tensor, torch.Tensor]], backward: bool) -> Call:
-    """The product of each operand (M, K) with the transpose of its weight (N, K), by ``torch.mm``.
-
-    `backward` adds the gradient of each operand (N is summed over) and of each weight (M is), for
-    random gradients of the products.
-    """
-    outer = {
-        len(weight): torch.randn(len(operand), len(weight), device=weight.device).to(weight.dtype)
-        for operand, weight in pairs
-        if backward
-    }
-
-    def call() -> None:
-        for operand, weight in pairs:
-            torch.mm(operand, weight.t())
-        if backward:
-            for operand, weight in pairs:
-                torch.mm(outer[len(weight)], weight)
-                torch.mm(outer[len(weight)].t(), operand)
-
-    return call
 
 
 def reference(

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suite `layer`: the non-attention part of a Llama layer as users write it, bf16, no gradients.
+"""Suites `layer`, `layer_train`, `grid`: the part of a Llama layer that is not attention.
 
     x1 = x0 + o_proj(y)
     x2 = x1 + down(silu(gate(norm1(x1))) * up(norm1(x1)))
     q, k, v = q_proj(norm2(x2)), k_proj(norm2(x2)), v_proj(norm2(x2))
 
-Separate q/k/v and gate/up ``nn.Linear``. Every compiled variant gets its own copy of the module,
-same weights.
+Separate q/k/v and gate/up ``nn.Linear``, as users write it. `layer` is its forward pass,
+`layer_train` forward and backward for random gradients of the outputs, `grid` both at many widths
+and rows. The variants share weights and inputs.
 """
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import ceiling
-from .gradients import REFERENCE_ROWS, products
-from .measure import Call, Variants, device, register, relative_error
+from . import gradients
+from .cases import FORWARD, TRAINING, Case
+from .gradients import REFERENCE_ROWS
+from .measure import Call, device
 
 if TYPE_CHECKING:
-    from .runner import Job
+    from collections.abc import Sequence
+
+    from .cases import Way
 
 # name: (d, f, kv) = model width, MLP width, width of k and of v
 SIZES = {
@@ -36,7 +39,14 @@ SIZES = {
     "32B": (5120, 27648, 1024),
     "70B": (8192, 28672, 1024),
 }
-OUTPUTS = ("x2", "q", "k", "v")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+INPUTS, OUTPUTS = ("x0", "y"), ("x2", "q", "k", "v")
+ROWS = 8192
+#: Of the grid: each width has four rows of its own beside the fifth, which alternates.
+FOUR = (512, 4096, 5000, 8192)
+FIFTH = {"1B": 1000, "3B": 2048, "8B": 1000, "13B": 2048, "32B": 1000, "70B": 2048}
+LONGEST = {"1B": 16384, "3B": 16384}
+HALF = (("1B", 4096), ("8B", 5000), ("13B", 2048))
 EPS = 1e-5
 
 
@@ -69,22 +79,19 @@ def widths(size: str) -> tuple[int, int, int]:
     return SIZES[size]
 
 
-NORMS = {"hf": HFRMSNorm, "torch": nn.RMSNorm}
-
-
 class Block(nn.Module):
     """The layer without its attention: ``(x0, y) -> (x2, q, k, v)``; x0, y, x2, q are (1, M, d), k,
     v (1, M, kv).
     """
 
-    def __init__(self, d: int, f: int, kv: int, norm: str):
+    def __init__(self, d: int, f: int, kv: int):
         super().__init__()
         self.o_proj = nn.Linear(d, d, bias=False)
-        self.norm1 = NORMS[norm](d, eps=EPS)
+        self.norm1 = HFRMSNorm(d, EPS)
         self.gate_proj = nn.Linear(d, f, bias=False)
         self.up_proj = nn.Linear(d, f, bias=False)
         self.down_proj = nn.Linear(f, d, bias=False)
-        self.norm2 = NORMS[norm](d, eps=EPS)
+        self.norm2 = HFRMSNorm(d, EPS)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, kv, bias=False)
         self.v_proj = nn.Linear(d, kv, bias=False)
@@ -99,7 +106,7 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def build(
-    size: str, rows: int, norm: str, dtype: torch.dtype = torch.bfloat16
+    size: str, rows: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Block, torch.Tensor, torch.Tensor]:
     """A block of unit-gain random weights and its inputs x0, y of shape (1, rows, d), all of
     `dtype`, on the device. `size` as :func:`widths` takes it.
@@ -107,7 +114,7 @@ def build(
     torch.manual_seed(0)
     d, f, kv = widths(size)
     with torch.device(device()):
-        block = Block(d, f, kv, norm)
+        block = Block(d, f, kv)
         for name, weight in block.named_parameters():
             if name.startswith("norm"):
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
@@ -115,24 +122,6 @@ def build(
                 weight.normal_(std=weight.shape[1] ** -0.5)
         x0, y = (torch.randn(1, rows, d).to(dtype) for _ in range(2))
     return block.to(dtype), x0, y
-
-
-def gemms(
-    block: Block, x0: torch.Tensor, y: torch.Tensor, fused: bool, backward: bool = False
-) -> Call:
-    """The GEMMs of the block alone through ``torch.mm``, on inputs of the right shape.
-
-    `fused` joins gate/up and q/k/v into one weight each (4 GEMMs, copies of the weights); else 7
-    GEMMs. `backward` adds the gradients of operand and weight: three times as many.
-    """
-    y2, h = y[0].detach(), x0[0].detach()
-    hidden = torch.randn(len(h), block.down_proj.in_features, device=h.device).bfloat16()
-    groups = [(block.gate_proj, block.up_proj), (block.q_proj, block.k_proj, block.v_proj)]
-    pairs = [(y2, block.o_proj.weight), (hidden, block.down_proj.weight)]
-    for group in groups:
-        weights = [linear.weight for linear in group]
-        pairs += [(h, weight) for weight in ([torch.cat(weights)] if fused else weights)]
-    return products([(operand, weight.detach()) for operand, weight in pairs], backward)
 
 
 def reference(block: Block, x0: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -145,48 +134,56 @@ def reference(block: Block, x0: torch.Tensor, y: torch.Tensor) -> tuple[torch.Te
     return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
-def _accuracy(variants: Variants, block: Block, x0: torch.Tensor, y: torch.Tensor) -> dict:
-    """Relative error of each output of each variant that computes them."""
-    exact = reference(block, x0, y)
-    return {
-        name: {
-            output: relative_error(value.reshape(truth.shape), truth)
-            for output, value, truth in zip(OUTPUTS, call(), exact, strict=True)
-        }
-        for name, call in variants.calls.items()
-        if not name.startswith("gemms")
-    }
+class Layer:
+    """The layer of one case with its inputs: made once, used by all variants.
 
-
-@torch.no_grad()
-def run(job: Job, variants: Variants) -> dict:
-    """Measure one size; see :mod:`benchmarks.runner` for the fields of `job`.
-
-    Returns:
-        what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"`` and
-        ``"accuracy": {variant: {output: error}}``.
+    Raises KeyError where its size is none that :func:`widths` takes.
     """
-    block, x0, y = build(job.size, job.length, job.norm)
 
-    def compiled(backend: str = "inductor", mode: str | None = None) -> Call:
-        register(backend)
-        own = torch.compile(copy.deepcopy(block), fullgraph=True, backend=backend, mode=mode)
-        return lambda: own(x0, y)
+    def __init__(self, case: Case):
+        d, f, kv = widths(case.size)
+        self.shape = {"M": case.rows, "d": d, "f": f, "kv": kv}
+        self.training = case.training
+        self.block, x0, y = build(case.size, case.rows, DTYPES[case.dtype])
+        self.inputs = [x0, y]
+        self.given: list[torch.Tensor] = []
+        if self.training:
+            self.inputs = [x0.requires_grad_(), y.requires_grad_()]
+            self.given = [torch.randn(*x0.shape[:2], n, device=x0.device).to(x0) for n in
+                          (d, d, kv, kv)]  # fmt: skip
 
-    variants.add("eager", lambda: lambda: block(x0, y))
-    variants.add("gemms", lambda: gemms(block, x0, y, fused=False))
-    variants.add("gemms_fused", lambda: gemms(block, x0, y, fused=True))
-    variants.add("compile", compiled)
-    variants.add("max_autotune", lambda: compiled(mode="max-autotune-no-cudagraphs"))
-    variants.add("coda", lambda: compiled(backend=job.backend))
-    if job.ceiling and device() == "cuda":
-        path = Path(job.ceiling)
-        variants.add("ceiling", lambda: ceiling.make(path, block, x0, y))
-    variants.add_graphs(("compile", "max_autotune", "coda"))
-    result = variants.measure(job.rounds)
-    d, f, kv = widths(job.size)
-    result["shape"] = {"M": job.length, "d": d, "f": f, "kv": kv, "norm": job.norm}
-    result["profile"] = variants.profile(("coda", "compile", "max_autotune"))
-    accuracy = variants.attempt("accuracy", lambda: _accuracy(variants, block, x0, y))
-    result["accuracy"] = accuracy or {}
-    return result
+    def compiled(self, way: Way) -> Call:
+        """The layer, or its forward and backward, compiled that way when first called."""
+        function = way.compile(self.block, **({"fullgraph": True} if way.backend else {}))
+        if self.training:
+            return gradients.step(function, self.inputs, self.block.parameters(), self.given)
+        return lambda: function(*self.inputs)
+
+    def errors(self, calls: dict[str, Call]) -> dict[str, dict[str, float]]:
+        """Relative error of each output or gradient of each call, against fp32 in eager."""
+        labels: Sequence[str] = OUTPUTS
+        if self.training:
+            _, truths = gradients.reference(self.block, self.inputs, self.given)
+            labels = gradients.names(self.block, INPUTS)
+        else:
+            truths = list(reference(self.block, *self.inputs))
+        return {name: gradients.errors(labels, call(), truths) for name, call in calls.items()}
+
+
+def every(*modes: str) -> list[Case]:
+    """The cases of suites `layer` (forward) and `layer_train` (training)."""
+    return [Case(size, ROWS, mode) for size in ("1B", "8B", "70B") for mode in modes]
+
+
+def grid() -> list[Case]:
+    """The cases of suite `grid`: 70 layers."""
+    places = [(size, rows) for size, fifth in FIFTH.items() for rows in sorted((*FOUR, fifth))]
+    places += list(LONGEST.items())
+    modes = (FORWARD, TRAINING)
+    cases = [Case(size, rows, mode) for size, rows in places for mode in modes]
+    return cases + [Case(size, rows, mode, "fp16") for size, rows in HALF for mode in modes]
+
+
+def variants(_case: Case) -> tuple[str, ...]:
+    """The variants that a case has, of :func:`benchmarks.cases.ways`."""
+    return ("eager", "compile", "coda", "max_autotune", "coda_options")

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks from data: whole models and attention alone, SDPA beside FlexAttention (docs/attention.md).
+"""Masks from data in whole models: SDPA beside FlexAttention (docs/attention.md).
 
     python -m benchmarks.masks OUT.json [NAME...] [--commit C]     # on the GPU; about four minutes
 
 Training steps in bf16 of stock Hugging Face models: ``packed`` (8 layers of 1B widths, 8192 tokens
 of eight documents), ``padded`` (the same, 4 x 2048, padding on the left), ``window`` (4 layers of
 Mistral, 8192 tokens): under torch.compile, under coda, and under coda without ``block_mask``. The
-error is that of all gradients as one vector against a step in float32. ``attention_...`` is one
-call, forward and backward, also of causal attention without a mask.
+error is that of all gradients as one vector against a step in float32.
 
-Each name has a process. All compile at once; then one after the other measures, alone, its
-variants interleaved.
+Each name has a process, in which the variants are interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import environment
@@ -44,15 +41,7 @@ LLAMA = {
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 MISTRAL = {"num_hidden_layers": 4, "sliding_window": WINDOW, "max_position_embeddings": 32768}
-#: Name -> sequences, tokens of each, width of heads; 32 heads, 8 of keys and values.
-ATTENTION = {
-    "attention_packed": (1, 8192, 64),
-    "attention_padded": (4, 2048, 64),
-    "attention_window": (1, 8192, 128),
-    "attention_small": (1, 1024, 64),
-}
 MODELS = ("packed", "padded", "window")
-HEADS, GROUPS = 32, 8
 ROUNDS = 15
 #: Variant -> backend and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -60,10 +49,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "coda": ("coda", {}),
     "coda without block_mask": ("coda", {"disable": ["block_mask"]}),
 }
-#: So long a process may measure.
-PATIENCE_S = 120
-#: Of the processes, unless set: they share one machine, on which nothing can be tuned meanwhile.
-OWN = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4", "CODA_TUNE": "never"}
+#: Of the processes, unless set: the shipped tables choose.
+OWN = {"CODA_TUNE": "never"}
 
 
 def build(name: str, config: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -136,76 +123,16 @@ def compared(values: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
     }
 
 
-def shown(name: str, length: int) -> Tensor:
-    """What a batch's data say: the document of each token, or which tokens are none of padding."""
-    if name == "attention_padded":
-        return torch.arange(length) >= torch.tensor(PADDING)[:, None]
-    ends = torch.tensor(DOCUMENTS).cumsum(0) * length // sum(DOCUMENTS)
-    return (torch.arange(length)[:, None] >= ends).sum(1)[None]
-
-
-def attend(name: str, q: Tensor, k: Tensor, v: Tensor, data: Tensor) -> Tensor:
-    """SDPA beside the mask that ``data`` make, keys and values repeated for their queries."""
-    length = q.shape[2]
-    i = torch.arange(length, device=q.device)
-    mask = (i <= i[:, None])[None, None]
-    if name == "attention_padded":
-        mask = mask & data[:, None, None, :]
-    elif name == "attention_window":
-        mask = mask & (i > i[:, None] - WINDOW)
-    else:
-        mask = mask & (data[:, None, :, None] == data[:, None, None, :])
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def of_attention(name: str) -> tuple[dict[str, Step], Callable[[], dict[str, Any]]]:
-    """The calls of attention alone; nothing is checked."""
-    batch, length, width = ATTENTION[name]
-    torch.manual_seed(0)
-
-    def made(heads: int) -> Tensor:
-        shape = batch, length, heads, width
-        return torch.randn(shape, device=device(), dtype=torch.bfloat16).transpose(1, 2)
-
-    tensors = [made(n).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
-    data, gradient = shown(name, length).to(device()), made(HEADS)
-    # Alone it is below the gate, which asks for the work of several layers.
-    ways = VARIANTS | {"coda": ("coda", {"gate": "always", "strict": True})}
-    ways.pop("coda without block_mask")
-
-    def step(function: Any, *more: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(function(*tensors, *more), tensors, gradient))
-
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    steps: dict[str, Step] = {}
-    for variant, (backend, options) in ways.items():
-        register(backend)
-        function = torch.compile(
-            functools.partial(attend, name), backend=backend, options=options, dynamic=False
-        )
-        steps[variant] = functools.partial(step, function, data)
-    steps["torch.compile, causal, no mask"] = functools.partial(step, torch.compile(causal))
-    return steps, dict
-
-
 def part(name: str, rounds: int) -> None:
-    """Compile what ``name`` says, print a line, wait for one, measure, print the result as JSON."""
+    """Compile and measure what ``name`` says, and print the result as JSON."""
     from torch._dynamo.utils import counters
 
-    steps, checked = (of_model if name in MODELS else of_attention)(name)
+    steps, checked = of_model(name)
     counts = {}
     for variant, step in steps.items():
         counters["coda"].clear()
         step()
         counts[variant] = dict(counters["coda"])
-    if device() == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    print("ready", flush=True)
-    sys.stdin.readline()
     found: dict[str, Any] = {variant: {} for variant in steps}
     for variant, values in interleaved(steps, rounds).items():
         times = summary(values)
@@ -221,30 +148,17 @@ def measured(names: list[str], rounds: int = ROUNDS) -> dict[str, Any]:
     result says so in its place."""
     # A module, no script: transformers looks for a package "kernels", and this folder has one file.
     command = [sys.executable, "-m", "benchmarks.masks", "--part"]
-    workers = {
-        name: subprocess.Popen(
-            [*command, name, str(rounds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=OWN | os.environ, cwd=environment.REPOSITORY,
-        )
-        for name in names
-    }  # fmt: skip
     found: dict[str, Any] = {}
-    try:
-        for name, worker in workers.items():
-            assert worker.stdout is not None, "it was asked for"
-            if worker.stdout.readline().strip() != "ready":
-                found[name] = {"failed": f"exit status {worker.wait()}, while compiling"}
-        for name, worker in workers.items():
-            if name not in found:
-                out, _ = worker.communicate("go\n", timeout=PATIENCE_S)
-                lines = out.splitlines()
-                failed = {"failed": f"exit status {worker.returncode}, while measuring"}
-                found[name] = failed if worker.returncode or not lines else json.loads(lines[-1])
-            print(name, json.dumps(found[name]), flush=True)
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    return {name: found[name] for name in names}
+    for name in names:
+        done = subprocess.run(
+            [*command, name, str(rounds)], stdout=subprocess.PIPE, text=True, check=False,
+            env=OWN | os.environ, cwd=environment.REPOSITORY,
+        )  # fmt: skip
+        lines = done.stdout.splitlines()
+        failed = {"failed": f"exit status {done.returncode}"}
+        found[name] = failed if done.returncode or not lines else json.loads(lines[-1])
+        print(name, json.dumps(found[name]), flush=True)
+    return found
 
 
 def main(arguments: list[str]) -> None:
@@ -252,7 +166,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--part"]:
         part(arguments[1], int(arguments[2]))
         return
-    every = (*MODELS, *ATTENTION)
+    every = MODELS
     parser = argparse.ArgumentParser("python -m benchmarks.masks")
     parser.add_argument("out", type=Path, help="file for the results, JSON")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(every)} (default: all)")

@@ -30,7 +30,6 @@ Result = TypeVar("Result")
 MIB = 2**20
 ALARM_INTERVAL_S = 5.0
 LONG_MS = 20.0  # of a call: its host's time is found with fewer of them
-CYCLES_PER_MS = 2_000_000  # of a GPU at about its highest clock
 
 
 def device() -> str:
@@ -49,39 +48,22 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def interleaved(
-    calls: dict[str, Call],
-    rounds: int,
-    warmup: int = 3,
-    before: dict[str, Call] | None = None,
-    queue_ms: float = 0.0,
-) -> dict[str, list[float]]:
+def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Milliseconds of every call of every variant: `rounds` samples each, after `warmup` calls
     each.
 
     On CUDA nothing waits between calls, so that the host runs ahead and a sample is device time
     (see :func:`host_us` for the other side).
-
-    Args:
-        calls: name -> variant.
-        rounds: samples per variant.
-        warmup: untimed calls of each variant.
-        before: name -> what runs untimed ahead of each call of that variant.
-        queue_ms: milliseconds that the device is kept busy at the start of each round, for
-            variants that it finishes faster than the host can launch them; no effect on a CPU.
     """
     names = list(calls)
-    prepare = dict.fromkeys(names, _nothing) | (before or {})
-    for name, call in calls.items():
+    for call in calls.values():
         for _ in range(warmup):
-            prepare[name]()
             call()
     synchronize()
     if device() == "cpu":
         clock: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds):
             for name in _rotated(names, turn):
-                prepare[name]()
                 start = time.perf_counter()
                 calls[name]()
                 clock[name].append((time.perf_counter() - start) * 1e3)
@@ -90,10 +72,7 @@ def interleaved(
         name: [] for name in names
     }
     for turn in range(rounds):
-        if queue_ms:
-            torch.cuda._sleep(int(queue_ms * CYCLES_PER_MS))
         for name in _rotated(names, turn):
-            prepare[name]()
             start_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start_end[0].record()
             calls[name]()
@@ -103,10 +82,6 @@ def interleaved(
     return {
         name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()
     }
-
-
-def _nothing() -> None:
-    pass
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
@@ -178,29 +153,6 @@ def kernel_times(call: Call, calls: int = 3, top: int = 15) -> dict:
     }
 
 
-def captured(call: Call) -> Call:
-    """`call` recorded as a CUDA graph: the returned function replays it without host work.
-
-    Its outputs are the same tensors every time. Raises what CUDA raises where `call` can't be
-    captured.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return outputs
-
-    return replay
-
-
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of `reference` (same shape); computed in fp32."""
     difference = value.float() - reference.float()
@@ -266,7 +218,6 @@ class Variants:
         errors: name -> why there is none.
         held_mib: name -> MiB that stay allocated once it is prepared (weights, workspaces, graph
             pools).
-        before: name -> what a call of it needs done first, untimed.
         deadline: ``time.monotonic()`` at which the preparation of a variant is given up; None for
             never.
     """
@@ -280,7 +231,6 @@ class Variants:
         self.skip = skip or {}
         self.errors: dict[str, str] = {}
         self.held_mib: dict[str, float] = {}
-        self.before: dict[str, Call] = {}
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
         """`work()`, or None with the reason in `errors`; None also for a name that is to be skipped
@@ -319,22 +269,14 @@ class Variants:
             self.calls[name] = call
             self.held_mib[name] = (allocated() - before) / MIB
 
-    def add_graphs(self, names: tuple[str, ...]) -> None:
-        """Of each working variant of `names`, its replay as ``<name>_graph``; no-op on a CPU."""
-        for name in names:
-            if device() == "cuda" and name in self.calls:
-                self.add(f"{name}_graph", functools.partial(captured, self.calls[name]))
-
-    def measure(self, rounds: int, queue_ms: float = 0.0) -> dict:
-        """Time all variants together; see :func:`interleaved` for `rounds` and `queue_ms`.
+    def measure(self, rounds: int) -> dict:
+        """Time all variants together, `rounds` samples of each.
 
         Returns:
             ``{"rounds", "variants": {name: measurements}, "errors": {name: text}}``; `errors` is
             the live attribute: what fails later shows up in it.
         """
-        before = {name: self.before[name] for name in self.calls if name in self.before}
-        timed = functools.partial(interleaved, self.calls, rounds, before=before, queue_ms=queue_ms)
-        samples = timed() if self.calls else {}
+        samples = interleaved(self.calls, rounds) if self.calls else {}
         variants = {
             name: summary(samples[name])
             | {

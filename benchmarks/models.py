@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from . import llama
-from .blocks import liger_ops
 from .measure import device
 
 Batch = dict[str, torch.Tensor]
@@ -184,9 +183,9 @@ def liger(model: Any) -> Callable[[], contextlib.AbstractContextManager]:
     """Patch one Llama with Liger's kernels as its users do; returns a context manager, under which
     alone what Liger exchanges globally (the rotary embedding) is exchanged.
 
-    Raises ImportError where Liger is not installed, ValueError where it does not know the model.
+    Raises ImportError where Liger is not installed (`pip install liger-kernel`), ValueError where
+    it does not know the model.
     """
-    liger_ops()
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 

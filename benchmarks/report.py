@@ -1,165 +1,207 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results files -> what a terminal shows, what lies beside the results, and docs/benchmarks.md.
+"""Results files -> what a terminal shows, and the page docs/h200/benchmarks.md.
 
-Reads results only: no figure here is typed by hand.
+Reads results only: no figure here is typed by hand. Every suite has the same tables: a row a case,
+a column a variant; a speedup is torch.compile's time over ours.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 from tabulate import tabulate
 
-from .sections import SECTIONS
-from .tables import complete
+from .environment import REPOSITORY
 
-#: What a run's environment says of the run itself.
-RUN = ("commit", "date", "command")
-SUITES = tuple(section.suite for section in SECTIONS if section.suite != "compile")
+PAGE = REPOSITORY / "docs" / "h200" / "benchmarks.md"
+TITLES = {
+    "grid": "Grid of layers: width-rows-mode-dtype",
+    "layer": "Layers, forward",
+    "layer_train": "Layers, training",
+    "families": "Models of transformers: model-tokens-mode-dtype",
+    "model_train": "Models, training",
+    "fp8": "FP8 by torchao's recipes, layers and Llamas",
+}
+#: Measurements of a variant: what a table is called, its key, the format, what it is divided by.
+MEASURED = (("ms", "median_ms", ".3f", 1), ("peak GiB of a call", "peak_mib", ".2f", 1024))
+METHOD = """\
+Each figure is the median of interleaved rounds (one call of every variant per round, the order
+rotating) after warm-up, in one process, timed with CUDA events. *compile* is torch.compile, *coda*
+ours, *compile_causal* torch.compile of a model told to be causal instead of given a mask. A forward
+pass is under `torch.no_grad()`, a training step has no optimizer. *Error* is the worst Frobenius
+norm of the difference from an fp32 eager reference with the same weights, over that reference's
+norm; a case of the grid has its difference from torch.compile's result instead."""
 
 
-def merged(parts: list[dict]) -> dict:
-    """One results dict out of several runs on one machine; where parts overlap, the later one wins.
+def table(rows: list[list[str]], headers: list[str], form: str) -> str:
+    """``tabulate`` with every cell as it is; nothing without rows."""
+    if not rows:
+        return ""
+    return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, stralign="right")
 
-    Raises ValueError if the runs are not of one GPU, driver and set of package versions. A package
-    that only some of the runs had is none of a difference.
-    """
-    results: dict = {"environment": dict(parts[0]["environment"], versions={})}
-    environment = results["environment"]
-    for part in parts:
-        found = part["environment"]
-        for key in ("gpu", "driver"):
-            _same(key, environment[key], found[key])
-        for package, version in found["versions"].items():
-            known = environment["versions"].setdefault(package, version)
-            # Not ours: the commit says which code of ours ran.
-            if known and version and package != "coda-inductor":
-                _same(f"versions of {package}", known, version)
-            environment["versions"][package] = known or version
-        for suite, measured in part.items():
-            if suite != "environment":
-                results.setdefault(suite, {}).update(measured)
-    for key in RUN:
-        values = dict.fromkeys(part["environment"][key] or "unknown" for part in parts)
-        environment[key] = "; ".join(values)
-    environment["runs"] = [
-        {key: run[key] for key in RUN}
-        for part in parts
-        for run in part["environment"].get("runs", [part["environment"]])
+
+def complete(results: dict, suite: str) -> Iterator[tuple[str, dict]]:
+    """The (case, result) pairs of `suite` that were measured."""
+    return ((c, r) for c, r in results[suite].items() if r.get("variants"))
+
+
+def speedup(result: dict) -> float | None:
+    """torch.compile's time over ours; None where one is missing."""
+    times = {name: found["median_ms"] for name, found in result["variants"].items()}
+    return times["compile"] / times["coda"] if {"compile", "coda"} <= times.keys() else None
+
+
+def number(value: float | None, form: str, unit: float = 1) -> str:
+    """`value` in `unit`, in format `form`; a dash for None."""
+    return "-" if value is None else format(value / unit, form)
+
+
+def _names(rows: list[tuple[str, dict]]) -> list[str]:
+    return list(dict.fromkeys(name for _, result in rows for name in result["variants"]))
+
+
+def measured(results: dict, suite: str, key: str, form: str, unit: float, how: str) -> str:
+    """One measurement of every variant of every case."""
+    found = list(complete(results, suite))
+    names = _names(found)
+    if all(r["variants"].get(name, {}).get(key) is None for _, r in found for name in names):
+        return ""
+    rows = [
+        [case, *(number(r["variants"].get(name, {}).get(key), form, unit) for name in names)]
+        + ([number(speedup(r), ".3f")] if key == "median_ms" else [])
+        for case, r in found
     ]
-    return results
+    return table(rows, ["", *names, *(["speedup"] if key == "median_ms" else [])], how)
 
 
-def _same(what: str, known: str | None, found: str | None) -> None:
-    if known != found:
-        raise ValueError(f"runs differ in {what} ({known} and {found}): render them one by one")
+def errors(results: dict, suite: str, how: str) -> str:
+    """The worst error of each variant, or its difference from torch.compile."""
+    found = list(complete(results, suite))
+    worst = {
+        case: {name: max(each.values()) for name, each in r.get("accuracy", {}).items() if each}
+        or r.get("difference", {})
+        for case, r in found
+    }
+    names = [name for name in _names(found) if any(name in of for of in worst.values())]
+    rows = [[c, *(number(of.get(n), ".2e") for n in names)] for c, of in worst.items() if of]
+    return table(rows, ["", *names], how)
+
+
+def together(results: dict, suite: str, how: str) -> str:
+    """What all cases of a mode come to: geometric means of the speedup and of the energy."""
+    groups: dict[str, list[dict]] = {}
+    for case, result in complete(results, suite):
+        if speedup(result):
+            mode = next((m for m in ("forward", "training") if m in case), "all")
+            groups.setdefault(mode, []).append(result)
+    rows = []
+    for mode, found in groups.items():
+        speeds = [speed for r in found if (speed := speedup(r))]
+        energies = [r.get("energy", {}) for r in found]
+        ratios = [e["coda"]["joules"] / e["compile"]["joules"] for e in energies
+                  if {"coda", "compile"} <= e.keys()]  # fmt: skip
+        rows.append([mode, str(len(speeds)), f"{_mean(speeds):.3f}", f"{min(speeds):.3f}"])
+        rows[-1] += [f"{max(speeds):.3f}", f"{_mean(ratios):.3f}" if ratios else "-"]
+    return table(rows, ["", "cases", "speedup, geometric mean", "least", "most", "energy"], how)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def failures(results: dict) -> list[str]:
-    """One line for every variant or part that has no figures, with the reason."""
+    """One line for every variant or case that has no figures, with the reason."""
     lines = []
-    for suite in SUITES:
-        for part, result in results.get(suite, {}).items():
+    for suite in filter(results.__contains__, TITLES):
+        for case, result in results[suite].items():
             if "error" in result:
-                lines.append(f"{suite} {part}: {result['error']}")
-            reasons: dict[str, list[str]] = {}
-            for name, why in result.get("errors", {}).items():
-                reasons.setdefault(why, []).append(name)
-            lines += [
-                f"{suite} {part}, {', '.join(names)}: {why}" for why, names in reasons.items()
-            ]
-    for backend, runs in results.get("compile", {}).items():
-        lines += [
-            f"compile, {backend}, {state}: {run['error']}"
-            for state, run in runs.items()
-            if "error" in run
-        ]
+                lines.append(f"{suite} {case}: {result['error']}")
+            lines += [f"{suite} {case}, {n}: {why}" for n, why in result.get("errors", {}).items()]
     return lines
+
+
+def sections(results: dict, how: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(title, [(caption, table)]) of each suite that has results."""
+    for suite, title in TITLES.items():
+        if suite in results:
+            tables = [(w, measured(results, suite, k, f, u, how)) for w, k, f, u in MEASURED]
+            tables.append(("error", errors(results, suite, how)))
+            tables.append(("all cases together", together(results, suite, how)))
+            yield title, [(caption, text) for caption, text in tables if text]
 
 
 def short(results: dict) -> str:
     """The tables that a terminal wants last."""
     parts = [
-        f"{section.title}. {caption}".strip() + "\n" + table
-        for section in SECTIONS
-        if section.shown(results)
-        for caption, make in section.tables
-        if (table := make(results, "simple"))
+        f"{title}, {c}\n{text}" for title, own in sections(results, "simple") for c, text in own
     ]
     return "\n\n".join([*parts, *(f"NOT MEASURED {line}" for line in failures(results))])
 
 
 def profiles(results: dict) -> str:
-    """Device time by kernel of every profiled variant, then what our backend reports about each
-    part.
-    """
+    """Device time by kernel of every profiled variant, then what our backend reports."""
     blocks = []
-    for suite in SUITES:
-        for part, result in complete(results, suite):
-            for name, profile in result["profile"].items():
+    for suite in filter(results.__contains__, TITLES):
+        for case, result in complete(results, suite):
+            for name, found in result["profile"].items():
                 rows = [
-                    [f"{k['us']:.1f}", f"{k['calls']:.1f}", k["name"][:110]]
-                    for k in profile["kernels"]
+                    [f"{k['us']:.1f}", f"{k['calls']:.1f}", k["name"]] for k in found["kernels"]
                 ]
-                title = (
-                    f"{suite} {part}: {name}, {profile['total_us']:.0f} us on the device per call"
-                )
-                blocks.append(title + "\n" + _plain(rows, ["us", "calls", "kernel"]))
-            blocks += [
-                f"{suite} {part}: coda's report\n{table}" for table in result.get("reports", [])
-            ]
-            if "counters" in result:
-                blocks.append(f"{suite} {part}: coda's counters {result['counters']}")
+                title = f"{suite} {case}: {name}, {found['total_us']:.0f} us on the device a call"
+                blocks.append(f"{title}\n{table(rows, ['us', 'calls', 'kernel'], 'plain')}")
+            for name, said in result.get("decisions", {}).items():
+                fused = f"{said['fused']} of {said['gemms']} GEMMs fused"
+                blocks.append(f"{suite} {case}: {name}, {fused}\n{said['report']}")
     return "\n\n".join(blocks) + "\n"
 
 
-def _plain(rows: list[list[str]], headers: list[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
+def merged(parts: list[dict]) -> dict[str, Any]:
+    """One results dict out of several runs; ValueError if they are of different GPUs."""
+    if len(gpus := {str(part["environment"]["gpu"]) for part in parts}) > 1:
+        raise ValueError(f"runs differ in gpu ({', '.join(sorted(gpus))}): render them one by one")
+    results: dict[str, Any] = {}
+    for part in parts:
+        for suite in part.keys() - {"environment"}:
+            results.setdefault(suite, {}).update(part[suite])
+    return results
 
 
-def _environment(environment: dict) -> str:
-    versions = ", ".join(
-        f"{name} {version or 'absent'}" for name, version in environment["versions"].items()
-    )
-    rows = [
-        ["GPU", f"{environment['gpu'] or 'none'}, driver {environment['driver'] or 'none'}"],
-        ["software", f"Python {environment['python']}, {versions}"],
+def markdown(parts: list[dict], sources: list[str]) -> str:
+    """The page of results from the files `sources`."""
+    results = merged(parts)
+    lines = [
+        "# Benchmarks",
+        "",
+        "Rendered by `python -m benchmarks report FILES`; do not edit.",
+        "",
     ]
-    table = tabulate(rows, headers=["", ""], tablefmt="github", disable_numparse=True)
-    runs = [
-        f"- {run['date'][:16].replace('T', ' ')}, commit {run['commit'] or 'unknown'}: "
-        f"`{run['command']}`"
-        for run in environment.get("runs", [environment])
-    ]
-    ceiling = "`--ceiling` names a layer composed by hand, which is not here: leave it out"
-    return "\n".join([table, "", f"Runs, in UTC ({ceiling}):", "", *runs])
+    lines += [METHOD, "", f"Runs on {parts[0]['environment']['gpu'] or 'a CPU'}:", ""]
+    for source, run in zip(sources, (part["environment"] for part in parts), strict=True):
+        versions = ", ".join(f"{name} {v}" for name, v in run["versions"].items() if v)
+        lines.append(f"- `{source}`, {run['date'][:10]}, commit {run['commit']}, {versions}: "
+                     f"`{run['command']}`")  # fmt: skip
+    for title, tables in sections(results, "github"):
+        lines += ["", f"## {title}"]
+        for caption, text in tables:
+            lines += ["", f"{caption}:", "", text]
+    missing = failures(results)
+    lines += ["", "## Not measured", "", *(f"- {line}" for line in missing)] if missing else []
+    return "\n".join(lines) + "\n"
 
 
-METHOD = """\
-Each figure is the median of interleaved rounds (one call of every variant per round, the order
-rotating) after warm-up, in one process, timed with CUDA events; all samples are in the results
-file. Every compiled variant has its own copy of the module with the same weights. Errors are
-Frobenius norms of the difference from an fp32 eager reference with the same weights, over the norm
-of that reference."""
+def main(arguments: list[str]) -> None:
+    """Render results files of one GPU model as a page."""
+    parser = argparse.ArgumentParser("python -m benchmarks report", description=main.__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="results.json of one or more runs")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file to write")
+    options = parser.parse_args(arguments)
+    import json
 
-
-def markdown(results: dict, sources: list[str], plots: list[str]) -> str:
-    """The page docs/benchmarks.md.
-
-    Args:
-        results: what to render.
-        sources: names of the results files in benchmarks/results that it came from.
-        plots: names of the images beside the page.
-    """
-    files = " ".join(f"benchmarks/results/{source}" for source in sources)
-    lines = ["# Benchmarks", "", f"Rendered by `python -m benchmarks report {files}`; do not edit."]
-    lines += ["", _environment(results["environment"]), "", METHOD, ""]
-    lines += [line for image in plots for line in (f"![{image}]({image})", "")]
-    for section in SECTIONS:
-        if section.shown(results):
-            lines += [f"## {section.title}", "", section.text(results), ""]
-            for caption, make in section.tables:
-                if table := make(results, "github"):
-                    lines += [caption, ""] if caption else []
-                    lines += [table, ""]
-    if failures(results):
-        lines += ["## Not measured", "", *(f"- {line}" for line in failures(results)), ""]
-    return "\n".join(lines)
+    parts = [json.loads(path.read_text()) for path in options.results]
+    options.page.write_text(markdown(parts, [path.name for path in options.results]))
+    print(options.page.name)

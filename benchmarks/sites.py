@@ -97,7 +97,7 @@ def _plan(
     """Plan one layer with what ``store`` knows; ``tuner`` makes what is asked to measure."""
     options = {"tune": "always"} | ({"fp8": recipe, "fp8_small": True} if recipe else {})
     with torch.device("meta"):
-        block = layer.Block(*width, "hf").to(dtype)
+        block = layer.Block(*width).to(dtype)
         x0, y = (torch.empty(1, m, width[0], dtype=dtype) for _ in range(2))
     inputs = [x.requires_grad_(train) for x in (x0, y)]
     with (

@@ -17,36 +17,32 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import functools
 import json
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from coda_inductor.select import model
-from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, gpu_of
 from coda_inductor.select.figures import Figures, key_of, to_row
 from coda_inductor.select.kinds import B_MAJOR, TERMS, family, kinds
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import as_text, merged, store_of
-from coda_inductor.tune import load
 from coda_inductor.tune.rank import MANY
 from coda_inductor.tune.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import layer
 from benchmarks.cases import RECIPES
-from benchmarks.grid import HALF
+from benchmarks.layer import HALF
 from benchmarks.sites import asked, layers
 
 #: Widths: the residual stream, the MLP, one of k and v, and q, k and v together.
@@ -117,36 +113,16 @@ def sites() -> list[Site]:
     ]
 
 
-class _Again(Tuner):
-    """Measures the fastest configs of ``known``, and only sites that are there and whose products
-    take long enough for a time under load."""
-
-    def __init__(self, known: Mapping[str, Figures], *given: Any):
-        super().__init__(*given)
-        self.known = known
-
-    def _configs(self, site: Site) -> list[Config]:
-        us = self.known[key_of(site)].us
-        return [Config.parse(name) for name in sorted(us, key=us.__getitem__)[: self.most]]
-
-    def measure(self, sites: Sequence[Site]) -> bool:
-        found = {key_of(s): self.known.get(key_of(s)) for s in sites}
-        return super().measure(
-            [s for s in sites if (f := found[key_of(s)]) and f.plain >= load.LEAST_US]
-        )
-
-
 def measure(
     out: Path,
     seconds: float,
     only: str,
     cases: Mapping[int, Sequence[str]] = LAYERS,
     most: int = MANY // 2,
-    tuned: Callable[..., Tuner] = Tuner,
 ) -> None:
     """Measure for at most so many seconds, and write everything that is known of this GPU. ``only``
     "kinds", "layers" or "fp8"; "" for all. ``cases``: the sizes of layers for each number of rows;
-    ``most``: configs of each of their sites; ``tuned``: makes what measures."""
+    ``most``: configs of each of their sites."""
     device = torch.device("cuda", torch.cuda.current_device())
     store, start = store_of(gpu_of(device)), time.monotonic()
 
@@ -155,7 +131,7 @@ def measure(
         if left < 5:
             print(f"no time for {what}")
             return
-        tuner = tuned(store, device, left, most)
+        tuner = Tuner(store, device, left, most)
         tuner.measure(wanted)
         tuner.close()
         done = len(wanted) - len(tuner.left)
@@ -167,7 +143,7 @@ def measure(
     for m, names in cases.items() if only in ("", "layers") else ():
         widths = [layer.SIZES[size] for size in names]
         batch(f"layers at {m} rows", layers(widths, [m], torch.bfloat16), most)
-    for turn in range(PLANS) if only in ("", "layers") and tuned is Tuner else ():
+    for turn in range(PLANS) if only in ("", "layers") else ():
         batch(f"plans, time {turn + 1}", _asked(cases), most)
     for m, names in FP8_LAYERS.items() if only in ("", "fp8") else ():
         widths = [layer.SIZES[size] for size in names]
@@ -358,9 +334,6 @@ def main() -> None:
     measuring.add_argument("--rows", default="", help="of the layers, e.g. 8192,4096; default all")
     measuring.add_argument("--sizes", default="", help="of the layers, e.g. 1B,8B; default all")
     measuring.add_argument("--most", type=int, default=MANY // 2, help="configs of their sites")
-    measuring.add_argument(
-        "--again", type=Path, metavar="FILE", help="long sites of FILE, by their best configs"
-    )
     fitting = commands.add_parser("fit")
     fitting.add_argument("sources", type=Path, nargs="+")
     fitting.add_argument("target", type=Path)
@@ -373,10 +346,7 @@ def main() -> None:
             cases = _cases(arguments.rows, arguments.sizes)
         except ValueError as error:
             parser.error(f"--rows, --sizes: {error}")
-        tuned: Callable[..., Tuner] = Tuner
-        if arguments.again:
-            tuned = functools.partial(_Again, merged([arguments.again.read_text()]))
-        measure(arguments.out, arguments.seconds, arguments.only, cases, arguments.most, tuned)
+        measure(arguments.out, arguments.seconds, arguments.only, cases, arguments.most)
     else:
         fit(arguments.sources, arguments.target, arguments.model_of)
 

@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a stock Hugging Face Llama on real text under eager, torch.compile and ``backend="coda"``.
+"""Train a stock Hugging Face Llama on text under eager, torch.compile and ``backend="coda"``.
 
-The proof that the backend trains: per seed, every backend starts from the same random weights and
-sees the same batches in the same order, so that whatever separates two loss curves is rounding. How
-much rounding alone separates two runs is measured too: ``eager_reversed`` is eager with the rows of
-each batch in reverse order, the same loss in exact arithmetic.
+Every backend starts from the same random weights and sees the same batches: what separates two loss
+curves is rounding. ``eager_reversed`` says how much that may be: eager with the rows of each batch
+in reverse order. The text is this repository's and Python's own: nothing is downloaded.
 
-``train_text.py`` has the text, ``train_report.py`` the comparison and its plot.
-
-Usage:
-    python examples/train.py --backends eager,inductor,coda --seeds 0,1,2 --steps 300 --out FILE
-    python examples/train.py --plot FILE --svg docs/training.svg --page docs/training.md
+Usage: python examples/train.py [--device cuda --size small] [--seeds 0,1,2] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
 import json
 import math
 import os
 import statistics
-import sys
+import sysconfig
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,305 +26,124 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import train_report  # noqa: E402
-from train_text import Batches, corpus, cut  # noqa: E402
-
-import coda_inductor  # noqa: E402  only for its reports: backend="coda" needs no import
-from benchmarks import environment  # noqa: E402
-
-#: What torch.compile is called with, by name; None: not compiled.
-BACKENDS: dict[str, dict[str, Any] | None] = {
+BACKENDS: dict[str, dict[str, Any] | None] = {  # what torch.compile is called with
     "eager": None,
     "eager_reversed": None,
     "inductor": {"backend": "inductor"},
-    "coda": {"backend": "coda", "options": {"gate": "always"}},
-    "coda_default": {"backend": "coda"},
+    "coda": {"backend": "coda"},
+    "coda_always": {"backend": "coda", "options": {"gate": "always"}},
 }
-#: Backends that train with the first seed only: they are there for the time of a step.
-FIRST_SEED_ONLY = ("coda_default",)
-#: Steps that are not timed; the first one compiles.
-UNTIMED = 10
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model (fields of ``LlamaConfig``), its batch of ``batch`` rows of ``length`` tokens, and
-    the highest learning rate.
-    """
-
-    model: dict[str, int]
-    length: int
-    batch: int
-    rate: float
-
-
+#: Name -> widths, layers, heads and their groups; rows of a batch, tokens of each; learning rate.
 SIZES = {
-    "tiny": Size(
-        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2},
-        length=64, batch=8, rate=3e-3,
-    ),
-    "small": Size(
-        {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6,
-         "num_attention_heads": 16, "num_key_value_heads": 4},
-        length=1024, batch=16, rate=6e-4,
-    ),
-}  # fmt: skip
+    "tiny": ((64, 128, 2, 4, 2), (8, 64), 3e-3),
+    "small": ((1024, 2816, 6, 16, 4), (16, 1024), 6e-4),
+}
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads")  # fmt: skip
+HELD_OUT, LAST = 16, 20  # one row in so many; steps of a final loss
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How every run of one results file trains.
-
-    Attributes:
-        size: key of ``SIZES``.
-        device: ``"cuda"`` or ``"cpu"``.
-        params: dtype of the parameters and of AdamW's state, ``"fp32"`` or ``"bf16"``.
-        autocast: run forward and loss under bfloat16 autocast.
-        steps: optimizer steps.
-        betas, weight_decay: AdamW's.
-        clip: the largest norm of all gradients together.
-        warmup: share of the steps in which the learning rate grows linearly to the size's rate.
-        floor: the share of that rate at which its cosine ends.
-    """
-
-    size: str
-    device: str
-    params: str
-    autocast: bool
-    steps: int
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    warmup: float = 0.1
-    floor: float = 0.1
-
-    def rate(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0) as a share of the highest."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return (step + 1) / warm
-        turn = math.pi * (step - warm) / max(1, self.steps - warm)
-        return self.floor + (1 - self.floor) * (1 + math.cos(turn)) / 2
-
-    def context(self) -> AbstractContextManager[Any]:
-        """What forward and loss run in."""
-        return torch.autocast(self.device, torch.bfloat16, enabled=self.autocast)
+def rows_of_text(length: int) -> tuple[Tensor, Tensor]:
+    """Rows of ``length`` bytes, uint8 on the CPU: those to train on, those held out."""
+    pages = [ROOT / "LICENSE", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [*pages, library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
+    text = b"\n".join(path.read_bytes() for path in files if path.is_file())
+    whole = len(text) // length * length
+    rows = torch.frombuffer(bytearray(text[:whole]), dtype=torch.uint8).view(-1, length)
+    held_out = torch.arange(len(rows)) % HELD_OUT == 0
+    return rows[~held_out], rows[held_out]
 
 
-def main() -> None:
-    """Train or plot; see the module docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = ",".join(BACKENDS)
-    parser.add_argument("--backends", default="eager,inductor,coda", help=f"some of {names}")
-    parser.add_argument("--seeds", default="0", help="comma-separated numbers")
-    parser.add_argument("--steps", type=int, default=300)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--size", choices=tuple(SIZES), help="default: small on a GPU, else tiny")
-    parser.add_argument("--params", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--no-autocast", action="store_true", help="with fp32: no bf16 at all")
-    parser.add_argument("--commit", help="the commit, for a copy of the tree without .git")
-    parser.add_argument("--out", type=Path, help="write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw results, train nothing")
-    parser.add_argument("--svg", type=Path, help="where --plot draws the loss curves")
-    parser.add_argument("--page", type=Path, help="where --plot writes the page of tables")
-    args = parser.parse_args()
-    if args.plot:
-        if not (args.svg or args.page):
-            parser.error("--plot needs --svg or --page: where to write")
-        train_report.write(json.loads(args.plot.read_text()), args.svg, args.page)
-        return
-    backends = args.backends.split(",")
-    if unknown := [name for name in backends if name not in BACKENDS]:
-        parser.error(f"--backends: unknown {', '.join(unknown)}; known: {', '.join(BACKENDS)}")
-    recipe = Recipe(
-        size=args.size or ("small" if args.device == "cuda" else "tiny"),
-        device=args.device,
-        params=args.params,
-        autocast=args.params == "fp32" and not args.no_autocast,
-        steps=args.steps,
-    )
-    described = environment.describe([], args.commit)
-    described["command"] = environment.scrub(" ".join(["python", *sys.argv]))
-    run(recipe, backends, [int(seed) for seed in args.seeds.split(",")], described, args.out)
+def batches(rows: Tensor, size: int, seed: int, count: int) -> Iterator[Tensor]:
+    """``count`` batches of ``size`` rows: shuffled epochs, in an order ``seed`` alone decides."""
+    shuffle = torch.Generator().manual_seed(seed)
+    epochs = math.ceil(count * size / len(rows))
+    order = torch.cat([torch.randperm(len(rows), generator=shuffle) for _ in range(epochs)])
+    for chosen in order.split(size)[:count]:
+        yield rows[chosen].long()
 
 
-def run(
-    recipe: Recipe, backends: list[str], seeds: list[int], described: dict, out: Path | None
-) -> dict:
-    """Train every backend with every seed and print the comparison.
-
-    ``out`` is rewritten after each run, so that a run that is cut off leaves what it has.
-
-    Returns:
-        ``{"environment", "recipe", "model", "text", "runs": [...]}``; a run is what :func:`train`
-        returns, with ``"backend"``, ``"seed"``, ``"fired_training"`` and ``"fired_evaluation"``
-        (``counters["coda"]`` of the two graphs), ``"sites"`` (how the GEMMs of both run).
-    """
-    size = SIZES[recipe.size]
-    text, description = corpus()
-    rows = cut(text, size.length)
-    results: dict[str, Any] = {
-        "environment": described,
-        "recipe": dataclasses.asdict(recipe),
-        "model": dataclasses.asdict(size),
-        "text": description | {"training_rows": len(rows[0]), "held_out_rows": len(rows[1])},
-        "runs": [],
-    }
-    results["model"]["parameters"] = sum(p.numel() for p in build(recipe, 0).parameters())
-    # A graph that comes out of torch's compile cache is not analysed again: nothing is counted.
-    no_cache = torch._inductor.config.patch(fx_graph_cache=False)
-    with no_cache, torch._functorch.config.patch(enable_autograd_cache=False):
-        for name in backends:
-            for result in train_backend(name, recipe, seeds, rows):
-                results["runs"].append(result)
-                print(line(result), flush=True)
-                if out:
-                    out.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n" + train_report.tables(results))
-    return results
-
-
-def build(recipe: Recipe, seed: int) -> nn.Module:
-    """The model with the random weights of ``seed``."""
-    size = SIZES[recipe.size]
+def train(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One run: the loss of each step (nats a byte), of held-out rows, and the median step in ms."""
+    shape, (size, length), highest = SIZES[args.size]
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        **size.model, vocab_size=256, max_position_embeddings=size.length, use_cache=False
-    )
-    with torch.device(recipe.device):
+        **dict(zip(FIELDS, shape, strict=True)),
+        vocab_size=256, max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    with torch.device(args.device):
         model = transformers.LlamaForCausalLM(config)
-    return model.to(torch.bfloat16) if recipe.params == "bf16" else model
-
-
-def train_backend(
-    name: str, recipe: Recipe, seeds: list[int], rows: tuple[Tensor, Tensor]
-) -> Iterator[dict]:
-    """The runs of one backend: one model, compiled once, whose weights each seed sets anew."""
     torch._dynamo.reset()
-    gc.collect()
     options = BACKENDS[name]
-    model = build(recipe, seeds[0])
     function = model if options is None else torch.compile(model, **options)
-    known = len(coda_inductor.reports())
-    fired: dict[str, dict[str, int]] = {}
+    training, held_out = rows_of_text(length)
 
-    def count(phase: str) -> None:
-        fired.setdefault(phase, dict(counters["coda"]))
-        counters["coda"].clear()
+    def loss_of(tokens: Tensor) -> Tensor:
+        tokens = (tokens.flip(0) if name == "eager_reversed" else tokens).to(args.device)
+        with torch.autocast(args.device, torch.bfloat16, enabled=not args.no_autocast):
+            return function(input_ids=tokens, labels=tokens).loss
 
-    counters["coda"].clear()
-    for seed in seeds[:1] if name in FIRST_SEED_ONLY else seeds:
-        model.load_state_dict(build(recipe, seed).state_dict())
-        batches = Batches(rows, SIZES[recipe.size].batch, recipe.device, name == "eager_reversed")
-        result = train(model, function, recipe, batches.train(seed, recipe.steps))
-        count("fired_training")
-        result["eval_loss"] = evaluate(model, function, recipe, batches.held_out())
-        count("fired_evaluation")
-        sites = Counter(site.how for r in coda_inductor.reports()[known:] for site in r.sites)
-        yield {"backend": name, "seed": seed, **result, **fired, "sites": dict(sites)}
-
-
-def train(
-    model: nn.Module, function: Callable[..., Any], recipe: Recipe, batches: Iterator[Tensor]
-) -> dict:
-    """One run: AdamW, clipped gradients, warm-up and cosine.
-
-    Returns:
-        ``"losses"`` (nats a byte, one a step), ``"step_ms"`` (median of the steps after the first
-        ``UNTIMED``), ``"tokens_per_s"``, ``"peak_mib"`` of device memory over these steps (None on
-        a CPU) and ``"first_step_s"``, which has the compilation in it.
-    """
-    size, on_gpu = SIZES[recipe.size], recipe.device == "cuda"
-    model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=size.rate,
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        fused=on_gpu,
+    optimizer = torch.optim.AdamW(model.parameters(), highest, (0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, highest, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
-    losses = torch.zeros(recipe.steps, device=recipe.device)
-    untimed = min(UNTIMED, recipe.steps // 2)
-    start, first, clock = time.perf_counter(), 0.0, Clock(on_gpu)
-    for step, tokens in enumerate(batches):
-        with recipe.context():
-            loss = function(input_ids=tokens, labels=tokens).loss
+    losses, ms = [], []
+    for tokens in batches(training, size, seed, args.steps):
+        start = time.perf_counter()
+        loss = loss_of(tokens)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses[step] = loss.detach()  # stays on the device: reading it would wait for the step
-        if step == 0:
-            losses[0].item()  # waits
-            first = time.perf_counter() - start
-        if step == untimed - 1 and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        if step >= untimed - 1:
-            clock.tick()
-    step_ms = statistics.median(clock.laps())
-    return {
-        "losses": [round(value, 6) for value in losses.tolist()],
-        "step_ms": step_ms,
-        "tokens_per_s": size.batch * size.length / step_ms * 1e3,
-        "peak_mib": torch.cuda.max_memory_allocated() / MIB if on_gpu else None,
-        "first_step_s": first,
-    }
+        losses.append(loss.item())  # waits
+        ms.append((time.perf_counter() - start) * 1e3)
+    count = min(20, len(held_out) // size)
+    with torch.no_grad():
+        found = [loss_of(tokens).item() for tokens in batches(held_out, size, 0, count)]
+    return {"backend": name, "seed": seed, "losses": losses, "eval_loss": statistics.fmean(found),
+            "step_ms": statistics.median(ms)}  # fmt: skip
 
 
-class Clock:
-    """Milliseconds between ticks: of the device where there is one, so that nothing waits."""
-
-    def __init__(self, on_gpu: bool):
-        self.on_gpu = on_gpu
-        self.ticks: list[Any] = []
-
-    def tick(self) -> None:
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.ticks.append(event)
-        else:
-            self.ticks.append(time.perf_counter())
-
-    def laps(self) -> list[float]:
-        pairs = list(zip(self.ticks, self.ticks[1:], strict=False))
-        if not self.on_gpu:
-            return [(end - start) * 1e3 for start, end in pairs]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+def differences(runs: list[dict[str, Any]], of: Callable[[dict], float]) -> dict[str, float]:
+    """Backend -> root mean square over the seeds of its ``of`` less eager's."""
+    eager = {run["seed"]: of(run) for run in runs if run["backend"] == "eager"}
+    squares: dict[str, list[float]] = {}
+    for run in runs:
+        if run["seed"] in eager:
+            squares.setdefault(run["backend"], []).append((of(run) - eager[run["seed"]]) ** 2)
+    return {name: math.sqrt(statistics.fmean(found)) for name, found in squares.items()}
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, function: Callable[..., Any], recipe: Recipe, batches: Iterator[Tensor]
-) -> float:
-    """Mean loss of the batches, nats a byte, through the same compiled model."""
-    model.eval()
-    losses = []
-    for tokens in batches:
-        with recipe.context():
-            losses.append(function(input_ids=tokens, labels=tokens).loss.float())
-    return torch.stack(losses).mean().item()
-
-
-def line(result: dict) -> str:
-    """One run in one line."""
-    peak = "" if result["peak_mib"] is None else f"  peak {result['peak_mib']:.0f} MiB"
-    return (
-        f"{result['backend']:<15} seed {result['seed']}  first step {result['first_step_s']:5.1f} s"
-        f"  {result['step_ms']:7.2f} ms a step  loss {result['losses'][0]:.3f} -> "
-        f"{result['losses'][-1]:.4f}  eval {result['eval_loss']:.4f}{peak}"
-    )
+def main() -> None:
+    """Train every backend with every seed and print how far they are from eager."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backends", default="eager,inductor,coda", help=f"of {[*BACKENDS]}")
+    parser.add_argument("--seeds", default="0", help="comma-separated numbers")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="small needs a GPU")
+    parser.add_argument("--no-autocast", action="store_true", help="no bfloat16 at all")
+    parser.add_argument("--out", type=Path, help="write the runs to this file, JSON")
+    args = parser.parse_args()
+    names = args.backends.split(",")
+    if unknown := {*names} - {*BACKENDS}:
+        parser.error(f"--backends: unknown {', '.join(unknown)}; known: {', '.join(BACKENDS)}")
+    runs: list[dict[str, Any]] = []
+    for name in names:
+        for seed in map(int, args.seeds.split(",")):
+            runs.append(run := train(name, seed, args))
+            losses = f"{run['losses'][0]:.3f} -> {run['losses'][-1]:.4f}"
+            print(f"{name:<15} seed {seed}  {losses}, {run['step_ms']:.2f} ms a step", flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(runs, indent=1) + "\n")
+    last = differences(runs, lambda run: statistics.fmean(run["losses"][-LAST:]))
+    held_out = differences(runs, lambda run: run["eval_loss"])
+    for name, off in last.items():
+        print(f"{name:<15} from eager: training loss {off:.5f}, evaluation {held_out[name]:.5f}")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 SLOW = (
     "test_distributed", "test_compile", "test_failing_passes", "test_families",
     "test_training_contexts", "test_frameworks", "test_benchmarks", "test_fp8_serving",
-    "test_fp8_expansion", "test_fp8_linears", "test_benchmarks_train", "test_demo",
-    "test_fuzz_training", "test_fuzz_inference", "test_inductor", "test_torch_tests",
+    "test_fp8_expansion", "test_fp8_linears", "test_demo",
+    "test_fuzz_training", "test_fuzz_inference", "test_inductor",
 )  # fmt: skip
 
 

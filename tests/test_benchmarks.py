@@ -1,283 +1,300 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark suite measures and renders, at a size for CPUs, and survives bad variants.
-
-The suites run through the real command line, jobs in processes of their own; only the runner's
-answers to a process that dies or hangs are tested with scripts in place of a benchmark.
-"""
+"""The benchmarks' commands: what each is called with, one small run of its core, and the page."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import HAND_LAYER, ROOT, benchmarks
+from measured import HOPPER, figures
 
-from benchmarks import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+from benchmarks import (  # noqa: E402
     __main__,
-    ceiling,
+    account,
+    cases,
+    contest,
+    distributed_run,
+    energy,
     environment,
+    families,
     layer,
+    masks,
     measure,
-    plots,
     report,
-    runner,
-    tables,
+    run,
+    sites,
+    sweep,
 )
-from benchmarks.runner import Job
+from benchmarks.cases import Case, Way  # noqa: E402
+from coda_inductor.mainloop import availability  # noqa: E402
+from coda_inductor.select import policy  # noqa: E402
+from coda_inductor.select.config import legal_configs  # noqa: E402
+from coda_inductor.select.device import H100  # noqa: E402
+from coda_inductor.select.figures import key_of  # noqa: E402
+from coda_inductor.select.model import same_kind  # noqa: E402
+from coda_inductor.select.store import Device, as_text  # noqa: E402
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all suites
-
-TINY = (
-    "--suite layer,llama --sizes tiny --rows 32 --llama tiny --tokens 16 --rounds 2 --timeout 900"
-)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run of the suites without gradients: the folder of its files and what it printed."""
-    out = tmp_path_factory.mktemp("benchmarks") / "out"
-    done = benchmarks("--out", str(out), *TINY.split(), forking=True)
-    assert done.returncode == 0, done.stderr
-    return out, done.stdout
+pytestmark = pytest.mark.timeout(600)
+RESULTS = ROOT / "benchmarks/results"
+TINY = "tiny-32-training-bf16"
 
 
-@pytest.fixture(scope="module")
-def results(run):
-    return json.loads((run[0] / "results.json").read_text())
+# Commands
+
+
+@pytest.mark.parametrize("name", __main__.COMMANDS)
+def test_each_command_has_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """In a process of its own; eager only, for compiling takes longest."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run.main("layer_train", ["--out", str(tmp_path), "--cases", TINY, "--variants", "eager",
+                             "--seconds", "0.01"])  # fmt: skip
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = results["layer_train"][TINY]
+    assert found["errors"] == {}
+    assert len(found["variants"]["eager"]["samples_ms"]) >= 11
+    assert all(0 < error < 0.05 for error in found["accuracy"]["eager"].values())
+    assert f"{found['variants']['eager']['median_ms']:.3f}" in capsys.readouterr().out
+    assert f"layer_train {TINY}: eager" in (tmp_path / "profiles.txt").read_text()
+    text = (tmp_path / "results.json").read_text()
+    assert str(ROOT) not in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "nothing*"])
+def test_an_unknown_case_is_refused(pattern, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main("grid", ["--out", str(tmp_path), "--cases", pattern])
+    assert f"--cases: {pattern!r} matches no case" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_is_run_again_without_the_culprit(monkeypatch, tmp_path):
+    source = (
+        "import json, os, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[-1])\n"
+        "order = json.loads((folder / 'order.json').read_text())\n"
+        "if 'coda' not in order['skip']:\n"
+        "    (folder / 'progress').write_text('coda')\n"
+        "    os._exit(7)\n"
+        "(folder / 'result.json').write_text(json.dumps(order['skip']))\n"
+    )
+    start = subprocess.Popen
+
+    def popen(command, **options):
+        return start([sys.executable, "-c", source, command[-1]], **options)
+
+    monkeypatch.setattr(run.subprocess, "Popen", popen)
+    options = run._parser("layer").parse_args(["--out", str(tmp_path)])
+    case = Case.parse(TINY)
+    found = run.measure("layer", case, options, tmp_path, time.monotonic() + 60)
+    assert found == {"coda": "the process died while preparing it"}
+    assert run.measure("layer", case, options, tmp_path, 0.0) == {"error": "no time was left"}
+
+
+# What is measured
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Nothing is compiled: that takes longest, and other tests do."""
+    monkeypatch.setattr(Way, "compile", lambda self, module, **_: module)
 
 
 @pytest.mark.parametrize(
-    ("suite", "part", "names"),
+    ("suite", "case"),
     [
-        ("layer", "tiny", ["eager", "gemms", "gemms_fused", "compile", "max_autotune", "coda"]),
-        ("llama", "16", ["eager", "compile", "coda"]),
+        ("layer", "tiny-32-forward-bf16"),
+        ("families", "tiny-16-forward-bf16"),
+        ("model_train", "tiny-16-training-bf16"),
+        ("fp8", "layer:tiny-32-training-bf16"),
     ],
 )
-def test_every_variant_that_exists_on_a_cpu_has_a_median(results, suite, part, names):
-    result = results[suite][part]
-    assert result["errors"] == {}
-    assert list(result["variants"]) == names
-    for variant in result["variants"].values():
-        assert len(variant["samples_ms"]) == 2
-        assert 0 < variant["p20_ms"] <= variant["median_ms"] <= variant["p80_ms"]
+@pytest.mark.usefixtures("uncompiled")
+def test_a_case_is_measured(suite, case, tmp_path):
+    case = Case.parse(case)
+    named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
+    named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
+    found = contest.run(suite, case, named, (0.001, 0.0, None), tmp_path / "progress")
+    assert found["errors"] == {}
+    assert list(found["variants"]) == list(named)
+    for name in named:
+        assert all(0 < error < 0.1 for error in found["accuracy"][name].values())
+    assert found["profile"]["compile"]["kernels"]
 
 
-def test_errors_against_fp32_stand_beside_those_of_torch_compile(results):
-    for suite, part, outputs in [("layer", "tiny", "x2 q k v"), ("llama", "16", "logits")]:
-        accuracy = results[suite][part]["accuracy"]
-        for name in ("compile", "coda"):
-            assert list(accuracy[name]) == outputs.split()
-            assert all(0 < error < 0.05 for error in accuracy[name].values())
+def test_cases_are_chosen_by_pattern_or_named():
+    suite = contest.SUITES["grid"]
+    assert len(set(suite.every())) == 70
+    found = cases.chosen(["8B-512-*", "64/128/32-8-training-fp16"], suite.every(), suite.check)
+    assert [case.name for case in found] == [
+        "8B-512-forward-bf16", "8B-512-training-bf16", "64/128/32-8-training-fp16",
+    ]  # fmt: skip
+    assert len(families.every()) == 2 * len(families.FAMILIES)
+    for about in contest.SUITES.values():
+        for case in about.every():
+            about.check(case.size)
+            assert {*about.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
-def test_compile_times_are_cold_then_warm_for_both_backends(results):
-    assert list(results["compile"]) == ["inductor", "coda"]
-    for runs in results["compile"].values():
-        assert 0 < runs["warm"]["first_call_s"] < runs["cold"]["first_call_s"]
-
-
-def test_a_run_says_what_coda_did_and_where_the_time_went(run, results):
-    layer = results["layer"]["tiny"]
-    assert sum(layer["counters"].values()) > 0
-    assert layer["reports"]
-    assert layer["profile"]["coda"]["kernels"]
-    assert "layer tiny: coda's report" in (run[0] / "profiles.txt").read_text()
-
-
-def test_results_name_versions_but_no_local_path(run, results):
-    assert results["environment"]["versions"]["torch"]
-    assert results["environment"]["command"] == f"python -m benchmarks --out out {TINY}"
-    text = (run[0] / "results.json").read_text()
-    assert str(run[0].parent) not in text
-    assert str(ROOT) not in text
-
-
-def test_the_table_is_printed_last(run, results):
-    assert run[1].endswith(report.short(results) + "\n")
-    assert f"{results['layer']['tiny']['variants']['coda']['median_ms']:.3f}" in run[1]
-
-
-def test_report_renders_page_and_plots_the_same_each_time(run, results, tmp_path):
-    """In this process as by the command line."""
-    done = benchmarks("report", str(run[0] / "results.json"), "--docs", str(tmp_path / "one"))
-    assert done.returncode == 0, done.stderr
-    plots.write([run[0] / "results.json"], tmp_path / "two")
-    page = (tmp_path / "one" / "benchmarks.md").read_text()
-    for suite, part in [("layer", "tiny"), ("llama", "16")]:
-        assert f"{results[suite][part]['variants']['coda']['median_ms']:.3f}" in page
-        image = f"benchmarks_{suite}.svg"
-        assert f"({image})" in page
-        assert (tmp_path / "one" / image).read_text() == (tmp_path / "two" / image).read_text()
-
-
-def test_unknown_size_is_refused_with_the_known_ones(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        __main__.measure(["--out", str(tmp_path), "--sizes", "1B,9B"])
-    assert "unknown 9B; known: tiny, 1B, 3B, 8B, 13B, 32B, 70B" in capsys.readouterr().err
+def test_the_reference_in_chunks_of_rows_is_that_of_all_rows(monkeypatch):
+    work = layer.Layer(Case.parse(TINY))
+    _, found = layer.gradients.reference(work.block, work.inputs, work.given)
+    monkeypatch.setattr(layer.gradients, "REFERENCE_ROWS", 12)
+    _, chunked = layer.gradients.reference(work.block, work.inputs, work.given)
+    for pair in zip(chunked, found, strict=True):
+        torch.testing.assert_close(*pair)
 
 
 def test_a_variant_that_raises_leaves_its_error_and_the_others(tmp_path):
     def broken():
         raise RuntimeError("no kernel for this shape")
 
-    variants = measure.Variants(tmp_path / "progress")
+    variants = measure.Variants(tmp_path / "progress", {"slow": "left out"})
     variants.add("bad", broken)
-    variants.add("good", lambda: lambda: torch.ones(4).sum())
-    result = variants.measure(rounds=2)
-    assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape"}
-    assert list(result["variants"]) == ["good"]
-
-
-def test_a_variant_to_be_skipped_is_not_prepared_and_says_why(tmp_path):
-    variants = measure.Variants(tmp_path / "progress", {"slow": "left out", "other": "left out"})
     variants.add("slow", lambda: pytest.fail("prepared"))
-    assert variants.errors == {"slow": "left out"}
-
-
-@pytest.mark.parametrize("seconds", [0.2, -1.0])
-def test_a_variant_that_is_not_ready_in_time_leaves_the_others_theirs(tmp_path, seconds):
-    def slow():
-        for _ in range(100):
-            with contextlib.suppress(Exception):  # as a compiler does that tries kernels
-                time.sleep(0.05)
-        pytest.fail("went on")
-
-    variants = measure.Variants(tmp_path / "progress")
     variants.add("good", lambda: lambda: torch.ones(4).sum())
-    variants.deadline = time.monotonic() + seconds
-    variants.add("slow", slow)
     result = variants.measure(rounds=2)
+    assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape", "slow": "left out"}
     assert list(result["variants"]) == ["good"]
-    assert result["errors"].keys() == {"slow"}
-    assert result["errors"]["slow"].startswith("OutOfTimeError: no")
 
 
-def test_what_a_variant_needs_first_is_done_before_each_call():
-    log = []
-    calls = {"a": lambda: log.append("a"), "b": lambda: log.append("b")}
-    before = {"b": lambda: log.append("before b")}
-    samples = measure.interleaved(calls, rounds=2, warmup=1, before=before, queue_ms=1.0)
-    assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
-    assert log == ["a", "before b", "b", "a", "before b", "b", "before b", "b", "a"]
+def test_joules_are_power_times_the_time_of_a_call():
+    class Meter:
+        """Moves every 20 ms, at 300 W."""
+
+        def __init__(self):
+            self.start = time.perf_counter()
+
+        def millijoules(self):
+            return int((time.perf_counter() - self.start) / 0.02) * 6000
+
+        def mhz(self):
+            return 1700
+
+        def limits(self):
+            return {"power"}
+
+    found = energy.joules(lambda: time.sleep(0.005), 0.6, Meter())
+    assert found["watts"] == pytest.approx(300.0, rel=0.4)
+    assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 0.6, rel=0.5)
+    assert (found["mhz"], found["limits"]) == (1700, {"power": 1.0})
 
 
-@torch.no_grad()
-def test_the_ceiling_computes_our_layer_with_our_weights(tmp_path):
-    path = tmp_path / "hand_layer.py"
-    path.write_text(HAND_LAYER)
-    block, x0, y = layer.build("tiny", 32, "hf")
-    block, x0, y = block.cpu().float(), x0.cpu().float(), y.cpu().float()
-    outputs = ceiling.make(path, block, x0, y)()
-    for value, truth in zip(outputs, layer.reference(block, x0, y), strict=True):
-        torch.testing.assert_close(value, truth[0])
+def test_the_account_of_a_trace():
+    given = {"External id": 1, "Input Dims": [[64, 16], []], "Input type": ["float", "Scalar"]}
+    events = [
+        {"cat": "cpu_op", "name": "x", "args": given},
+        {"cat": "kernel", "name": "nvjet_tst", "ts": 0, "dur": 40.0, "args": {"External id": 9}},
+        {"cat": "kernel", "name": "triton_poi_3", "ts": 50, "dur": 6.0, "args": {"External id": 1}},
+    ]
+    found = account.read(events, 2)
+    kernel = found["triton_poi_3"]
+    assert (kernel.kind, kernel.maker, kernel.us) == (account.REST, "Inductor", 3.0)
+    assert kernel.bytes == 64 * 16 * 4 / 2
+    assert account.idle_us(events, 2) == 5.0
+    assert account.shares(found, 5.0)["all"] == pytest.approx(0.028)
+    assert "triton_poi_3" in account.text(found, 5.0, 1000.0, least_us=1.0)
 
 
-@torch.no_grad()
-def test_both_spellings_of_the_norm_give_one_layer():
-    (block, x0, y), (other, _, _) = (layer.build("tiny", 32, norm) for norm in ("hf", "torch"))
-    other.load_state_dict(block.state_dict())
-    pairs = zip(layer.reference(block, x0, y), layer.reference(other, x0, y), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs)
+def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
+    distributed_run.main([
+        *("--out", str(tmp_path), "--sizes", "tiny", "--tokens", "16", "--ranks", "2"),
+        *("--rounds", "2", "--ways", "tensor", "--variants", "eager"),
+    ])  # fmt: skip
+    (found,) = json.loads((tmp_path / "results.json").read_text())["distributed"].values()
+    assert found["errors"] == {}
+    assert len(found["variants"]["eager"]["samples_ms"]) == 2
+    assert "tensor tiny 16" in capsys.readouterr().out
 
 
-def scripted(monkeypatch, source: str) -> None:
-    """Let jobs run `source` instead of a suite, with their `folder` and `job` in scope."""
-    prelude = (
-        "import json, os, pathlib, sys, time\n"
-        "folder = pathlib.Path(sys.argv[-1])\n"
-        "job = json.loads((folder / 'order.json').read_text())\n"
-    )
-    start = runner.subprocess.Popen
-
-    def popen(command, **options):
-        return start([sys.executable, "-c", prelude + source, command[-1]], **options)
-
-    monkeypatch.setattr(runner.subprocess, "Popen", popen)
+def test_a_model_with_masks_from_data(monkeypatch, capsys):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    monkeypatch.setattr(masks, "LLAMA", small)
+    monkeypatch.setattr(masks, "DOCUMENTS", (20, 7, 13))
+    monkeypatch.setattr(masks, "VARIANTS", {"eager": ("eager", None)})
+    masks.part("packed", 2)
+    found = json.loads(capsys.readouterr().out)["eager"]
+    assert found["median_ms"] > 0
+    assert 0 < found["gradient_error"] < 0.1
 
 
-def test_a_job_runs_in_a_process_of_its_own(tmp_path):
-    others = ("gemms", "gemms_fused", "compile", "max_autotune", "coda")
-    job = Job("layer", "tiny", 32, rounds=1, skip=dict.fromkeys(others, "not needed"))
-    result = runner.run(job, tmp_path / "log", timeout_s=120)
-    assert list(result["variants"]) == ["eager"]
-    assert result["errors"] == job.skip
-
-
-def test_a_process_that_dies_is_run_again_without_the_culprit(monkeypatch, tmp_path):
-    source = (
-        "if 'coda' not in job['skip']:\n"
-        "    (folder / 'progress').write_text('coda')\n"
-        "    print('illegal memory access', flush=True)\n"
-        "    os._exit(7)\n"
-        "(folder / 'result.json').write_text(json.dumps(job['skip']))\n"
-    )
-    scripted(monkeypatch, source)
-    result = runner.run(Job("layer", "tiny", 32), tmp_path / "log", timeout_s=60)
-    assert result == {"coda": "exit status 7: illegal memory access"}
-
-
-def test_a_process_that_dies_outside_a_variant_leaves_an_error(monkeypatch, tmp_path):
-    scripted(monkeypatch, "raise ValueError('bad order')\n")
-    result = runner.run(Job("layer", "tiny", 32), tmp_path / "log", timeout_s=60)
-    assert result == {"error": "exit status 1: ValueError: bad order"}
-
-
-def test_a_process_that_hangs_is_killed(monkeypatch, tmp_path):
-    scripted(monkeypatch, "time.sleep(600)\n")
-    result = runner.run(Job("layer", "tiny", 32), tmp_path / "log", timeout_s=1)
-    assert result["error"].startswith("killed after 1 s")
-
-
-def test_parts_without_figures_are_named_in_the_tables():
-    results = {"layer": {"8B": {"error": "killed after 240 s: "}}}
-    assert "NOT MEASURED layer 8B: killed after 240 s" in report.short(results)
+# Tables that ship
 
 
 @pytest.mark.parametrize(
-    ("text", "clean"),
+    ("sources", "table", "lender"),
     [
-        (f"File {ROOT}/coda_inductor/log.py, line 3", "File coda_inductor/log.py, line 3"),
-        ("cannot open /some/where/else.so: x", "cannot open else.so: x"),
-        ("https://host/a/b and 3/4/5", "https://host/a/b and 3/4/5"),
+        (["h100_sweep"], "nvidia_h100_80gb_hbm3.json", ""),
+        (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json",
+         "nvidia_h100_80gb_hbm3"),
     ],
-)
-def test_scrub_removes_paths_only(text, clean):
-    assert environment.scrub(text) == clean
+)  # fmt: skip
+def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, lender, tmp_path):
+    shipped = json.loads((H100.table.parent / table).read_text())
+    made = tmp_path / table
+    made.write_text(json.dumps(shipped))
+    sweep.fit([RESULTS / f"{name}.json" for name in sources], made, lender)
+    found = json.loads(made.read_text())
+    parts = ("device", "constants", "processors", "models", "cublas", "shapes", "model_of", "sites")
+    assert {p: found.get(p) or [] for p in parts} == {p: shipped.get(p) or [] for p in parts}
 
 
-def test_runs_of_one_machine_merge_and_of_two_do_not():
-    machine = {"gpu": "H100", "driver": "1", "versions": {}, "commit": "c", "date": "d"}
-    first = {"environment": {**machine, "command": "one"}, "layer": {"1B": {"error": "x"}}}
-    second = {"environment": {**machine, "command": "two"}, "layer": {"8B": {"error": "y"}}}
-    merged = report.merged([first, second])
-    assert merged["environment"]["command"] == "one; two"
-    assert merged["environment"]["commit"] == "c"
-    assert list(merged["layer"]) == ["1B", "8B"]
-    second["environment"]["gpu"] = "H200"
+def test_a_measured_site_ships_with_its_best_configs(tmp_path):
+    site = sweep.sites()[0]
+    us = {str(config): 50.0 + i for i, config in enumerate(legal_configs(site.program))}
+    kind = same_kind(site.program, site.terms)
+    known = {key_of(site): figures(us, 80.0, m=site.m, name=site.name, kind=kind)}
+    source, target = tmp_path / "out.json", tmp_path / "nvidia_h900.json"
+    source.write_text(as_text(HOPPER, known, Device(3.3e6, 1.9)))
+    target.write_text(H100.table.read_text())
+    sweep.fit([source], target, "nvidia_h100_80gb_hbm3")
+    (row,) = json.loads(target.read_text())["sites"]
+    assert row["us"] == dict(list(us.items())[: sweep._BEST])
+
+
+def test_the_sites_of_layers_of_any_width(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sites, "gpu_of", lambda _: HOPPER)
+    monkeypatch.setattr(policy, "gpu_of", lambda _: HOPPER)
+    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
+    found = sites.layers([(2048, 8192, 512), (8192, 28672, 1024)], [5000], torch.bfloat16)
+    assert len({key_of(site) for site in found}) == len(found) >= 24
+    assert any(site.program.paired for site in found)
+
+
+# Pages
+
+
+def test_the_page_of_results_is_rendered_from_its_files(tmp_path):
+    names = ("h200_grid", "h200_families", "h200_families_more", "h200_fp8", "h200_model_train")
+    page = tmp_path / "page.md"
+    report.main([*(str(RESULTS / f"{name}.json") for name in names), "--page", str(page)])
+    assert page.read_text() == report.PAGE.read_text()
+
+
+def test_runs_of_two_machines_do_not_merge():
+    parts = [{"environment": {"gpu": gpu}, "layer": {gpu: {"error": "x"}}} for gpu in ("A", "B")]
     with pytest.raises(ValueError, match="differ in gpu"):
-        report.merged([first, second])
+        report.merged(parts)
+    assert "NOT MEASURED layer A: x" in report.short(parts[0])
 
 
-def test_runs_of_other_versions_do_not_merge_but_may_lack_a_package():
-    machine = {"gpu": None, "driver": None, "commit": "c", "date": "d", "command": "x"}
-    versions = {"torch": "2.11", "liger-kernel": None, "coda-inductor": "0.1"}
-    first = {"environment": {**machine, "versions": versions}}
-    second = {"environment": {**machine, "versions": {"torch": "2.11", "liger-kernel": "0.8"}}}
-    found = report.merged([first, second])["environment"]["versions"]
-    assert found == {"torch": "2.11", "liger-kernel": "0.8", "coda-inductor": "0.1"}
-    second["environment"]["versions"]["torch"] = "2.13"
-    with pytest.raises(ValueError, match=r"versions of torch \(2.11 and 2.13\)"):
-        report.merged([first, second])
-
-
-def test_speedup_is_over_the_faster_baseline_and_needs_one():
-    times = {"compile": 3.0, "max_autotune": 2.0, "coda": 1.0}
-    result = {"variants": {name: {"median_ms": time} for name, time in times.items()}}
-    assert tables.speedup(result, "coda", ("compile", "max_autotune")) == 2.0
-    assert tables.speedup(result, "coda", ("absent",)) is None
-    assert tables.speedup(result, "absent", ("compile",)) is None
+def test_scrub_removes_paths_only():
+    text = f"File {ROOT}/coda_inductor/log.py; /some/where/else.so; https://host/a/b and 3/4/5"
+    clean = "File coda_inductor/log.py; else.so; https://host/a/b and 3/4/5"
+    assert environment.scrub(text) == clean

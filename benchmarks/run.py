@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a suite: ``python -m benchmarks families --out DIR``.
+
+Each case has a process of its own; one that dies while it prepares a variant is started again
+without that variant. Into DIR, after every case: ``results.json``, ``tables.txt``, ``profiles.txt``
+(kernels, and what our backend reports) and ``log.txt`` (all that the processes printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import contest, environment, report
+from .cases import Case, Way, chosen, json_object, ways
+from .environment import REPOSITORY
+
+CACHE_VARIABLES = (
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR"),
+)
+#: Share of a case's time after which no further variant is prepared.
+PREPARATION = 0.7
+
+
+def _list(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _parser(suite: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {suite}", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for the results")
+    add(
+        "--cases",
+        type=_list,
+        default=["*"],
+        help="shell patterns of names, such as '8B-*-training-*,1B-*'; a full name of a case "
+        "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
+    )
+    add("--variants", type=_list, default=["*"], help="patterns of the variants (default: all)")
+    add("--options", type=json_object, help="JSON; ours with these options is a variant of its own")
+    add("--max-autotune", action="store_true", help="measure it as well; it takes long to compile")
+    add("--deadline", type=float, default=3600.0, help="seconds for everything (default 3600)")
+    add("--timeout", type=float, default=300.0, help="seconds for one case (default 300)")
+    add("--seconds", type=float, default=0.8, help="timing of one case (default 0.8)")
+    add("--energy", type=float, default=0.4, help="seconds a variant; 0 for none (default 0.4)")
+    add("--caches", type=Path, help="folder of the compile caches, kept (default: a fresh one)")
+    add("--commit", help="measured commit, where the tree is a copy without .git")
+    return parser
+
+
+def _variants(suite: str, case: Case, options: argparse.Namespace) -> dict[str, Way]:
+    """The variants measured of a case."""
+    known = ways(options.options)
+    names = [name for name in contest.SUITES[suite].variants(case) if name in known]
+    wanted = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in options.variants)]
+    return {n: known[n] for n in wanted if n != "max_autotune" or options.max_autotune}
+
+
+def measure(
+    suite: str, case: Case, options: argparse.Namespace, caches: Path, until: float
+) -> dict:
+    """The result of a case, in processes of its own, or ``{"error": why there is none}``."""
+    named = {n: dataclasses.asdict(way) for n, way in _variants(suite, case, options).items()}
+    skip: dict[str, str] = {}
+    variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
+    while (left := min(options.timeout, until - time.monotonic())) > 0:
+        with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
+            folder = Path(name)
+            order = {"suite": suite, "case": case.name, "ways": named, "skip": skip, "left": left}
+            order |= {"seconds": options.seconds, "energy_s": options.energy}
+            (folder / "order.json").write_text(json.dumps(order))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.run", name],
+                cwd=REPOSITORY, env={**os.environ, **variables},
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return {"error": f"killed after {left:.0f} s"}
+            if code == 0:
+                return json.loads((folder / "result.json").read_text())
+            progress = folder / "progress"
+            culprit = progress.read_text() if progress.exists() else ""
+        if not culprit or culprit in skip:
+            return {"error": f"exit status {code}; the log says why"}
+        skip[culprit] = "the process died while preparing it"
+    return {"error": "no time was left"}
+
+
+def work(folder: Path) -> None:
+    """The process of a case: measure what the order in `folder` says."""
+    start = time.monotonic()
+    order = json.loads((folder / "order.json").read_text())
+    named = {name: Way(**way) for name, way in order["ways"].items()}
+    deadline = start + PREPARATION * order["left"]
+    effort = (order["seconds"], order["energy_s"], deadline)
+    case, progress = Case.parse(order["case"]), folder / "progress"
+    result = contest.run(order["suite"], case, named, effort, progress, order["skip"])
+    result["seconds"] = time.monotonic() - start
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _line(result: dict) -> str:
+    if "error" in result:
+        return result["error"]
+    known = [f"{name} {found['median_ms']:.3f}" for name, found in result["variants"].items()]
+    if ratio := report.speedup(result):
+        known.append(f"coda at {ratio:.3f}")
+    known += [f"{name}: {why}" for name, why in result["errors"].items()]
+    return ", ".join(known) + f" ({result['seconds']:.1f} s)"
+
+
+def main(suite: str, arguments: list[str]) -> None:
+    """Run `suite`, a key of ``contest.SUITES``; files and terminal as the docstring above says."""
+    until = time.monotonic()
+    parser = _parser(suite)
+    options = parser.parse_args(arguments)
+    until += options.deadline
+    about = contest.SUITES[suite]
+    try:
+        cases = chosen(options.cases, about.every(), about.check)
+    except ValueError as error:
+        parser.error(f"--cases: {error}")
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    described = environment.describe([suite, *arguments], options.commit)
+    results: dict = {"environment": described, suite: {}}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = (options.caches or Path(folder)).resolve()
+        for case in cases:
+            result = results[suite][case.name] = measure(suite, case, options, caches, until)
+            (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+            (out / "tables.txt").write_text(report.short(results) + "\n")
+            (out / "profiles.txt").write_text(report.profiles(results))
+            print(f"{suite} {case.name}: {_line(result)}", flush=True)
+    print("\n" + report.short(results))
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
