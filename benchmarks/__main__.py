@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "account": ("account", ()),
     "masks": ("masks", ()),
     "report": ("report", ()),
+    "worth": ("worth", ()),
 }  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each pass, pattern and counter is worth: a stock model's step with it and without.
 
-``python -m benchmarks.worth measure OUT.json`` compiles each workload once with everything and once
+``python -m benchmarks worth measure OUT.json`` compiles each workload once with everything and once
 without each feature that did something to it, and times the two sustained, A B B A: milliseconds,
 peak GiB of a step, host milliseconds (until the step's last launch) and kernels. A pass that leaves
 a workload's graphs as they are is worth nothing there and is not run again. Workloads compile side
 by side, in processes that take turns on the GPU. OUT.json is written after every feature; what it
-has is not measured again. ``python -m benchmarks.worth render OUT.json`` writes docs/worth.md.
+has is not measured again. ``python -m benchmarks worth render OUT.json`` writes docs/worth.md.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ SETTLE = 0.3
 CALM = 1.005
 
 
-def main() -> int:
+def main(arguments: list[str]) -> None:
     """Measure, or render what was measured."""
-    parser = argparse.ArgumentParser("python -m benchmarks.worth", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks worth", description=__doc__)
     parser.add_argument("what", choices=("measure", "part", "render"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("CODA_TUNE", "never")
     names = options.workloads.split(",")
     if unknown := set(names) - set(WORKLOADS):
         parser.error(
@@ -60,11 +61,10 @@ def main() -> int:
     if options.what == "render":
         text = page(json.loads(options.file.read_text()))
         (environment.REPOSITORY / "docs" / "worth.md").write_text(text)
-        return 0
-    if options.what == "part":
+    elif options.what == "part":
         part(names[0], options.file, time.monotonic() + options.seconds)
-        return 0
-    return measure(options, names)
+    elif failed := measure(options, names):
+        sys.exit(f"{failed} workloads failed; their logs stand beside {options.file}")
 
 
 def measure(options: argparse.Namespace, names: list[str]) -> int:
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
             name = waiting.pop(0)
             path = folder / f"{name}.json"
             path.write_text(json.dumps(found["workloads"].get(name, {})))
-            command = [sys.executable, "-m", "benchmarks.worth", "part", str(path)]
+            command = [sys.executable, "-m", "benchmarks", "worth", "part", str(path)]
             command += ["--workloads", name, "--seconds", str(end - time.monotonic())]
             log = (folder / f"{name}.log").open("w")
             running[name] = subprocess.Popen(command, stdout=log, stderr=log)
@@ -233,8 +233,3 @@ def turn(lock: Path) -> Iterator[None]:
         yield
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CODA_TUNE", "never")
-    raise SystemExit(main())

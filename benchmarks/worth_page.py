@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/worth.md, from what ``benchmarks.worth`` measured."""
+"""docs/worth.md, from what ``python -m benchmarks worth`` measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = """# What each feature is worth
 For maintainers. Each row takes one pass, pattern or counter away from a stock model and says where
 that costs most: the longer step (sustained), the higher peak, host time and kernels beside those of
 the whole. A feature earns its lines with 1 % of a step or 3 % of a peak on one workload, if another
-one needs it, or as one of the method's primitives. Written by `python -m benchmarks.worth render`.
+one needs it, or as one of the method's primitives. Written by `python -m benchmarks worth render`.
 """
 
 
