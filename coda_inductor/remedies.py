@@ -233,8 +233,6 @@ _NOTHING = {
     "heads-tile": "an epilogue reads a tile at its own place only",
     "heads-late": "an epilogue sums over a head before it reads tiles and tables",
     "heads-reduce": "an epilogue's sums are made before it normalizes heads or rotates",
-    "heads-packed": "heads that are cut out of a packed projection are rotated where its rows are "
-    "made: by the same tables, and for all who read them",
     "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, once",
     "heads-apart": "the GEMM is expected to win without the rotation, or has no kernel with it; a "
     "kernel of Inductor's rotates",

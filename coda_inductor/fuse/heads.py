@@ -49,8 +49,7 @@ _TWICE = refuse("heads-kernel", "what is rotated is rotated already")
 def loads(node: Node) -> tuple[Node, ...]:
     """What kernels load for ``node``, one of ``LOWERED``."""
     if node.target is rotate_heads:
-        tables, which = node.args[3:5], node.args[8]
-        return tables if which is None else (*tables, which)
+        return node.args[3:5]
     return () if node.args[2] is None else (node.args[2],)
 
 
@@ -103,10 +102,7 @@ def _rotated(node: Node, x: str, region: Region, emit: Emit) -> Value | Refusal:
     if isinstance(other, Refusal):
         return other
     even, odd = (region.operand(table, "table") for table in node.args[3:5])
-    turned = emit("add", emit("mul", x, even), emit("mul", other, odd))
-    if (which := node.args[8]) is None:
-        return turned
-    return emit("where", emit("ne", region.operand(which, "row"), 0.0), turned, x)
+    return emit("add", emit("mul", x, even), emit("mul", other, odd))
 
 
 def late(value: Value, region: Region) -> bool:

@@ -22,7 +22,6 @@ from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
-from coda_inductor.rewrite.head_parts import unpack
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.norms import rms_norm_heads
 from coda_inductor.semantic.rotary import rotate_heads
@@ -52,10 +51,6 @@ def _decompose(graph: Graph, keep: Collection[object]) -> None:
 
 
 def _decompose_one(graph: Graph, node: Node) -> None:
-    if node.target is rotate_heads and node.args[9]:
-        unpack(graph, node)
-        graph.erase_node(node)
-        return
     definition = DEFINITIONS[node.target]
     counted = not definition.counted_by_rewrite
     meta = {"coda_pattern": (definition.name, node.name)} if counted else None

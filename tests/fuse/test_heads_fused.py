@@ -75,7 +75,7 @@ def on_rows(z, cos, sin):
     """A rotation whose result stays in rows, as no model spells it."""
     cos, sin = cos[:, None], sin[:, None]
     even, odd = (t.expand(B, T, 1, D).reshape(-1, D) for t in (cos, sin * SIGNS))
-    return rotate_heads(z, cos, sin, even, odd, D // 2, False, z.dtype, None, [])
+    return rotate_heads(z, cos, sin, even, odd, D // 2, False, z.dtype)
 
 
 def test_what_follows_a_rotation_is_absorbed_too():

@@ -19,8 +19,6 @@ from coda_inductor.graph import edit
 from coda_inductor.graph.nodes import fake
 from coda_inductor.patterns.equal import difference
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.rewrite import head_parts, heads
-from coda_inductor.rewrite.decompose import decompose as decompose_all
 from coda_inductor.rewrite.decompose import decompose_most
 from coda_inductor.rewrite.head_norms import norm_rows
 from coda_inductor.rewrite.heads import rotate_rows
@@ -126,26 +124,6 @@ def test_an_exchange_of_columns_goes_through_the_epilogue(rows, monkeypatch):
     assert [p.head for p in programs(fused)] == [2]
     assert results(fused) == want
     monkeypatch.setattr(emit, "swap", lambda row, *_: row.clone())  # the bias of its own column
-    assert results(after(graph, by(rotate_rows), fuse)) != want
-
-
-def rotated_in_part(x, w, row, cos, sin):
-    """Of heads of two by turns, the first and the second of three are turned by one table each."""
-    q, k, v = torch.addmm(row, x, w).view(2, 3, 2, 3, 2).permute(0, 2, 1, 3, 4).unbind(3)
-    q, k = (rotate(t, cos, sin, 1, False, False, False, t.dtype) for t in (q, k))
-    return torch.cat([q.sum(1), k.sum(1), v.sum(1)])
-
-
-def test_other_columns_of_a_packed_projection_are_copied(monkeypatch):
-    shapes = (6, 4), (4, 12), (12,), (1, 1, 3, 2), (1, 1, 3, 2)
-    graph = joint(rotated_in_part, *shapes)
-    want = results(graph)
-    monkeypatch.setattr(heads, "unlike", lambda *_: None)  # a sum takes any layout
-    assert results(after(graph, by(rotate_rows), by(decompose_all))) == want
-    fused = after(graph, by(rotate_rows), fuse)
-    assert [p.head for p in programs(fused)] == [2]
-    assert results(fused) == want
-    monkeypatch.setattr(head_parts, "_ones", lambda *_: torch.ones(12))
     assert results(after(graph, by(rotate_rows), fuse)) != want
 
 
