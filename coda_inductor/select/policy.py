@@ -197,11 +197,6 @@ class Policy:
         possible = self.no_kernels is None and not self.options.reference
         return self.fuses and self.on_gpu and possible
 
-    @property
-    def other_kernels(self) -> bool:
-        """May kernels of ours run that are no GEMMs? Their references stand for them."""
-        return self.fuses and (self.options.reference or (self.on_gpu and self.no_kernels is None))
-
     def rounds(self, a: torch.Tensor) -> bool:
         """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do
         that. A CPU's plain ops do: not to takes twice as long in 16 bits."""
