@@ -23,7 +23,6 @@ from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.norms import rms_norm_heads
 from coda_inductor.semantic.rotary import rotate_heads
 
 
@@ -33,9 +32,9 @@ def decompose(graph: Graph, _record: Record) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, but for reductions, and norms and rotations of heads, that an epilogue may
-    take, and for GEMMs."""
-    _decompose(graph, {*REDUCTIONS, *GEMMS, rms_norm_heads, rotate_heads})
+    """The same, but for reductions and rotations of heads, that an epilogue may take, and for
+    GEMMs."""
+    _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads})
 
 
 def decompose_pointwise(graph: Graph) -> None:

@@ -20,7 +20,6 @@ from coda_inductor.semantic.norms import (
     layer_norm_backward,
     rms_norm,
     rms_norm_backward,
-    rms_norm_heads,
 )
 from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_heads, rotate_pairs
 
@@ -127,12 +126,6 @@ def examples(dtype):
         layer_norm_backward: (*plain, [True, False, True]),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
-        rms_norm_heads: (
-            x.detach(),
-            randn(D // 2, dtype=dtype),
-            randn(D, dtype=dtype),
-            *(EPS, D // 2, dtype),
-        ),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
         l2_norm: (x, weight, 2.0, 1.0, dtype),
         l2_norm_backward: (
