@@ -72,7 +72,7 @@ _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 
 @dataclass
 class Place:
-    """What is rotated or normalized: ``rows`` (..., H * d), as ``heads`` (..., H, d), turned by
+    """What is rotated: ``rows`` (..., H * d), as ``heads`` (..., H, d), turned by
     ``order`` (None: not turned)."""
 
     rows: Node
@@ -117,7 +117,7 @@ def _rotate_rows(
 
 
 def place_of(x: Node, scope: Scope, record: Record) -> Place | Refusal:
-    """Where the rows of ``x``, which is rotated or normalized, are made."""
+    """Where the rows of ``x``, which is rotated, are made."""
     heads, order = x, None
     if heads.target is aten.permute.default:
         heads, order = heads.args[0], list(heads.args[1])

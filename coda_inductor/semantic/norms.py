@@ -19,16 +19,11 @@ def rms_norm_definition(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467), eq. 4.
     """
     wide = x.to(statistics_dtype(x.dtype))
-    rstd = rms_rstd(wide, eps)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     y = wide * rstd
     if weight is not None:
         y = y * weight.to(y.dtype)
     return y.to(out_dtype), rstd
-
-
-def rms_rstd(wide: Tensor, eps: float) -> Tensor:
-    """The statistics of RMSNorm, (..., 1), of ``wide`` (..., d), in whose dtype they are."""
-    return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def rms_norm_backward_definition(

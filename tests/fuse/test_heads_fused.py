@@ -37,12 +37,6 @@ def inputs(*more):
     return randn(B, T, K), randn(K, N), randn(T, D), randn(T, D), *more
 
 
-def normed(z, weight, eps=1e-5):
-    """Each head of rows, as users spell it."""
-    n = z.view(B, T, H, D)
-    return n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
 def stops(harness):
     return {why.code for site in harness.report.sites for why in site.stops}
 

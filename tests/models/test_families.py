@@ -37,7 +37,7 @@ llama_like = pre_norm("rms_norm", "swiglu")
 #: Families whose queries and keys are rotated after their projections.
 ROTATED = ("Llama", "Mistral", "Granite", "Gemma", "Gemma 2", "Mixtral", "Cohere", "StarCoder 2",
            "StableLM", "Phi")  # fmt: skip
-# family -> what fires in L layers under no_grad, but for norms of heads and rotations
+# family -> what fires in L layers under no_grad, but for rotations
 COUNTS = {
     "Llama": llama_like,
     "Qwen3": llama_like,
