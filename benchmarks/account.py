@@ -45,7 +45,7 @@ IDLE = "idle"
 #: Who made the kernels of the rest.
 MAKERS = {
     "Inductor": re.compile("^triton_"),
-    "coda": re.compile("^_(cast|amax|dlogits|head_gradient)_kernel|coda"),
+    "coda": re.compile("^_(cast|amax|dlogits)_kernel|coda"),
     "CUDA": re.compile("^mem(cpy|set)", re.IGNORECASE),
     "aten": re.compile("at::|at_cuda|at_op"),
 }

@@ -84,7 +84,7 @@ def shapes() -> list[tuple[str, int, int, int]]:
             ("rms_partial", d, f),  # down
             ("scale", d, d),  # q
             ("scale", kv, d),  # k, v
-            *((kind, n, d) for kind in ("rotary", "head_norm") for n in (d, kv)),  # q, k
+            *(("rotary", n, d) for n in (d, kv)),  # q, k
             ("scale", f, d),  # gate alone
             ("dswiglu", f, d),  # gradient of the down projection's input
         ]

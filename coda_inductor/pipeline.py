@@ -48,10 +48,6 @@ from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import read_columns_once
 from coda_inductor.rewrite.fp8.unfused import scale_in_products
-from coda_inductor.rewrite.head_gradients import NAME as HEAD_GRADIENT
-from coda_inductor.rewrite.head_gradients import scale_gradients, take_gradients
-from coda_inductor.rewrite.head_norms import NAME as HEAD_NORM
-from coda_inductor.rewrite.head_norms import norm_rows
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
@@ -157,10 +153,7 @@ ON_ATEN = (
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
     Pass("packed", split_packed),
-    Pass("head_gradients", take_gradients, _fuses_gradients, (HEAD_GRADIENT,)),
-    Pass("head_norms", norm_rows, _fuses, (HEAD_NORM,)),
     Pass("norm", defer_norms),
-    Pass("head_scales", scale_gradients, _fuses_gradients),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),

@@ -226,15 +226,11 @@ _NOTHING = {
     "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
     "heads-no-gemm": "only a projection's own epilogue can rotate queries and keys",
     "heads-normed": "a norm over all heads at once is applied by a kernel of Inductor's, from "
-    "statistics that leave the GEMM, and that kernel rotates while it is at it. Only norms of each "
-    "head, another model, are in the epilogue, with the rotation behind them",
+    "statistics that leave the GEMM, and that kernel rotates while it is at it",
     "heads-tables": "tables that differ between heads are read by no epilogue",
     "heads-layout": "a reader counts on the layout that torch.cat gives",
     "heads-tile": "an epilogue reads a tile at its own place only",
-    "heads-late": "an epilogue sums over a head before it reads tiles and tables",
-    "heads-reduce": "an epilogue's sums are made before it normalizes heads or rotates",
-    "heads-packed": "heads that are cut out of a packed projection are rotated where its rows are "
-    "made: by the same tables, and for all who read them",
+    "heads-reduce": "an epilogue's sums are made before it rotates",
     "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, once",
     "heads-apart": "the GEMM is expected to win without the rotation, or has no kernel with it; a "
     "kernel of Inductor's rotates",

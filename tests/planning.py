@@ -72,8 +72,7 @@ class Measurer:
                     self.left[key_of(site)] = site
                 else:
                     new = True
-                    sums = site.program.sums_heads
-                    found = figures({configs(site)[0]: us}, m=site.m, sums_heads=sums)
+                    found = figures({configs(site)[0]: us}, m=site.m)
                     self.store.add({key_of(site): found})
         return new
 

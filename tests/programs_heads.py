@@ -61,71 +61,18 @@ def rotated_product(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
-def packed(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
-    """Queries, keys and values of one product: ``which`` is 0 under columns that are copied."""
-    base = rotary(head, dtype=dtype)
-    return dataclasses.replace(
-        base,
-        operands=(*base.operands, Operand("which", "row", "float32")),
-        steps=(
-            *base.steps[:-1],
-            Step("rotated", "add", ("x_cos", "turned_sin")),
-            Step("is_rotated", "ne", ("which", 0.0)),
-            Step("y", "where", ("is_rotated", "rotated", "x")),
-        ),
-    )
-
-
-def head_norm(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
-    """An RMSNorm of each head, then the rotation; what was normalized is stored as well."""
-    base = kinds(dtype)["head_norm"]
-    numbers = {128.0: float(head), 64.0: head / 2, 1 / 128: 1 / head}
-    steps = tuple(
-        dataclasses.replace(step, args=tuple(numbers.get(a, a) for a in step.args))
-        for step in base.steps
-    )
-    return dataclasses.replace(base, steps=steps, head=head)
-
-
-def two_sums(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
-    """A LayerNorm of each head behind a residual that comes later: no table, a tile as C."""
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(Operand("bias", "row", dtype), Operand("residual", "tile", dtype)),
-        steps=(
-            Step("x", "add", ("acc", "bias")),
-            Step("total", "head_sum", ("x",)),
-            Step("xx", "mul", ("x", "x")),
-            Step("squares", "head_sum", ("xx",)),
-            Step("mean", "div", ("total", float(head))),
-            Step("moment", "div", ("squares", float(head))),
-            Step("mean_sq", "mul", ("mean", "mean")),
-            Step("variance", "sub", ("moment", "mean_sq")),
-            Step("shifted", "add", ("variance", 1e-5)),
-            Step("rstd", "rsqrt", ("shifted",)),
-            Step("centered", "sub", ("x", "mean")),
-            Step("normed", "mul", ("centered", "rstd")),
-            Step("y", "add", ("normed", "residual")),
-        ),
-        stores=(Store("out0", "y", dtype),),
-        head=head,
-    )
-
-
 def everything(dtype: str = "bfloat16") -> EpilogueProgram:
-    """Two swaps and a sum beside each kind of operand, and reductions both ways of what knows no
+    """Two swaps beside each kind of operand, and reductions both ways of what knows no
     heads."""
     steps = (
         Step("scaled", "mul", ("acc", "scale")),
         Step("x", "add", ("scaled", "bias")),
         Step("size", "abs", ("x",)),
         Step("log", "log1p", ("size",)),
-        Step("total", "head_sum", ("log",)),
         Step("half", "swap", ("acc", 64.0, 32.0)),
         Step("next", "swap", ("acc", 32.0, 1.0)),
         Step("both", "add", ("half", "next")),
-        Step("rated", "mul", ("both", "total")),
+        Step("rated", "mul", ("both", "log")),
         Step("later", "add", ("rated", "residual")),
         Step("y", "mul", ("later", "table")),
         Step("xx", "mul", ("x", "x")),
@@ -160,12 +107,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia
         "part_of_80": rotary(80, 32, dtype=dtype),  # Phi
         "part_of_128": rotary(128, 64, dtype=dtype),
-        "packed_64": packed(64, dtype),
-        "packed_128": packed(128, dtype),
         "wide_tables": rotated_product(64, dtype),
-        "head_norm_64": head_norm(64, dtype),
-        "head_norm_80": head_norm(80, dtype),
-        "two_sums": two_sums(64, dtype),
         "everything": everything(dtype),
     }
     return {name: legal(program) for name, program in named.items()}

@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass
 
 from coda_inductor.program import EpilogueProgram, Step, Store
-from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.statistics import ROUNDING
 
 _HALF = ("bfloat16", "float16")
@@ -55,11 +54,6 @@ class Ports:
     #: Steps across the columns of a head: to the function of one element they are operands.
     across: tuple[Step, ...] = ()
 
-    @property
-    def head_sums(self) -> tuple[Step, ...]:
-        """Those that are known before the first element is computed."""
-        return tuple(step for step in self.across if step.op == "head_sum")
-
 
 @functools.lru_cache(maxsize=1024)
 def ports(program: EpilogueProgram) -> Ports:
@@ -77,7 +71,7 @@ def ports(program: EpilogueProgram) -> Ports:
         aux=program.stores if program.paired else program.stores[1:],
         sinks=tuple(sinks),
         uniform=uniform,
-        across=tuple(step for step in program.steps if step.op in HEAD_OPS),
+        across=tuple(step for step in program.steps if step.op == "swap"),
     )
 
 

@@ -18,15 +18,12 @@ Example, for the program in :mod:`coda_inductor.program.ir`::
             "part0": (x_r, x_r),  # sum of sq, one fused multiply-add
         }
 
-Steps across the columns of a head (``program.heads``) are operands of that function. What is summed
-over a head is computed by a second one, ``statistics(acc, <operands>)``, which QuACK runs over the
-whole tile before the first element of the other.
+Steps across the columns of a head (``program.heads``) are operands of that function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set as AbstractSet
 
 from coda_inductor.codegen.ports import Ports, Sink, ports
 from coda_inductor.errors import KernelError
@@ -37,8 +34,7 @@ RENDERER_VERSION = 2
 
 #: Names that generated source uses for itself, beyond those that ``program.verify`` reserves.
 _OWN_NAMES = frozenset(
-    {"coda_math", "epilogue", "statistics", "float", "unpack"}
-    | {"pair_delta", "join_delta_a", "join_delta_b"}
+    {"coda_math", "epilogue", "float", "unpack"} | {"pair_delta", "join_delta_a", "join_delta_b"}
 )
 
 #: One template for each op of ``program.ops.OPS``.
@@ -84,7 +80,7 @@ TEMPLATES: dict[str, str] = {
 
 
 def render(program: EpilogueProgram, *, swap_lanes: bool = False) -> str:
-    """Source of a module with the function ``epilogue``, and ``statistics`` if heads are summed.
+    """Source of a module with the function ``epilogue``.
 
     ``swap_lanes`` (paired programs only): the second weight lies at the lower address, so the
     first lane of each pair is ``acc1``.
@@ -97,8 +93,6 @@ def render(program: EpilogueProgram, *, swap_lanes: bool = False) -> str:
         raise KernelError(f"the program uses the reserved name {min(clash)!r}: rename that value")
     mapping = ports(program)
     lines = _header(program)
-    if mapping.head_sums:
-        lines += _statistics(program, mapping)
     lines += _signature(program, mapping, swap_lanes)
     used, across = _used(program, mapping), {s.name for s in mapping.across}
     lines += [f"    {_step(s)}" for s in program.steps if s.name in used - across]
@@ -119,17 +113,6 @@ def _header(program: EpilogueProgram) -> list[str]:
     return lines
 
 
-def _statistics(program: EpilogueProgram, mapping: Ports) -> list[str]:
-    """``statistics``, which returns for each sum over a head what is summed."""
-    summed = {s.name: s.args[0] for s in mapping.head_sums}
-    steps = _needed(program, {a for a in summed.values() if isinstance(a, str)})
-    names = [o.name for o in program.operands if o.name in steps]
-    lines = ["", f"def statistics({', '.join(['acc', *names])}):"]
-    lines += [f"    {_step(s)}" for s in program.steps if s.name in steps]
-    lines += ["    return {", *(f'        "{name}": {a},' for name, a in summed.items()), "    }"]
-    return [*lines, ""]
-
-
 def _signature(program: EpilogueProgram, mapping: Ports, swap_lanes: bool) -> list[str]:
     names = ["acc"] + (["c"] if mapping.c else [])
     names += [o.name for o in program.operands if o.name != mapping.c]
@@ -148,8 +131,6 @@ def _signature(program: EpilogueProgram, mapping: Ports, swap_lanes: bool) -> li
 
 def _across(step: Step) -> str:
     """What an operand is that the program computes across columns."""
-    if step.op == "head_sum":
-        return f"{step.name}: {step.args[0]} summed over the head"
     x, width, distance = step.args
     return f"{step.name}: {x}, columns {distance:g} apart of the head's first {width:g} exchanged"
 
@@ -194,18 +175,10 @@ def _used(program: EpilogueProgram, mapping: Ports) -> set[str]:
     used = {s.value for s in program.stores}
     for sink in mapping.sinks:
         used.update(sink.factors or (sink.value,))
-    return _needed(program, used, stop={s.name for s in mapping.head_sums})
-
-
-def _needed(
-    program: EpilogueProgram, names: AbstractSet[str], stop: AbstractSet[str] = frozenset()
-) -> set[str]:
-    """``names`` and all that they are computed of, but not what those in ``stop`` are."""
-    needed = set(names)
     for step in reversed(program.steps):
-        if step.name in needed and step.name not in stop:
-            needed.update(a for a in step.args if isinstance(a, str))
-    return needed
+        if step.name in used:
+            used.update(a for a in step.args if isinstance(a, str))
+    return used
 
 
 def _clean(text: str) -> str:

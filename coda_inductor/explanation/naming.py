@@ -153,8 +153,7 @@ def _steps(site: SiteReport, program: EpilogueProgram, *, quiet: bool, backward:
                  ("exp", "exp"))  # fmt: skip
         after = " gradient" if backward else ""
         found += [f"{name}{after}" for op, name in names if op in ops]
-        across = (("head_sum", "sums over each head"), ("swap", "rotation"))
-        found += [name for op, name in across if op in ops]
+        found += ["rotation"] if "swap" in ops else []
     elif any(k == "col" for k in kinds.values()) and program.paired:
         found.insert(0, "* row scale")
     return found

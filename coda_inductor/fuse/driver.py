@@ -13,7 +13,6 @@ from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
-from coda_inductor.fuse.heads import LOWERED
 from coda_inductor.fuse.lower import SITE, lower
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
@@ -45,6 +44,7 @@ from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.report import SiteReport
 from coda_inductor.select.choice import Choice
 from coda_inductor.select.site import Site
+from coda_inductor.semantic.rotary import rotate_heads
 
 #: How one region may be grown, with nodes that must stay outside; None where it cannot be at all.
 Make = Callable[[dict[Node, Refusal]], Region | None]
@@ -199,12 +199,12 @@ class _Planner:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
         yield lambda banned: pair_with(anchor, self.scope, banned)
         yield lambda banned: grow((anchor,), self.scope, banned)
-        made = [anchor.graph.find_nodes(op="call_function", target=op) for op in LOWERED]
-        if own := [n for each in made for n in each if producer(n.args[0]) is anchor]:
+        made = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
+        if own := [n for n in made if producer(n.args[0]) is anchor]:
             yield lambda banned: self._without(own, anchor, banned)
 
     def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:
-        """What is left for ``anchor`` to absorb where the program with ``heads``, their norms and
+        """What is left for ``anchor`` to absorb where the program with ``heads``, their
         rotations, loses."""
         apart = dict.fromkeys(heads, refuse("heads-apart", "its GEMM is fused without it"))
         region = grow((anchor,), self.scope, {**apart, **banned})

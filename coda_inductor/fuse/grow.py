@@ -50,6 +50,7 @@ from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.loss import row_logsumexp
+from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
 Banned = Mapping[Node, Refusal]
@@ -174,7 +175,7 @@ class _Grower:
         if not same(tensor.shape[-1], self.n) or not same(tensor.numel(), self.m * self.n):
             return refuse("reshaped", f"{node.target} changes the tile's shape")
         lowering = LOWERINGS.get(node.target)
-        known = lowering is not None or node.target in heads.LOWERED
+        known = lowering is not None or node.target is rotate_heads
         if not known and not renames_or_casts(node) and not fp8.casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
@@ -196,7 +197,7 @@ class _Grower:
         region.values, region.pulled, region.operands, region.steps, region.heads = state
 
     def _lower_args(self, node: Node, lowering: Any, full: tuple, pull: bool) -> Refusal | None:
-        if node.target in heads.LOWERED:
+        if node.target is rotate_heads:
             return self._of_heads(node, pull)
         inputs = [*node.args, *node.kwargs.values()]
         for arg in inputs:
@@ -232,8 +233,7 @@ class _Grower:
         return None
 
     def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
-        loads = heads.loads(node)
-        why = next((w for t in loads if (w := self._check(t, fake(t).shape))), None)
+        why = next((w for t in node.args[3:5] if (w := self._check(t, fake(t).shape))), None)
         x = self._value(node.args[0])
         made = why or heads.lowered(node, x, self.region, self._emit)
         if isinstance(made, Refusal):

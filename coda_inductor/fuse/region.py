@@ -47,8 +47,7 @@ _LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SW
 
 @dataclass(frozen=True)
 class Heads:
-    """Columns of an attention head, and which of them change places: see ``program.heads``. Where
-    nothing is rotated, ``width`` and ``distance`` are 0."""
+    """Columns of an attention head, and which of them change places: see ``program.heads``."""
 
     size: int
     width: int

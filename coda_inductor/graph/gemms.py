@@ -10,11 +10,10 @@ from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.compat import schema
-from coda_inductor.graph.nodes import aten, elementwise, fake, is_cast, renames, sources
+from coda_inductor.graph.nodes import aten, fake, is_cast, renames, sources
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.fp8 import scaled_mm
-from coda_inductor.semantic.norms import rms_norm_heads
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
 GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
@@ -102,12 +101,8 @@ def terms(node: Node) -> list[Node] | None:
 
 
 def producer(x: Node) -> Node | None:
-    """The last GEMM whose tile ``x`` is computed from, element by element or head by head."""
-
-    def through(node: Node) -> bool:
-        return elementwise(node) or node.target is rms_norm_heads
-
-    return next((node for node in sources(x, through) if node.target in GEMMS), None)
+    """The last GEMM whose tile ``x`` is computed from, element by element."""
+    return next((node for node in sources(x) if node.target in GEMMS), None)
 
 
 def b_major(b: torch.Tensor) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What epilogues do across the columns of a head (``program.heads``), as QuACK resources.
 
-A *table* is staged through shared memory as tiles are, under every head (``Table``). A *sum over a
-head* is taken in a sweep over the accumulator before the first element is stored (``HeadSum``).
+A *table* is staged through shared memory as tiles are, under every head (``Table``).
 
 A *swap* moves nothing through shared memory. On Hopper the accumulator is in registers, and a
 thread has of each row the same columns of every eight: what lies a multiple of eight columns
@@ -46,15 +45,6 @@ class Table(RotaryCosSinTMALoad):
         return super().to_params(gemm, args)
 
 
-class HeadSum(GroupedColStatsBase):
-    """The sum over a head of what ``statistics`` returns under its name. Launch argument: the
-    columns of a head."""
-
-    def stat_value(self, total, group_cols):
-        """What the sum itself is worth: itself."""
-        return total
-
-
 class Swap(EpiOp):
     """The accumulator with columns of each head exchanged, see ``program.heads.swap``. Launch
     argument: the columns of a head, which are compiled in."""
@@ -92,8 +82,6 @@ class Swap(EpiOp):
 
 def across_columns(step: Step) -> EpiOp:
     """The resource of a step across the columns of a head."""
-    if step.op == "head_sum":
-        return HeadSum(step.name)
     _, width, distance = step.args
     return Swap(step.name, int(width), int(distance))
 
@@ -112,11 +100,10 @@ class HeadAccumulator:  # a mixin for QuACK kernel classes
         *bound, load = args  # what QuACK leaves open of a call is how the accumulator is loaded
 
         def load_with_partners(fragment, subtile, **how):
-            if not how.get("no_release", False):  # the sweep in front knows the accumulator alone
-                self.swapped = {
-                    name: _swapped(found[subtile], load, fragment)
-                    for name, found in self._partners.items()
-                }
+            self.swapped = {
+                name: _swapped(found[subtile], load, fragment)
+                for name, found in self._partners.items()
+            }
             load(fragment, subtile, **how)
 
         return super().epilogue(*bound, load_with_partners, **others)  # type: ignore[misc]

@@ -57,9 +57,7 @@ class CodaEpiMod(EpiMod):
     a step came from) do not cause recompilation.
     """
 
-    def __init__(
-        self, function, statistics, program: EpilogueProgram, swap_lanes: bool, joined: str
-    ):
+    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
         mapping = ports(program)
         self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
         if program.fast:
@@ -73,8 +71,6 @@ class CodaEpiMod(EpiMod):
             ops=ops | {step.name: across_columns(step) for step in mapping.across},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
-            prepass=statistics,
-            prepass_outs=tuple(step.name for step in mapping.head_sums),
             extra_ops=self.distances,
         )
         self.program = program
@@ -115,8 +111,7 @@ def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -
     sys.modules[module.__name__] = module
     code = compile(source, str(path), "exec", dont_inherit=True)
     exec(code, vars(module))  # noqa: S102 (rendered just now)
-    statistics = vars(module).get("statistics")
-    mod = CodaEpiMod(module.epilogue, statistics, program, swap_lanes, joined)
+    mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
     vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
     return mod
 

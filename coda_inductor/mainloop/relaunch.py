@@ -2,10 +2,9 @@
 """A Triton kernel that ran once, called again.
 
 A launch through Triton's own door binds and specializes every argument, which takes the host longer
-than all the rest of a call, where a training step in FP8 makes some forty calls a layer, and one of
-rotated heads two, with thirty arguments. What it looks at (dtypes, sizes, strides, addresses that
-are multiples of 16 bytes) is the key here. One that is known goes to the compiled kernel, as Triton
-would.
+than all the rest of a call, where a training step in FP8 makes some forty calls a layer. What it
+looks at (dtypes, sizes, strides, addresses that are multiples of 16 bytes) is the key here. One
+that is known goes to the compiled kernel, as Triton would.
 """
 
 from __future__ import annotations

@@ -37,8 +37,6 @@ OTHER_NAMES = (
     "fp8_linear",
     "fp8_product",
     "grouped_heads",
-    "head_gradient",
-    "head_norm",
     "residual",
 )
 

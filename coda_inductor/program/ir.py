@@ -129,11 +129,6 @@ class EpilogueProgram:
         return len(self.accs) == 2
 
     @property
-    def sums_heads(self) -> bool:
-        """Does it sum over heads, as norms of them do?"""
-        return any(step.op == "head_sum" for step in self.steps)
-
-    @property
     def outputs(self) -> tuple[Store | Reduce, ...]:
         """What one run returns, in order: the stores, then the partials of the reductions."""
         return (*self.stores, *self.reduces)

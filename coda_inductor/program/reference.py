@@ -21,7 +21,7 @@ from torch import Tensor
 from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram, Store
 from coda_inductor.program.dtypes import FP8, dtype_name
-from coda_inductor.program.heads import HEAD_OPS
+from coda_inductor.program.heads import swap
 from coda_inductor.program.ops import saturated
 from coda_inductor.program.scales import scaled
 
@@ -99,10 +99,10 @@ def run(
     for step in program.steps:
         if step.name in done:
             continue
-        if (across := HEAD_OPS.get(step.op)) is not None:
+        if step.op == "swap":
             x, *numbers = step.args
             whole = _value(x, env, wide, as_[0].device).expand(shape)
-            env[step.name] = across.torch(whole, program.head, *map(int, numbers))
+            env[step.name] = swap(whole, program.head, *map(int, numbers))
             continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)

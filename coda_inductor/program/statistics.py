@@ -11,8 +11,7 @@ too::
     reduce part0 = logsumexp over N of acc     acc_r = round_bfloat16 acc
                                                reduce part0 = logsumexp over N of acc_r
 
-``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value, and so a
-sum over a head: the gradient of a norm of heads reads what was normalized, and its statistics.
+``verify`` refuses a sum, maximum or log-sum-exp of a row that reads an unrounded value.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Collection
 from coda_inductor.program.dtypes import FP8
 from coda_inductor.program.ir import EpilogueProgram, Reduce, Step
 
-_HEAD_SUM = "head_sum"
 #: Store dtype -> the op that rounds to it.
 ROUNDING = {dtype: f"round_{dtype}" for dtype in ("bfloat16", "float16", *FP8)}
 
@@ -35,29 +33,17 @@ def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> Epilogu
     they stay more exact than memory is.
     """
     rounded = _Rounded(program)
-    steps: list[Step] = []
-    for step in program.steps:
-        if step.op == _HEAD_SUM:
-            args = tuple(rounded(value) for value in _names(step))
-            steps += rounded.taken()
-            steps.append(dataclasses.replace(step, args=args))
-        else:
-            steps.append(step)
     reduces = tuple(
         reduce if reduce.name in apart else dataclasses.replace(reduce, value=rounded(reduce.value))
         for reduce in program.reduces
     )
-    steps += rounded.taken()
-    return dataclasses.replace(program, steps=tuple(steps), reduces=reduces)
+    steps = (*program.steps, *rounded.steps)
+    return dataclasses.replace(program, steps=steps, reduces=reduces)
 
 
-def inconsistent(program: EpilogueProgram) -> Reduce | Step | None:
-    """The first sum over a head, or reduction over N, that reads a value unrounded which is stored
-    rounded, if any."""
+def inconsistent(program: EpilogueProgram) -> Reduce | None:
+    """The first reduction over N that reads a value unrounded which is stored rounded, if any."""
     rounded = _Rounded(program)
-    for step in program.steps:
-        if step.op == _HEAD_SUM and any(rounded(value) != value for value in _names(step)):
-            return step
     rows = (reduce for reduce in program.reduces if reduce.axis == "row")
     return next((reduce for reduce in rows if rounded(reduce.value) != reduce.value), None)
 
@@ -66,7 +52,7 @@ class _Rounded:
     """Maps a value to the one that is computed from stored values as memory holds them."""
 
     def __init__(self, program: EpilogueProgram):
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []  # that this takes
         self._made = {step.name: step for step in program.steps}
         self._taken = {x.name for x in (*program.operands, *program.steps, *program.outputs)}
         self._known: dict[str, str] = {}
@@ -87,11 +73,6 @@ class _Rounded:
                 self._known[top] = self._rounded(top, step)
         return self._known[value]
 
-    def taken(self) -> list[Step]:
-        """The steps that this takes, since they were last asked for."""
-        steps, self._steps = self._steps, []
-        return steps
-
     def _ends_at(self, value: str, step: Step) -> bool:
         return value in self._stored or step.op in ROUNDING.values()
 
@@ -110,7 +91,7 @@ class _Rounded:
         while name in self._taken:
             name += "r"
         self._taken.add(name)
-        self._steps.append(Step(name, op, args, origin))
+        self.steps.append(Step(name, op, args, origin))
         return name
 
 

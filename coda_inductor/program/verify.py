@@ -8,7 +8,6 @@ import math
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8
-from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram, Step
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
@@ -84,8 +83,8 @@ def _steps(
         spec = OPS.get(step.op)
         if spec is not None:
             arity = spec.arity
-        elif step.op in HEAD_OPS:
-            arity = 1 + HEAD_OPS[step.op].numbers
+        elif step.op == "swap":
+            arity = 3
         else:
             raise ProgramError(f"step {step.name!r}: unknown op {step.op!r}")
         if len(step.args) != arity:
@@ -133,9 +132,8 @@ def _outputs(
 
 
 def _heads(program: EpilogueProgram) -> None:
-    """See ``program.heads``. Kernels read the accumulators alone at another column, and sum what
-    they know before the first table or tile arrives."""
-    across = [step for step in program.steps if step.op in HEAD_OPS]
+    """See ``program.heads``. Kernels read the accumulators alone at another column."""
+    across = [step for step in program.steps if step.op == "swap"]
     tables = {o.name for o in program.operands if o.kind == "table"}
     if not program.head:
         if across or tables:
@@ -150,9 +148,7 @@ def _heads(program: EpilogueProgram) -> None:
     for step in program.steps:
         if step.op == "swap":
             _swap(step, program)
-        elif step.op == "head_sum" and step.args[0] in late:
-            raise ProgramError(f"step {step.name!r}: head_sum reads a tile, a table or a head_sum")
-        if step.op in HEAD_OPS or late.intersection(step.args):
+        if step.op == "swap" or late.intersection(step.args):
             late.add(step.name)
     for reduce in program.reduces:
         if reduce.value in late:

@@ -22,9 +22,7 @@ from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
-from coda_inductor.rewrite.head_parts import unpack
 from coda_inductor.semantic.define import DEFINITIONS
-from coda_inductor.semantic.norms import rms_norm_heads
 from coda_inductor.semantic.rotary import rotate_heads
 
 
@@ -34,9 +32,9 @@ def decompose(graph: Graph, _record: Record) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, but for reductions, and norms and rotations of heads, that an epilogue may
-    take, and for GEMMs."""
-    _decompose(graph, {*REDUCTIONS, *GEMMS, rms_norm_heads, rotate_heads})
+    """The same, but for reductions and rotations of heads, that an epilogue may take, and for
+    GEMMs."""
+    _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads})
 
 
 def decompose_pointwise(graph: Graph) -> None:
@@ -52,10 +50,6 @@ def _decompose(graph: Graph, keep: Collection[object]) -> None:
 
 
 def _decompose_one(graph: Graph, node: Node) -> None:
-    if node.target is rotate_heads and node.args[9]:
-        unpack(graph, node)
-        graph.erase_node(node)
-        return
     definition = DEFINITIONS[node.target]
     counted = not definition.counted_by_rewrite
     meta = {"coda_pattern": (definition.name, node.name)} if counted else None

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,14 +55,6 @@ from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.head_parts import (
-    Part,
-    cut_out,
-    inseparable,
-    look_at,
-    part_of,
-    rotate_part,
-)
 from coda_inductor.rewrite.norm.forward import NORMS
 from coda_inductor.rewrite.tables import KEEP
 from coda_inductor.semantic.rotary import (
@@ -80,29 +72,23 @@ _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 
 @dataclass
 class Place:
-    """What is rotated or normalized: ``rows`` (..., H * d), as ``heads`` (..., H, d), turned by
-    ``order`` (None: not turned). Of heads that are ``part`` of the rows, ``heads`` is a view that
-    was made to look at them."""
+    """What is rotated: ``rows`` (..., H * d), as ``heads`` (..., H, d), turned by
+    ``order`` (None: not turned)."""
 
     rows: Node
     heads: Node
     order: list[int] | None
-    part: Part | None = None
 
 
-@dataclass
-class Made:
-    """What belongs to no layer: tables, by what they are made of, and masks of parts of rows."""
-
-    tables: dict[Hashable, tuple[Node, Node]] = field(default_factory=dict)
-    masks: dict[Hashable, Node] = field(default_factory=dict)
+#: Tables, which belong to no layer, by what they are made of.
+Made = dict[Hashable, tuple[Node, Node]]
 
 
 def rotate_rows(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every rotation of the forward pass where it is valid. Counts nothing: a
     rotation that an epilogue absorbs counts."""
     scope = Scope(graph)
-    made = Made()
+    made: Made = {}
     for node in [n for n in graph.nodes if n.target in (rotate, rotate_pairs)]:
         if node not in scope.forward:
             continue
@@ -119,26 +105,19 @@ def _rotate_rows(
     made: Made,
 ) -> Refusal | None:
     """Apply the rewrite to ``node``, or say why not."""
-    part = part_of(node.args[0])
-    found = place_of(node.args[0], scope, record) if part is None else _cut(part, scope, record)
+    found = place_of(node.args[0], scope, record)
     if isinstance(found, Refusal):
         return found
     node = _of_tables(graph, node, made)
     root = with_cast(node)
     why = _unreadable(node, found) or unlike(root, found)
-    if why is None and part is not None:
-        known = made.tables.get(_key(node, found), ())
-        form = (*known, node.args[3], node.args[6], fake(root).dtype)
-        why = inseparable(part, node, form)
     if why is None:
         _rewrite(graph, node, root, found, made)
-    else:
-        prune([found.heads])
     return why
 
 
 def place_of(x: Node, scope: Scope, record: Record) -> Place | Refusal:
-    """Where the rows of ``x``, which is rotated or normalized, are made."""
+    """Where the rows of ``x``, which is rotated, are made."""
     heads, order = x, None
     if heads.target is aten.permute.default:
         heads, order = heads.args[0], list(heads.args[1])
@@ -186,21 +165,15 @@ def _normed(rows: Node) -> Refusal | None:
     return None
 
 
-def _cut(part: Part, scope: Scope, record: Record) -> Place | Refusal:
-    """The same of heads that are part of the rows."""
-    rows = part.rows.args[0] if part.rows.target is rotate_heads else part.rows
-    return _unmade(rows, scope, record) or Place(part.rows, look_at(part), part.order, part)
-
-
 def _of_tables(graph: Graph, node: Node, made: Made) -> Node:
     """The rotation ``node`` by tables, if it is one by complex numbers."""
     if node.target is rotate:
         return node
     x, turns, inverse, dtype = node.args
     key = (base(turns), str(fake(turns).shape))
-    if key not in made.tables:
-        made.tables[key] = splice(graph, node, _real, (turns,), like=base(turns))
-    cos, sin = made.tables[key]
+    if key not in made:
+        made[key] = splice(graph, node, _real, (turns,), like=base(turns))
+    cos, sin = made[key]
     with graph.inserting_before(node):
         new = insert(graph, rotate, (x, cos, sin, 1, True, inverse, False, dtype), like=node)
     node.replace_all_uses_with(new)
@@ -232,9 +205,7 @@ def _unreadable(node: Node, found: Place) -> Refusal | None:
 
 def unlike(root: Node, found: Place) -> Refusal | None:
     """Why the result must not be laid out as what is rotated, or None."""
-    after = fake(found.heads)
-    if found.part is None:
-        after = torch.empty_like(after, memory_format=torch.contiguous_format)
+    after = torch.empty_like(fake(found.heads), memory_format=torch.contiguous_format)
     after = after if found.order is None else after.permute(found.order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers count on another layout of its result")
@@ -285,20 +256,15 @@ def _rewrite(graph: Graph, node: Node, root: Node, found: Place, made: Made) -> 
     put, plain = Put(graph, like=node, pattern=("rotary", node.name)), Put(graph, like=node)
     with graph.inserting_before(node):
         lead = lead_of(plain, found.heads)
-        if key not in made.tables:
+        if key not in made:
             flat = [_of_each_row(Put(graph, like=source), table, lead) for table in (cos, sin)]
             given = (*flat, distance, fake(found.heads).shape[-1])
-            made.tables[key] = splice(graph, node, _tables, given, like=source)
+            made[key] = splice(graph, node, _tables, given, like=source)
         if not same(fake(rows).shape[:-1], fake(found.heads).shape[:-2]):
             rows = plain.reshape(rows, [*lead, fake(rows).shape[-1]])
         last = (distance, node.args[6], fake(root).dtype)
-        if found.part is None:
-            new = put(rotate_heads, rows, cos, sin, *made.tables[key], *last, None, [])
-            new = plain(aten.view.default, new, [*lead, *fake(found.heads).shape[-2:]])
-        else:
-            given = (cos, sin, *made.tables[key], *last)
-            rotated = rotate_part(put, found.part, given, made.masks)
-            new = cut_out(plain, found.part, rotated, lead)
+        new = put(rotate_heads, rows, cos, sin, *made[key], *last)
+        new = plain(aten.view.default, new, [*lead, *fake(found.heads).shape[-2:]])
         if found.order is not None:
             new = plain(aten.permute.default, new, found.order)
     root.replace_all_uses_with(new)

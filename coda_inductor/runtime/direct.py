@@ -19,10 +19,9 @@ from typing import Any
 from coda_inductor.compat import fallback_handler, register_lowering, virtualized
 from coda_inductor.runtime import op
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
-from coda_inductor.runtime.head_gradients import HEAD_GRADIENT
 
 #: Each has an attribute ``direct``.
-OPS = (op.OP, CAST, AMAX, HEAD_GRADIENT)
+OPS = (op.OP, CAST, AMAX)
 
 
 @functools.cache

@@ -241,10 +241,6 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     # Where several warps share a column, their sums meet in shared memory.
     columns_summed = sum(reduce.axis == "col" for reduce in program.reduces)
     vectors += 4 * config.tile_n * (rows // 16 - 1) * columns_summed
-    if heads_summed := sum(step.op == "head_sum" for step in program.steps):
-        warps = 2 if arch == 12 else 1  # that share a row
-        heads = config.tile_n // program.head
-        vectors += 4 * config.cta_tile_m(arch) * heads * warps * heads_summed
     # A pair of CTAs that multiply together has half of A and half of B each.
     pair = config.tile_m // config.cta_tile_m(arch)
     step_bytes = (config.tile_m + config.tile_n) // pair * _STEP_BYTES

@@ -32,7 +32,6 @@ class Figures:
         m: the rows that were measured.
         name: of a site that was measured, for readers.
         kind: which of ``select.kinds`` it moves as many bytes as; "" for none.
-        sums_heads: whether the program sums over heads, as norms of them do.
     """
 
     us: Mapping[str, float]
@@ -43,7 +42,6 @@ class Figures:
     m: int = 0
     name: str = ""
     kind: str = ""
-    sums_heads: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -90,7 +88,6 @@ def to_row(key: str, found: Figures) -> dict[str, Any]:
     """As it stands in a file. Inverse: :func:`from_row`."""
     row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name, "kind": found.kind}
     row |= {"unfused": found.unfused, "plain": found.plain, "spread": found.spread}
-    row |= {"sums_heads": True} if found.sums_heads else {}
     return row | {"us": dict(found.us)} | ({"failed": dict(found.failed)} if found.failed else {})
 
 
@@ -110,7 +107,6 @@ def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
         int(row["m"]),
         str(row.get("name", "")),
         str(row.get("kind", "")),
-        bool(row.get("sums_heads")),
     )
     if not all(0 < x < math.inf for x in (*us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")

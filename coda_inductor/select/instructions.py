@@ -24,13 +24,11 @@ _OPS = {
     "erf": (25.0, 25),
     **dict.fromkeys(("round_float8_e4m3fn", "round_float8_e5m2"), (4.0, 4)),
     **dict.fromkeys(("sin", "cos"), (250.0, 100)),  # full range reduction
-    "head_sum": (5.0, 4),
     "swap": (0.0, 0),
 }
 _ONE = (1.0, 1)
 _OPERANDS = {"tile": (2.0, 2.0), "row": (2.5, 1.5), "col": (1.5, 0.5), "scalar": (0.0, 0.0)}
-#: Not measured: a table is loaded as a tile is, and a sum over a head is one over a row whose terms
-#: are computed twice. A swap names other registers.
+#: Not measured: a table is loaded as a tile is. A swap names other registers.
 _OPERANDS["table"] = _OPERANDS["tile"]
 _STORE = (2.0, 1.5)
 _SUMS = {"row": (3.0, 2.0), "col": (6.0, 5.0)}

@@ -36,15 +36,13 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "norm_bwd_joined": norm_bwd,
         "logsumexp": _logsumexp(dtype),
         "rotary": _rotary(dtype),
-        "head_norm": _head_norm(dtype),
     }
     return {name: simplify(consistent(program)) for name, program in programs.items()}
 
 
 #: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.
 B_MAJOR = {
-    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train", "logsumexp"), "k"),
-    **dict.fromkeys(("rotary", "head_norm"), "k"),
+    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train", "logsumexp", "rotary"), "k"),
     **dict.fromkeys(("dswiglu", "act_bwd", "norm_bwd", "norm_bwd_joined"), "n"),
 }
 #: How many products the accumulator is the sum of; K of a kind is the sum of all their K's.
@@ -222,36 +220,5 @@ def _rotary(dtype: str) -> EpilogueProgram:
             Step("y", "add", ("x_cos", "turned_sin")),
         ),
         stores=(Store("out0", "y", dtype),),
-        head=128,
-    )
-
-
-def _head_norm(dtype: str) -> EpilogueProgram:
-    """The same with an RMSNorm of each head before it, whose gradient reads what it normalized.
-    ``gain_turned`` is the norm's weight with the columns of each head exchanged."""
-    base = _rotary(dtype)
-    return EpilogueProgram(
-        accs=base.accs,
-        a_dtype=dtype,
-        operands=(
-            *base.operands,
-            Operand("gain", "row", dtype),
-            Operand("gain_turned", "row", dtype),
-        ),
-        steps=(
-            *base.steps[:3],
-            Step("sq", "mul", ("x", "x")),
-            Step("total", "head_sum", ("sq",)),
-            Step("mean", "mul", ("total", 1 / 128)),
-            Step("shifted", "add", ("mean", 1e-6)),
-            Step("head_rstd", "rsqrt", ("shifted",)),
-            Step("cos_gain", "mul", ("cos", "gain")),
-            Step("sin_gain", "mul", ("sin", "gain_turned")),
-            Step("x_cos", "mul", ("x", "cos_gain")),
-            Step("turned_sin", "mul", ("turned", "sin_gain")),
-            Step("both", "add", ("x_cos", "turned_sin")),
-            Step("y", "mul", ("both", "head_rstd")),
-        ),
-        stores=(Store("out0", "x", dtype), Store("out1", "y", dtype)),
         head=128,
     )

@@ -122,8 +122,7 @@ def _traits(program: EpilogueProgram) -> tuple[int, ...]:
     axes = {reduce.axis for reduce in program.reduces}
     loads = sum(WIDTHS[o.dtype] for o in program.loads)
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
-    sums = int(program.sums_heads)
-    return loads, stores, 2 * ("col" in axes), int("row" in axes), sums
+    return loads, stores, 2 * ("col" in axes), int("row" in axes)
 
 
 def kernel_us(

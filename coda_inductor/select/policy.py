@@ -177,30 +177,11 @@ class Policy:
         """May anything be fused in this graph?"""
         return (self.too_small or self.unwanted) is None and self.options.gate != "never"
 
-    def head_norms_lose(self, gemm: Node) -> Refusal | None:
-        """Why no program of ``gemm`` that normalizes heads may run, or None. By default only what
-        was measured does, and to make the norm's rewrite for nothing would change what the backward
-        pass computes."""
-        if self.options.gate != "auto" or self.store is None:
-            return None
-        if self.tuning is not None and self.tuning.every:
-            return None
-        a, b = map(fake, gemm_inputs(gemm))
-        if self.store.head_norms_win(hint(a.shape[0]), b.shape[1], b.shape[0]):
-            return None
-        text = "no program of this size that normalizes heads was measured to win on this GPU"
-        return refuse("heads-unmeasured", text)
-
     @property
     def compiles(self) -> bool:
         """May any GEMM in this graph become a kernel?"""
         possible = self.no_kernels is None and not self.options.reference
         return self.fuses and self.on_gpu and possible
-
-    @property
-    def other_kernels(self) -> bool:
-        """May kernels of ours run that are no GEMMs? Their references stand for them."""
-        return self.fuses and (self.options.reference or (self.on_gpu and self.no_kernels is None))
 
     def rounds(self, a: torch.Tensor) -> bool:
         """Is the product of the left operand ``a`` rounded before the epilogue? Kernels never do

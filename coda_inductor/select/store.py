@@ -26,7 +26,7 @@ from coda_inductor.codegen.render import RENDERER_VERSION
 from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
 from coda_inductor.select.device import Gpu
-from coda_inductor.select.figures import Figures, from_row, key_of, size_of, to_row
+from coda_inductor.select.figures import Figures, from_row, key_of, to_row
 from coda_inductor.select.model import same_kind
 from coda_inductor.select.site import Site
 
@@ -94,13 +94,6 @@ class Store:
         """This user's measurements, by key."""
         self._refresh()
         return self._own
-
-    def head_norms_win(self, m: int, n: int, k: int) -> bool:
-        """Was any program that normalizes heads measured to win at this size?"""
-        size = size_of(m, n, k)
-        every = (*self._others.items(), *self.own().items())
-        normed = (f for key, f in every if f.sums_heads and f.us and size in key.split())
-        return any(found.wins(min(found.us.values()), found.unfused) for found in normed)
 
     def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:
         """Keep measurements; whoever calls holds the lock (``tune.lock``).

@@ -19,35 +19,11 @@ def rms_norm_definition(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467), eq. 4.
     """
     wide = x.to(statistics_dtype(x.dtype))
-    rstd = rms_rstd(wide, eps)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     y = wide * rstd
     if weight is not None:
         y = y * weight.to(y.dtype)
     return y.to(out_dtype), rstd
-
-
-def rms_rstd(wide: Tensor, eps: float) -> Tensor:
-    """The statistics of RMSNorm, (..., 1), of ``wide`` (..., d), in whose dtype they are."""
-    return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def rms_norm_heads_definition(
-    x: Tensor,
-    weight: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    head: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``rms_norm`` of every head, of ``head`` columns, of ``x`` (..., H * head), which is shaped
-    like a projection's product. Returns y, shaped like x, without its statistics.
-
-    ``gain`` (H * head,) holds ``weight`` (head,) once a head, as kernels read it. It is not read
-    here, so that nobody makes it for what stays unfused.
-    """
-    assert (weight is None) == (gain is None), "two forms of one weight"
-    heads = x.unflatten(-1, (-1, head))
-    return rms_norm_definition(heads, weight, eps, out_dtype)[0].flatten(-2)
 
 
 def rms_norm_backward_definition(
@@ -137,13 +113,6 @@ rms_norm = define(
     rms_norm_definition,
     gradient=rms_norm_backward,
     of=("x", "weight"),
-    counted_by_rewrite=True,
-)
-rms_norm_heads = define(
-    "rms_norm_heads(Tensor x, Tensor? weight, Tensor? gain, float eps, int head, "
-    "ScalarType out_dtype) -> Tensor",
-    rms_norm_heads_definition,
-    name="head_norm",
     counted_by_rewrite=True,
 )
 

@@ -155,29 +155,23 @@ def rotate_heads_definition(
     distance: int,
     joined: bool,
     out_dtype: torch.dtype,
-    which: Tensor | None,
-    heads: list[int],
 ) -> Tensor:
     """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product.
 
     ``cos`` and ``sin`` (..., 1, W) broadcast against (..., H, D). ``even`` and ``odd``, each (rows,
     D), hold the same as kernels read it: y = x * even + s * odd, where s is x with the columns of
     each pair exchanged. They are not read here, so that nobody makes them for what stays unfused.
-    With ``which`` (H * D), which is 1 under the columns of ``heads`` and 0 elsewhere, other heads
-    are copied.
     """
     assert even.shape == odd.shape, "two tables of one form"
-    assert (which is None) == (not heads), "the same, said twice"
     each = x.unflatten(-1, (-1, even.shape[-1]))
-    turned = rotate_definition(
+    return rotate_definition(
         each, cos, sin, distance, paired=False, inverse=False, joined=joined, out_dtype=out_dtype
     ).flatten(-2)
-    return turned if which is None else torch.where(which != 0, turned, x.to(out_dtype))
 
 
 rotate_heads = define(
     "rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor even, Tensor odd, int distance, "
-    "bool joined, ScalarType out_dtype, Tensor? which, int[] heads) -> Tensor",
+    "bool joined, ScalarType out_dtype) -> Tensor",
     rotate_heads_definition,
     name="rotary",
 )

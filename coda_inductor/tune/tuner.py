@@ -142,8 +142,7 @@ class Tuner:
                 _, found = from_row({"key": "", **answer["figures"]})
                 known = {c: why for c, why in failed.items() if why != _LATE}
                 return replace(found, failed={**found.failed, **known}, name=site.name,
-                               kind=same_kind(site.program, site.terms),
-                               sums_heads=site.program.sums_heads)  # fmt: skip
+                               kind=same_kind(site.program, site.terms))  # fmt: skip
         except Exception as error:  # it costs this site alone
             logger.debug("%s was not measured: %r", key_of(site), error)
             return None

@@ -15,7 +15,6 @@ from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import TEMPLATES, render
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
-from coda_inductor.program.heads import HEAD_OPS
 from coda_inductor.program.ops import OPS
 from coda_inductor.select.kinds import kinds
 
@@ -29,7 +28,7 @@ GOLDENS = Path(__file__).parent / "goldens"
         ("swiglu_swapped", kinds()["swiglu"], True),
         ("select", select(), False),
         ("row_statistics", row_statistics(), False),
-        ("head_norm", kinds()["head_norm"], False),
+        ("rotary", kinds()["rotary"], False),
     ],
 )
 def test_golden(name, program, swap_lanes):
@@ -49,7 +48,7 @@ def test_source_is_python(name):
 @pytest.mark.parametrize("name", list(programs_heads()))
 def test_each_function_is_given_what_it_reads(name):
     program = programs_heads()[name]
-    across = {step.name: step.op for step in program.steps if step.op in HEAD_OPS}
+    across = [step.name for step in program.steps if step.op == "swap"]
     functions = {f.name: f for f in ast.parse(render(program)).body if hasattr(f, "args")}
     for function in functions.values():
         known = {"coda_math"} | {arg.arg for arg in function.args.args}
@@ -58,13 +57,7 @@ def test_each_function_is_given_what_it_reads(name):
             assert {x.id for x in names if isinstance(x.ctx, ast.Load)} <= known
             known |= {x.id for x in names if isinstance(x.ctx, ast.Store)}
     arguments = [arg.arg for arg in functions["epilogue"].args.args]
-    assert arguments[len(arguments) - len(across) :] == [*across]
-    sums = [name for name, op in across.items() if op == "head_sum"]
-    assert ("statistics" in functions) == bool(sums)
-    if sums:
-        returned = functions["statistics"].body[-1].value
-        assert [key.value for key in returned.keys] == sums
-        assert not {arg.arg for arg in functions["statistics"].args.args} & {*across, "cos", "sin"}
+    assert arguments[len(arguments) - len(across) :] == across
 
 
 def test_one_template_an_op():

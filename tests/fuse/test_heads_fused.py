@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations and norms of heads on the tile: what the exchange of columns goes through, what it does
+"""Rotations of heads on the tile: what the exchange of columns goes through, what it does
 not, and what becomes of a GEMM whose program with heads loses."""
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from passes import codes
 from coda_inductor.refusal import refuse
 from coda_inductor.select.choice import Choice
 from coda_inductor.select.policy import Policy
-from coda_inductor.semantic import rms_norm
-from coda_inductor.semantic.norms import rms_norm_heads
 from coda_inductor.semantic.rotary import rotate_heads
 
 B, T, H, D, K = 2, 6, 3, 4, 10
@@ -37,12 +35,6 @@ def turns(z, cos, sin):
 
 def inputs(*more):
     return randn(B, T, K), randn(K, N), randn(T, D), randn(T, D), *more
-
-
-def normed(z, weight, eps=1e-5):
-    """Each head of rows, as users spell it."""
-    n = z.view(B, T, H, D)
-    return n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 def stops(harness):
@@ -75,7 +67,7 @@ def on_rows(z, cos, sin):
     """A rotation whose result stays in rows, as no model spells it."""
     cos, sin = cos[:, None], sin[:, None]
     even, odd = (t.expand(B, T, 1, D).reshape(-1, D) for t in (cos, sin * SIGNS))
-    return rotate_heads(z, cos, sin, even, odd, D // 2, False, z.dtype, None, [])
+    return rotate_heads(z, cos, sin, even, odd, D // 2, False, z.dtype)
 
 
 def test_what_follows_a_rotation_is_absorbed_too():
@@ -149,99 +141,6 @@ def test_no_rotation_behind_a_sum_with_a_tile():
     assert not any(kinds)
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_a_norm_is_of_all_that_stands_before_it(name):
-    """Its statistics are one value a head: the exchange of a rotation goes around them."""
-
-    def function(x, w, cos, sin, row, col, weight):
-        return rotate(normed(BETWEEN[name](x @ w, row, col), weight).transpose(1, 2), cos, sin)
-
-    harness = check(function, *inputs(randn(N), randn(B, T, 1), randn(D)))
-    assert harness.counts["head_norm"] == harness.counts["rotary"] == 1
-    (site,) = harness.fused
-    assert [step.op for step in site.program.steps].count("head_sum") == 1
-
-
-def test_a_norm_of_what_has_a_tile_in_it_stays():
-    """Kernels sum over a head before they load the first tile."""
-
-    def function(x, w, cos, sin, tile, weight):
-        return normed(x @ w + tile, weight)
-
-    harness = check(function, *inputs(randn(B, T, N), randn(D)))
-    assert not harness.counts["head_norm"]
-    assert harness.counts["residual"] == 1
-    assert "heads-late" in stops(harness)
-
-
-@pytest.mark.parametrize("first", ["rotation", "norm"])
-def test_a_norm_behind_a_rotation_or_a_norm_stays(first):
-    def function(x, w, cos, sin, weight):
-        gain = weight.repeat(H)
-        z = on_rows(x @ w, cos, sin) if first == "rotation" else norm_rows(x @ w, weight, gain)
-        return norm_rows(z * 2, weight, gain)
-
-    def norm_rows(z, weight, gain):
-        return rms_norm_heads(z, weight, gain, 1e-5, D, z.dtype)
-
-    harness = check(function, *inputs(randn(D)))
-    (site,) = harness.fused
-    assert site.absorbed == ("rotate_heads" if first == "rotation" else "rms_norm_heads", "mul")
-    assert "heads-late" in stops(harness)
-
-
-def test_a_tile_behind_a_norm_is_read():
-    def function(x, w, cos, sin, tile, weight):
-        gain = weight.repeat(H)
-        return rms_norm_heads(x @ w, weight, gain, 1e-5, D, x.dtype) + tile
-
-    harness = check(function, *inputs(randn(B, T, N), randn(D)))
-    assert harness.counts["residual"] == 1
-    (site,) = harness.fused
-    assert site.absorbed == ("rms_norm_heads", "add")
-
-
-def test_norms_of_heads_of_two_sizes():
-    def function(x, w, cos, sin, weight):
-        z = x @ w
-        return normed(z, weight), rms_norm(z.view(B, T, H * 2, D // 2), None, 1e-5, z.dtype)[0]
-
-    harness = check(function, *inputs(randn(D)))
-    assert harness.counts["head_norm"] == 1
-    assert "heads-kernel" in stops(harness)
-
-
-def test_two_norms_of_one_product():
-    def function(x, w, cos, sin, weight):
-        z = x @ w
-        return normed(z, weight), normed(z + 1, weight, 1e-2)
-
-    harness = check(function, *inputs(randn(D)))
-    assert harness.counts["head_norm"] == 2
-    (site,) = harness.fused
-    assert len(site.program.stores) == 2
-
-
-def test_a_rotation_of_the_product_beside_a_norm_of_it():
-    def function(x, w, cos, sin, weight):
-        z = x @ w
-        return turns(z, cos, sin), normed(z, weight)
-
-    harness = check(function, *inputs(randn(D)))
-    assert harness.counts["head_norm"] == harness.counts["rotary"] == 1
-
-
-def test_no_sums_behind_a_norm_of_heads():
-    def function(x, w, cos, sin, weight):
-        z = rms_norm_heads(x @ w, weight, weight.repeat(H), 1e-5, D, x.dtype)
-        return z, (z * z).sum(-1)
-
-    harness = check(function, *inputs(randn(D)))
-    (site,) = harness.fused
-    assert "rms_norm_heads" in site.absorbed
-    assert "heads-reduce" in stops(harness)
-
-
 def test_tables_that_the_product_makes():
     """A table may depend on anything but its own GEMM."""
 
@@ -276,22 +175,6 @@ def test_a_rotation_that_loses_leaves_the_rest_fused(monkeypatch):
     assert "heads-apart" in stops(harness)
     assert not harness.counts["rotary"]
     assert not any("keep" in op for op in harness.ops())  # no tables for nobody
-
-
-def test_a_norm_that_loses_leaves_the_rest_fused(monkeypatch):
-    """And nobody makes its gain."""
-
-    def function(x, w, cos, sin, row, weight):
-        return rotate(normed((x @ w + row).relu(), weight).transpose(1, 2), cos, sin)
-
-    monkeypatch.setattr(Policy, "judge", losing(lambda program: program.head))
-    harness = check(function, *inputs(randn(N), randn(D)))
-    (site,) = harness.fused
-    assert site.absorbed == ("add", "relu")
-    assert "heads-apart" in stops(harness)
-    assert not harness.counts["head_norm"]
-    shapes = [n.meta["val"].shape for n in harness.graph.nodes if n.op == "call_function"]
-    assert (H, D) not in shapes
 
 
 def test_where_all_loses_the_first_reason_stands(monkeypatch):

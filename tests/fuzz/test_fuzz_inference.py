@@ -11,7 +11,6 @@ PROGRAMS = 48
 FIRES = {
     "rms_norm": 50, "layer_norm": 25, "swiglu": 25, "residual": 110, "epilogue": 75, "pair": 33,
     "sum": 3, "cross_entropy": 28, "constant_mask": 16, "raised rotate_pairs": 12,
-    "head_norm": 4,
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ HOPPER = (
     "rms_partial//64x64:1x1:co:dyn:k4,dswiglu//128x160:2x1:pp:lean:dyn,"
     "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean,"
     "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
-    "halves_80,head_norm_64//64x64:1x1:co:k2,everything"
+    "halves_80,halves_64//64x64:1x1:co:k2,everything"
 )
 
 COMPILE = """
@@ -191,7 +191,7 @@ def test_ampere_and_ada_have_no_gemm(arch, tmp_path, compile_in_process):
 def test_a_table_is_not_read_by_columns_of_two_places(tmp_path, compile_in_process):
     """Its subtiles would be of other columns than the product's, silently."""
     with pytest.raises(AssertionError, match="do not read the table 'cos'"):
-        compile_in_process("100", "head_norm//128x256:2x1:co", tmp_path)
+        compile_in_process("100", "rotary//128x256:2x1:co", tmp_path)
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])

@@ -64,7 +64,7 @@ def traced(monkeypatch):
         ("neighbours_in_part", "192x128:2x1:pp"),
         ("part_of_64", "128x192:1x2:pp:lean"),
         ("part_of_80", "256x160:1x2:co:lean"),
-        ("head_norm", "64x128:1x1:pp"),
+        ("rotary", "64x128:1x1:pp"),
     ],
 )
 def test_partners_are_the_columns_that_change_places(traced, name, config):

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import arguments
 
 pytest.importorskip("triton")
 
-from coda_inductor.mainloop import fp8_casts, head_gradients, relaunch
+from coda_inductor.mainloop import fp8_casts, relaunch
 from coda_inductor.mainloop.relaunch import Launches
-from coda_inductor.runtime.head_gradients import _launched
 
 M, K = 32, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -109,64 +107,6 @@ def test_maxima_too(kernel):
         given = [torch.empty(size if wanted else 0) for wanted, size in ((rows, M), (cols, K))]
         fp8_casts.amax(x, None, *given, 128)
     assert (len(kernel.first), len(kernel.again)) == (2, 1)
-
-
-@pytest.fixture
-def gradients(monkeypatch):
-    """Calls the kernel of heads' gradients; counts as ``kernel`` does."""
-    made = Kernel()
-    monkeypatch.setattr(head_gradients, "_LAUNCHES", Launches(made))
-    monkeypatch.setattr(head_gradients, "current", lambda _: True)
-
-    def call(shape=(2, 3, 37, 16), dtype=torch.bfloat16, how=(1, 1, 1), eps=None, **kind):
-        *given, usual, distance, paired, inverse, dweight = arguments(shape, dtype, how=how, **kind)
-        eps = usual if eps is None else eps
-        _launched(*given, eps, distance == 1, paired, inverse, dweight)
-        return given
-
-    return made, call
-
-
-def test_gradients_of_heads_too(gradients):
-    made, call = gradients
-    call()
-    given = call()
-    ((grid, bound, options),), ((same, args),) = made.first, made.again
-    assert grid == same
-    assert options == {"num_warps": 4}
-    assert [id(a) for a in args[:6]] == [*map(id, given)]
-    assert args[9:] == bound[9:]
-    assert len(args) == len(head_gradients._head_gradient_kernel.arg_names)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"shape": (1, 3, 37, 16)},
-        {"shape": (2, 6, 37, 16)},
-        {"shape": (2, 3, 38, 16)},
-        {"shape": (2, 3, 37, 32)},
-        {"dtype": torch.float16},
-        {"how": (0, 0, 0)},
-        {"how": (1, 0, 0)},
-        {"how": (0, 0, 1)},
-        {"neighbours": True},
-        {"paired": True},
-        {"inverse": False},
-        {"eps": 1e-3},
-    ],
-    ids=[
-        *("batch", "heads", "tokens", "size", "dtype", "neither norm nor scale", "only a norm"),
-        *("only a scale", "neighbours", "an angle a pair", "the rotation itself", "eps"),
-    ],
-)
-def test_another_gradient_of_heads_is_bound_anew(gradients, other):
-    made, call = gradients
-    call()
-    call(**other)
-    assert (len(made.first), len(made.again)) == (2, 0)
-    call(**other)
-    assert (len(made.first), len(made.again)) == (2, 1)
 
 
 def test_sizes_without_end_are_not_all_kept(kernel, monkeypatch):

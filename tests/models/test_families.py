@@ -34,13 +34,10 @@ def parallel(L):
 
 
 llama_like = pre_norm("rms_norm", "swiglu")
-#: Families whose queries and keys are rotated after their projections, those which normalize each
-#: head before, and those which have q, k and v in one weight.
-HEAD_NORMS = ("Qwen3", "Gemma 3")
+#: Families whose queries and keys are rotated after their projections.
 ROTATED = ("Llama", "Mistral", "Granite", "Gemma", "Gemma 2", "Mixtral", "Cohere", "StarCoder 2",
-           "StableLM", "Phi", *HEAD_NORMS)  # fmt: skip
-PACKED = ("Phi-3", "GPT-NeoX")
-# family -> what fires in L layers under no_grad, but for norms of heads and rotations
+           "StableLM", "Phi")  # fmt: skip
+# family -> what fires in L layers under no_grad, but for rotations
 COUNTS = {
     "Llama": llama_like,
     "Qwen3": llama_like,
@@ -126,9 +123,7 @@ def test_family_fires_and_agrees(family):
     masks = harness.counts.pop("constant_mask", 0)
     assert masks == (2 if harness.masked else 0)
     assert masks == 2 or family not in MASKED
-    rotations = 2 if family in ROTATED else 1 if family in PACKED else 0
-    assert harness.counts.pop("rotary", 0) == 2 * rotations
-    assert harness.counts.pop("head_norm", 0) == (4 if family in HEAD_NORMS else 0)
+    assert harness.counts.pop("rotary", 0) == (4 if family in ROTATED else 0)
     assert harness.counts == COUNTS[family](2)
 
 

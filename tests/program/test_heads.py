@@ -10,7 +10,7 @@ import torch
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, reference, verify
-from coda_inductor.program.heads import head_sum, swap
+from coda_inductor.program.heads import swap
 
 HEAD = 8
 ROTARY = EpilogueProgram(
@@ -24,19 +24,6 @@ ROTARY = EpilogueProgram(
         Step("z", "add", ("x", "y")),
     ),
     stores=(Store("out0", "z", "float64"),),
-    head=HEAD,
-)
-NORM = EpilogueProgram(
-    ("acc",),
-    "float64",
-    steps=(
-        Step("sq", "mul", ("acc", "acc")),
-        Step("total", "head_sum", ("sq",)),
-        Step("mean", "div", ("total", float(HEAD))),
-        Step("rstd", "rsqrt", ("mean",)),
-        Step("y", "mul", ("acc", "rstd")),
-    ),
-    stores=(Store("out0", "y", "float64"),),
     head=HEAD,
 )
 
@@ -60,14 +47,6 @@ def test_rotary_is_hugging_faces():
     torch.testing.assert_close(got, wanted.flatten(-2))
 
 
-def test_a_norm_of_each_head():
-    a, b = factors()
-    (got,) = reference.run(verify(NORM), [a], [b], [])
-    x = (a @ b).unflatten(-1, (-1, HEAD))
-    wanted = torch.nn.functional.rms_norm(x, (HEAD,), eps=0.0)
-    torch.testing.assert_close(got, wanted.flatten(-2))
-
-
 @pytest.mark.parametrize(("width", "distance"), [(8, 4), (8, 1), (4, 2), (8, 2), (4, 1)])
 def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
     x = torch.arange(2 * HEAD)
@@ -78,20 +57,12 @@ def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
     assert (moved == 0).sum() == 2 * (HEAD - width)
 
 
-def test_a_sum_is_under_every_column_of_its_head():
-    x = torch.arange(2.0 * HEAD)
-    assert head_sum(x, HEAD).tolist() == [28.0] * HEAD + [92.0] * HEAD
-
-
-@pytest.mark.parametrize("program", [ROTARY, NORM], ids=["rotary", "norm"])
-def test_text_and_back(program):
-    assert EpilogueProgram.from_json(program.to_json()) == program
-    assert "heads of 8" in str(program)
+def test_text_and_back():
+    assert EpilogueProgram.from_json(ROTARY.to_json()) == ROTARY
+    assert "heads of 8" in str(ROTARY)
 
 
 def test_the_head_is_part_of_the_identity():
-    other = dataclasses.replace(NORM, head=2 * HEAD)
-    assert other.key != NORM.key
     assert dataclasses.replace(ROTARY, head=16).key != ROTARY.key
 
 
@@ -104,8 +75,7 @@ def replaced(program, name, **fields):
     ("program", "why"),
     [
         (dataclasses.replace(ROTARY, head=0), "needs a program that knows"),
-        (dataclasses.replace(NORM, head=0), "needs a program that knows"),
-        (dataclasses.replace(NORM, head=-8), "heads of -8"),
+        (dataclasses.replace(ROTARY, head=-8), "heads of -8"),
         (
             EpilogueProgram(("acc",), "float64", stores=(Store("o", "acc", "float64"),), head=8),
             "nothing that concerns heads",
@@ -116,9 +86,6 @@ def replaced(program, name, **fields):
         (replaced(ROTARY, "other", args=("acc", 7.5, 1.0)), "no pairs"),
         (replaced(ROTARY, "other", args=("acc", 8.0)), "takes 3 arguments"),
         (replaced(ROTARY, "other", args=("t0", 8.0, 4.0)), "no accumulator"),
-        (replaced(ROTARY, "y", op="head_sum", args=("t1",)), "reads a tile, a table"),
-        (replaced(ROTARY, "y", op="head_sum", args=("x",)), "reads a tile, a table"),
-        (replaced(NORM, "mean", op="head_sum", args=("total",)), "reads a tile, a table"),
         (dataclasses.replace(ROTARY, reduces=(Reduce("p", "z"),)), "not of its heads"),
         (
             dataclasses.replace(ROTARY, a_dtype="float8_e4m3fn", b_dtype="float8_e4m3fn"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R2, R6, R7 and R8 about ``fuse``, ``rewrite/loss``, ``rewrite/heads`` and ``rewrite/head_norms``:
+"""R2, R6, R7 and R8 about ``fuse``, ``rewrite/loss`` and ``rewrite/heads``:
 fused sites run as kernels run them, in tiles of two by two and on interleaved pairs of weights, and
 give the numbers of the graph they are from.
 """
@@ -19,15 +19,12 @@ from coda_inductor.graph import edit
 from coda_inductor.graph.nodes import fake
 from coda_inductor.patterns.equal import difference
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.rewrite import head_parts, heads
-from coda_inductor.rewrite.decompose import decompose as decompose_all
 from coda_inductor.rewrite.decompose import decompose_most
-from coda_inductor.rewrite.head_norms import norm_rows
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.runtime import linear_cross_entropy
-from coda_inductor.semantic import cross_entropy, rms_norm, rotate
+from coda_inductor.semantic import cross_entropy, rotate
 
 
 def fuse(graph):
@@ -127,46 +124,6 @@ def test_an_exchange_of_columns_goes_through_the_epilogue(rows, monkeypatch):
     assert results(fused) == want
     monkeypatch.setattr(emit, "swap", lambda row, *_: row.clone())  # the bias of its own column
     assert results(after(graph, by(rotate_rows), fuse)) != want
-
-
-def rotated_in_part(x, w, row, cos, sin):
-    """Of heads of two by turns, the first and the second of three are turned by one table each."""
-    q, k, v = torch.addmm(row, x, w).view(2, 3, 2, 3, 2).permute(0, 2, 1, 3, 4).unbind(3)
-    q, k = (rotate(t, cos, sin, 1, False, False, False, t.dtype) for t in (q, k))
-    return torch.cat([q.sum(1), k.sum(1), v.sum(1)])
-
-
-def test_other_columns_of_a_packed_projection_are_copied(monkeypatch):
-    shapes = (6, 4), (4, 12), (12,), (1, 1, 3, 2), (1, 1, 3, 2)
-    graph = joint(rotated_in_part, *shapes)
-    want = results(graph)
-    monkeypatch.setattr(heads, "unlike", lambda *_: None)  # a sum takes any layout
-    assert results(after(graph, by(rotate_rows), by(decompose_all))) == want
-    fused = after(graph, by(rotate_rows), fuse)
-    assert [p.head for p in programs(fused)] == [2]
-    assert results(fused) == want
-    monkeypatch.setattr(head_parts, "_ones", lambda *_: torch.ones(12))
-    assert results(after(graph, by(rotate_rows), fuse)) != want
-
-
-def normed(x, w, weight, cos, sin):
-    """Each head of two is normalized, then turned."""
-    q = rms_norm((x @ w).view(2, 3, 2, 2), weight, 0.25, x.dtype)[0].permute(0, 2, 1, 3)
-    return rotate(q, cos, sin, 1, False, False, False, q.dtype)
-
-
-def test_a_norm_of_heads_goes_before_the_exchange(monkeypatch):
-    """R8, forward and backward: the statistics of a head are those of both columns, the gain is of
-    the column that is exchanged; the gradient computes the statistics again."""
-    graph = joint(normed, (6, 4), (4, 4), (2,), (1, 1, 3, 2), (1, 1, 3, 2))
-    want, passes = results(graph), (by(norm_rows), by(rotate_rows))
-    assert results(after(graph, *passes)) == want
-    fused = after(graph, *passes, fuse)
-    (program,) = programs(fused)
-    assert {"head_sum", "swap"} <= {step.op for step in program.steps}
-    assert results(fused) == want
-    monkeypatch.setattr(emit, "swap", lambda row, *_: row.clone())  # the gain of its own column
-    assert results(after(graph, *passes, fuse)) != want
 
 
 V = 3

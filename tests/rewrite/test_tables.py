@@ -56,13 +56,10 @@ def test_both_tables_are_kept_and_gradients_agree():
     "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gradient", [False, True], ids=["ops", "one kernel"])
-def test_rotations_that_are_found(gradient, dtype, disable):
+def test_rotations_that_are_found(dtype, disable):
     """Their definition reads tables in the dtype that it computes in, or turned."""
     args = randn(2, T, HEADS * D, dtype=dtype), 0.1 * randn(HEADS * D, HEADS * D, dtype=dtype)
-    how = {"reference": True, "gate": "always"} if gradient else {}
-    harness = check_gradients(heads, args[0].requires_grad_(), args[1], disable=disable, **how)
-    assert harness.counts["head_gradient"] == (2 if gradient and dtype == torch.bfloat16 else 0)
+    harness = check_gradients(heads, args[0].requires_grad_(), args[1], disable=disable)
     assert any("rotate" in str(n.target) for n in harness.raised.nodes)
     slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
     forward, backward = harness.parts

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_cases import arguments
 from programs import inputs
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.runtime import direct, op
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
-from coda_inductor.runtime.head_gradients import HEAD_GRADIENT
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import kinds
@@ -51,21 +49,6 @@ def test_casts_too():
     for op_name in ("fp8_cast", "fp8_amax"):
         assert code.count(f"torch.ops.coda_inductor.{op_name}.default.direct(") == 1
     assert torch.equal(got.view(torch.uint8), both(x).view(torch.uint8))
-
-
-@pytest.mark.parametrize("how", [(0, 0, 0), (1, 1, 1)])
-def test_gradients_of_heads_too(how):
-    direct.install()
-    args = arguments((2, 3, 5, 8), torch.float32, how=how)
-    *given, eps, distance, paired, inverse, dweight = args
-
-    def gradient(*tensors):
-        return HEAD_GRADIENT(*tensors, eps, distance, paired, inverse, dweight)
-
-    got, (code,) = run_and_get_code(torch.compile(gradient, fullgraph=True), *given)
-    assert code.count("torch.ops.coda_inductor.head_gradient.default.direct(") == 1
-    for x, y in zip(got, gradient(*given), strict=True):
-        assert torch.equal(x, y)
 
 
 def test_a_dynamic_row_count():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checking import leave_custom_ops
 from programs import inputs, paired_sums, programs
-from programs_heads import head_norm
+from programs_heads import rotary
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
@@ -43,7 +43,7 @@ def both_reductions(dtype: str) -> EpilogueProgram:
 
 def rotated(dtype):
     """N and M are no multiples of a tile, N is one of a head."""
-    return head_norm(24, dtype)
+    return rotary(24, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

@@ -124,7 +124,6 @@ def full():
         m=5000,
         name="mlp.gate_proj + up_proj",
         kind="swiglu",
-        sums_heads=True,
     )
 
 
@@ -136,8 +135,8 @@ def test_a_row_says_everything():
 
 def test_what_need_not_be_said():
     row = to_row("key", full())
-    del row["failed"], row["name"], row["kind"], row["sums_heads"]
-    assert from_row(row)[1] == replace(full(), failed={}, name="", kind="", sums_heads=False)
+    del row["failed"], row["name"], row["kind"]
+    assert from_row(row)[1] == replace(full(), failed={}, name="", kind="")
 
 
 @pytest.mark.parametrize("name", ["key", "us", "unfused", "plain", "spread", "m"])

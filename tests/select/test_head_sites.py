@@ -6,12 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
-from measured import figures
-from passes import aten_graph
-from programs_heads import head_norm, programs, rotary, two_sums
+from programs_heads import programs, rotary
 
-from coda_inductor.options import Options
 from coda_inductor.select import legality
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import epilogue_tile, legal_configs, mainloop_stages
@@ -21,12 +17,11 @@ from coda_inductor.select.instructions import weight
 from coda_inductor.select.kinds import kinds
 from coda_inductor.select.legality import unsupported
 from coda_inductor.select.model import ground, kernel_us, kind_of, same_kind, table, traffic
-from coda_inductor.select.policy import Policy, Tuning
+from coda_inductor.select.policy import Tuning
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Store
 from coda_inductor.tune.inputs import tensors
 
-ROTARY, NORM = kinds()["rotary"], kinds()["head_norm"]
+ROTARY = kinds()["rotary"]
 
 
 def plain(program):
@@ -55,10 +50,9 @@ ELSEWHERE = {
         "halves_80": "tiles",
         "halves_96": "tiles",
         "part_of_80": "tiles",
-        "head_norm_80": "tiles",
     },
     12: {
-        **dict.fromkeys(("halves_80", "part_of_80", "head_norm_80"), "40 apart|16 apart"),
+        **dict.fromkeys(("halves_80", "part_of_80"), "40 apart|16 apart"),
         "halves_96": "48 apart",
         "part_of_64": "8 apart",
         "halves_256": "tiles",
@@ -93,8 +87,8 @@ def test_reasons(program, n, code, text):
     assert text in why.text
 
 
-def test_tables_and_sums_take_shared_memory():
-    config = legal_configs(NORM)[0]
+def test_tables_take_shared_memory():
+    config = legal_configs(ROTARY)[0]
     tiles = dataclasses.replace(
         ROTARY,
         operands=tuple(dataclasses.replace(o, kind="tile") for o in ROTARY.operands[1:]),
@@ -102,10 +96,6 @@ def test_tables_and_sums_take_shared_memory():
     )
     assert mainloop_stages(ROTARY, config) == mainloop_stages(tiles, config)
     assert mainloop_stages(ROTARY, config) < mainloop_stages(plain(ROTARY), config)
-    many = head_norm(16)
-    without = dataclasses.replace(many, steps=tuple(s for s in many.steps if s.op != "head_sum"))
-    wide = next(c for c in legal_configs(many) if c.lean and c.tile_m * c.tile_n == 128 * 256)
-    assert mainloop_stages(many, wide) <= mainloop_stages(without, wide)
 
 
 def test_lean_epilogues_are_for_tables_too():
@@ -120,13 +110,12 @@ def test_a_table_is_read_once():
     apart = Site(ROTARY, 8192, 4096, 4096), Site(plain(ROTARY), 8192, 4096, 4096)
     more = around_us(apart[0]) - around_us(apart[1])
     assert more == pytest.approx(8192 * 128 * 2 * 2 / H100.bytes_per_us)
-    assert weight(NORM) > weight(ROTARY) > weight(plain(ROTARY))
+    assert weight(ROTARY) > weight(plain(ROTARY))
 
 
 def test_a_kind_of_their_own_where_it_was_measured():
-    assert [kind_of(p) for p in (ROTARY, NORM)] == ["rotary", "head_norm"]
+    assert kind_of(ROTARY) == "rotary"
     assert same_kind(rotary(64)) == "rotary"
-    assert same_kind(two_sums(64)) == ""
     assert kind_of(plain(ROTARY)) == "scale"
     assert kind_of(ROTARY, 1, {"rms_partial": 1, "scale": 1}) == "scale"
     measured = table()["configs"]
@@ -151,35 +140,9 @@ def test_by_default_none_runs_that_was_not_measured():
     assert Tuning(None, every=True).wants(choice)
 
 
-def test_norms_are_rewritten_where_one_may_run(tmp_path):
-    gemm = aten_graph(torch.mm, torch.empty(8100, 2048), torch.empty(2048, 512)).find_nodes(
-        op="call_function", target=torch.ops.aten.mm.default
-    )[0]
-
-    def loses(store, tuning=None, **options):
-        return Policy(Options(**options), store=store, tuning=tuning).head_norms_lose(gemm)
-
-    store = Store(H100, tmp_path)
-    assert loses(store).code == "heads-unmeasured"
-    assert loses(store, gate="always") is None
-    assert loses(None) is None  # no GPU: plain ops
-    assert loses(store, Tuning(None, every=True)) is None
-    assert loses(store, Tuning(None, every=False)) is not None
-    fast, slow = {"128x128:2x1:pp": 50.0}, {"128x128:2x1:pp": 150.0}
-    for name, lost in [("failed", {}), ("slow", slow)]:
-        store.add({f"{name} 8192x512x2048 kk": figures(lost, sums_heads=True)})
-    store.add({"rotary 8192x512x2048 kk": figures(fast, kind="rotary")})
-    store.add({"larger 8192x1024x2048 kk": figures(fast, sums_heads=True)})
-    assert loses(store) is not None
-    store.add({"normed 8192x512x2048 kk": figures(fast, sums_heads=True)})
-    assert loses(Store(H100, tmp_path)) is None
-
-
 def test_inputs_have_tables():
-    (a,), (b,), operands = tensors(Site(NORM, 24, 256, 64), "cpu")
-    shapes = {o.name: tuple(x.shape) for o, x in zip(NORM.operands, operands, strict=True)}
-    assert shapes == {
-        "rstd": (24,), "cos": (24, 128), "sin": (24, 128), "gain": (256,), "gain_turned": (256,),
-    }  # fmt: skip
+    (a,), (b,), operands = tensors(Site(ROTARY, 24, 256, 64), "cpu")
+    shapes = {o.name: tuple(x.shape) for o, x in zip(ROTARY.operands, operands, strict=True)}
+    assert shapes == {"rstd": (24,), "cos": (24, 128), "sin": (24, 128)}
     assert all(x.abs().max() <= 1 for x in operands[1:3])
     assert (a.shape, b.shape) == ((24, 64), (64, 256))

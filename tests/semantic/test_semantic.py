@@ -20,7 +20,6 @@ from coda_inductor.semantic.norms import (
     layer_norm_backward,
     rms_norm,
     rms_norm_backward,
-    rms_norm_heads,
 )
 from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_heads, rotate_pairs
 
@@ -127,12 +126,6 @@ def examples(dtype):
         layer_norm_backward: (*plain, [True, False, True]),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
-        rms_norm_heads: (
-            x.detach(),
-            randn(D // 2, dtype=dtype),
-            randn(D, dtype=dtype),
-            *(EPS, D // 2, dtype),
-        ),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
         l2_norm: (x, weight, 2.0, 1.0, dtype),
         l2_norm_backward: (
@@ -147,7 +140,7 @@ def examples(dtype):
             x.detach(),
             *randn(2, 2, 3, 1, D, dtype=dtype),
             *randn(2, 6, D, dtype=dtype),
-            *(D // 2, False, dtype, None, []),
+            *(D // 2, False, dtype),
         ),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
     }

@@ -49,14 +49,7 @@ def test_what_was_found_is_kept(machine, tmp_path):
     found, where = store.find(THIRD)
     assert (list(found.us), where) == (wanted(THIRD), "here")
     assert (found.name, found.kind, found.m) == ("swiglu", "swiglu", THIRD.m)
-    assert not found.sums_heads
     assert store.device == Device(4e6, 2.5)
-
-
-def test_that_a_site_normalizes_heads_is_kept(machine, tmp_path):
-    normed = site("head_norm")
-    tuner_of(tmp_path).measure([normed])
-    assert Store(HOPPER, tmp_path).find(normed)[0].sums_heads
 
 
 def test_the_device_is_measured_once(machine, tmp_path):
