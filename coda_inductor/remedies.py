@@ -156,14 +156,6 @@ _DO = {
     "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
     "query heads a multiple of that of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
-    "attention-math": "Let torch take a fused kernel: no sdpa_kernel(SDPBackend.MATH) around the "
-    "call, on CUDA bfloat16 or float16 (in float32 the memory-efficient kernel only), queries, "
-    "keys and values of 4 dimensions, contiguous in the last, all heads of one size, a multiple of "
-    "8 and at most 256. On a GPU, torch.backends.cuda.can_use_flash_attention(params, debug=True) "
-    "and those beside it say what each kernel misses.",
-    "attention-written-out": "Call torch.nn.functional.scaled_dot_product_attention (Hugging "
-    "Face's: attn_implementation='sdpa'), or FlexAttention where scores are changed on the way (a "
-    "cap, a bias by distance). Nothing to do where the weights themselves are wanted.",
     "heads-mutated": "Repeat the heads right before the call, from keys and values that nothing "
     "writes to.",
 }
