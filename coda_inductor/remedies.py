@@ -111,7 +111,7 @@ _DO = {
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
-    "fp8-cast": "Quantize with torchao's dynamic or static scaling, without reduce_amax or bounds "
+    "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "
     "for the maximum: other casts to FP8 stay with Inductor.",
     "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other "
     "rank where rows are not split.",
