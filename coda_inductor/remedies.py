@@ -145,8 +145,8 @@ _DO = {
     "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "
     "collectives, where nothing could be fused with it: nothing to do.",
     # attention
-    "mask-size": "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
-    "sequences to a few fixed lengths.",
+    "mask-size": "Compile with dynamic=False, pad sequences to a few fixed lengths, or pass "
+    "is_causal=True in place of a causal mask.",
     "mask-dtype": f"{_BFLOAT16}.",
     "mask-dropout": "Leave attention's dropout at 0 (attention_dropout, dropout_p).",
     "mask-heads": "Give all heads one mask: of shape (batch or 1, 1, queries, keys).",
@@ -245,7 +245,7 @@ _NOTHING = {
     "mask-head": "FlexAttention has no kernels for such heads",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
     "mask-random": "the mask is another one at every call",
-    "mask-large": "the mask is too large to be evaluated while compiling, and its proof fails",
+    "mask-large": "the mask is too large to be evaluated while compiling",
     "mask-unknown": "the mask's values are not known while compiling",
 }
 
