@@ -38,7 +38,6 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
-from coda_inductor.rewrite.attention_kernels import say_attention
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
@@ -146,7 +145,6 @@ ON_DYNAMO = (
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("attention_kernels", say_attention),
     Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),

@@ -111,7 +111,7 @@ _DO = {
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
-    "fp8-cast": "Quantize with torchao's dynamic or static scaling, without reduce_amax or bounds "
+    "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "
     "for the maximum: other casts to FP8 stay with Inductor.",
     "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other "
     "rank where rows are not split.",
@@ -145,8 +145,8 @@ _DO = {
     "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "
     "collectives, where nothing could be fused with it: nothing to do.",
     # attention
-    "mask-size": "Build the mask by comparing torch.arange's, compile with dynamic=False, or pad "
-    "sequences to a few fixed lengths.",
+    "mask-size": "Compile with dynamic=False, pad sequences to a few fixed lengths, or pass "
+    "is_causal=True in place of a causal mask.",
     "mask-dtype": f"{_BFLOAT16}.",
     "mask-dropout": "Leave attention's dropout at 0 (attention_dropout, dropout_p).",
     "mask-heads": "Give all heads one mask: of shape (batch or 1, 1, queries, keys).",
@@ -156,14 +156,6 @@ _DO = {
     "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
     "query heads a multiple of that of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",
-    "attention-math": "Let torch take a fused kernel: no sdpa_kernel(SDPBackend.MATH) around the "
-    "call, on CUDA bfloat16 or float16 (in float32 the memory-efficient kernel only), queries, "
-    "keys and values of 4 dimensions, contiguous in the last, all heads of one size, a multiple of "
-    "8 and at most 256. On a GPU, torch.backends.cuda.can_use_flash_attention(params, debug=True) "
-    "and those beside it say what each kernel misses.",
-    "attention-written-out": "Call torch.nn.functional.scaled_dot_product_attention (Hugging "
-    "Face's: attn_implementation='sdpa'), or FlexAttention where scores are changed on the way (a "
-    "cap, a bias by distance). Nothing to do where the weights themselves are wanted.",
     "heads-mutated": "Repeat the heads right before the call, from keys and values that nothing "
     "writes to.",
 }
@@ -249,7 +241,7 @@ _NOTHING = {
     "mask-head": "FlexAttention has no kernels for such heads",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
     "mask-random": "the mask is another one at every call",
-    "mask-large": "the mask is too large to be evaluated while compiling, and its proof fails",
+    "mask-large": "the mask is too large to be evaluated while compiling",
     "mask-unknown": "the mask's values are not known while compiling",
 }
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -179,7 +179,6 @@ class GraphReport:
     """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was.
 
     Attributes:
-        attention: implementation of attention -> its calls in the forward pass.
         float8: what became of the linear layers with ``options["fp8"]``.
     """
 
@@ -187,7 +186,6 @@ class GraphReport:
     sites: list[SiteReport] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
-    attention: Counter[str] = field(default_factory=Counter)
     float8: Float8Layers = field(default_factory=Float8Layers)
 
     @property
@@ -247,7 +245,7 @@ class GraphReport:
             shown = [[*row[:7], row[8]] for row in rows]
             heads, widths = heads[:7] + heads[8:], widths[:7] + widths[8:]
         text = tabulate(shown, headers=heads, maxcolwidths=widths, tablefmt="simple")
-        lines = [text, *idle_lines(self.sites), *attention_lines(self.attention)]
+        lines = [text, *idle_lines(self.sites)]
         lines += [self.float8.summary] if self.float8.summary else []
         lines += [f"near miss: {m}" for m in self.near_misses]
         return "\n".join(lines)
@@ -263,12 +261,6 @@ def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
     count = sum(site.idle for site in sites)
     what = "weight gradients that have" if count > 1 else "weight gradient that has"
     return [f"and {count} {what} nothing to absorb"] if count else []
-
-
-def attention_lines(attention: Counter[str]) -> list[str]:
-    """``attention: 16 x cuDNN``; no line where there is none."""
-    said = ", ".join(f"{count} x {name}" for name, count in attention.most_common())
-    return [f"attention: {said}"] if said else []
 
 
 _REPORTS: deque[GraphReport] = deque(maxlen=256)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table and the line of a compiled graph: what ran, what could, what has nothing to do."""
 
-from collections import Counter
-
 import pytest
 
 from coda_inductor.refusal import refuse
@@ -62,12 +60,6 @@ def test_weight_gradients_that_could_do_something_keep_their_row():
     table = GraphReport("g", [gradient("expected-slower")]).table()
     assert "this or that" in table
     assert "nothing to absorb" not in table
-
-
-def test_attention_is_named_with_its_calls():
-    report = GraphReport("g", attention=Counter({"cuDNN": 16, "FlexAttention": 2}))
-    assert "attention: 16 x cuDNN, 2 x FlexAttention" in report.table()
-    assert "attention" not in GraphReport("g").table()
 
 
 def test_a_report_is_kept_once():

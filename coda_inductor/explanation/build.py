@@ -35,7 +35,6 @@ def build(name: str, found: Capture, options: Options) -> Explanation:
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
-        result.attention += captured.report.attention
         result.before += _totals(captured.stock)
         result.after += _totals(captured.ours)
         result.saved_before += _saved(captured.stock)

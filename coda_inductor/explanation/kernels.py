@@ -28,7 +28,6 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
-from coda_inductor.graph.attention import implementation
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers
 from coda_inductor.graph.sizes import hint
@@ -279,7 +278,8 @@ def _kind(node: Node) -> str:
         return "gemm"
     if node.target is torch.ops.coda_inductor.gemm_epilogue.default:
         return "fused"
-    return "other" if implementation(node) is None else "attention"
+    called = node.op == "call_function" and "_attention" in str(node.target)
+    return "attention" if called else "other"
 
 
 def _out(node: Node) -> int:

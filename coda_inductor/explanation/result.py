@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,7 +15,7 @@ from coda_inductor.explanation.block import Block
 from coda_inductor.explanation.folding import Row, fold, general_path
 from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
 from coda_inductor.refusal import Refusal
-from coda_inductor.report import SiteReport, attention_lines, idle_lines
+from coda_inductor.report import SiteReport, idle_lines
 from coda_inductor.select.device import H100
 
 
@@ -57,8 +56,6 @@ class Explanation:
         gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
-        attention: implementation of attention, as torch chose it on the device -> calls in the
-            forward pass.
         before: kernels and bytes under plain torch.compile.
         after: the same with this backend.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
@@ -73,7 +70,6 @@ class Explanation:
     gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
-    attention: Counter[str] = field(default_factory=Counter)
     before: Totals = field(default_factory=Totals)
     after: Totals = field(default_factory=Totals)
     saved_before: list[Saved] = field(default_factory=list)
@@ -163,9 +159,8 @@ class Explanation:
 
     @property
     def below(self) -> list[str]:
-        """Below the table: how many weight gradients have nothing to absorb, and what attention
-        runs as; empty without any."""
-        return [*idle_lines(self.sites), *attention_lines(self.attention)]
+        """Below the table: how many weight gradients have nothing to absorb; empty without any."""
+        return idle_lines(self.sites)
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:

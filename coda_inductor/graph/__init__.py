@@ -4,7 +4,6 @@
 nodes      recorded values, views, casts, readers
 sizes      sizes that may be symbolic
 gemms      what a GEMM is: its operands, sums of them, which one made a tensor
-attention  which implementation of attention is called
 sides      forward or backward
 edit       put nodes in, take them out
 snapshots  put a graph back as it was

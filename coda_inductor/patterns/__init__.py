@@ -10,7 +10,6 @@ Each file imports only from those above it::
     exact      tensors of exact elements, on which any torch function runs
     equal      are two expressions the same? proven, refuted or neither
     prove      what a pattern owes, and its proof
-    lint       what a file may not contain
     source     one file -> its patterns, not proven yet
     verdict    a proof, remembered by content; made by worker in a process of its own
     loading    where files come from

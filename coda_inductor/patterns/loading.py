@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pattern files come from; each is checked, proven and run alone.
+"""Where pattern files come from; each is proven and run alone.
 
 In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to
 :func:`load_patterns`, installed packages' (entry points), and the built-in ones, which live in
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from coda_inductor.errors import PatternError
 from coda_inductor.log import logger
-from coda_inductor.patterns import lint
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
 from coda_inductor.patterns.verdict import require_proof
@@ -53,19 +52,17 @@ def builtin_folder() -> Path:
 
 
 def load_file(path: str | Path) -> tuple[Pattern, ...]:
-    """Load one pattern file: read it, refuse what no pattern needs, prove it, run it.
+    """Load one pattern file: read it, prove it, run it.
 
     Raises:
-        PatternError: the file is missing, fails to run, defines no pattern, looks like something
-            else, takes too long, or cannot be proven. The message names file and line, or what is
-            left of the proof.
+        PatternError: the file is missing, fails to run, defines no pattern, takes too long, or
+            cannot be proven. The message names file and line, or what is left of the proof.
     """
     return _load(read(Path(path)))
 
 
 @functools.lru_cache(maxsize=256)
 def _load(source: Source) -> tuple[Pattern, ...]:
-    lint.check(source.path, source.text)  # needs no other process; running it does: it may hang
     require_proof(source)
     found = run(source)
     if refusal := next((why for p in found if (why := name_taken(source.path, p.name))), None):

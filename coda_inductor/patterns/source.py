@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pattern file -> its patterns, read, checked for what it contains, and run. No proof yet."""
+"""One pattern file -> its patterns, read and run. No proof yet."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns import lint
 from coda_inductor.patterns.meaning import DIGEST
 from coda_inductor.patterns.pattern import Pattern
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read once: what is checked, run and proven is the same text."""
+    """A file as it was read once: what is run and proven is the same text."""
 
     path: Path
     text: str
@@ -44,12 +43,11 @@ def read(path: Path) -> Source:
 
 
 def run(source: Source) -> tuple[Pattern, ...]:
-    """Check a file's content and run it; the patterns that it defines.
+    """Run a file; the patterns that it defines.
 
     Raises:
-        PatternError: what :func:`lint.check` refuses; it fails, or defines no pattern.
+        PatternError: it fails, or defines no pattern.
     """
-    lint.check(source.path, source.text)
     module = _import(source)
     found = getattr(module, "PATTERNS", None)
     if found is None and hasattr(module, "PATTERN"):

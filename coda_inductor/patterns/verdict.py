@@ -24,7 +24,6 @@ import torch
 
 from coda_inductor.cache_dir import cache_dir, prewarmed, write
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns import lint
 from coda_inductor.patterns.source import Source
 
 #: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
@@ -94,7 +93,6 @@ def _prove_elsewhere(source: Source) -> str | None:
     package = _FOLDER.parent
     command = [sys.executable, "-I", str(_FOLDER / "isolated.py"), str(package)]
     command += [json.dumps(_search_path()), str(source.path), source.digest]
-    command += ["1" if lint.trusted() else "0"]
     # Its own threads would count as memory: their stacks and arenas are address space.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 
 from coda_inductor.errors import PatternError
-from coda_inductor.patterns import lint
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.source import Source, read, run
@@ -90,11 +89,8 @@ def main(path: str, digest: str) -> str | None:
     return None
 
 
-def answer(path: str, digest: str, trusted: str) -> None:
-    """Be the process: limit its memory, prove, print the answer. ``trusted``: "1" if the parent's
-    environment says that the file is (this process heeds none)."""
-    if trusted == "1":
-        lint.trust()
+def answer(path: str, digest: str) -> None:
+    """Be the process: limit its memory, prove, print the answer."""
     _limit_memory(MEMORY)
     with contextlib.redirect_stdout(sys.stderr):  # a file's own prints are no answer
         refused = main(path, digest)

@@ -11,6 +11,5 @@ recompute  the backward pass computes elementwise values anew
 turned     a weight's gradient that is turned twice is not turned
 tables     sines and cosines are computed once
 views      reshapes are views, which the partitioner does not save
-attention_kernels  what attention runs as is said, plain ops with their remedy
 borders    what one checkpointed block hands to the next is saved
 """

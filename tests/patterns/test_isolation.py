@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coda_inductor import PatternError, patterns
-from coda_inductor.patterns import lint, loading, verdict, worker
+from coda_inductor.patterns import loading, verdict, worker
 from coda_inductor.patterns.source import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,6 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_process_has_the_package_of_its_parent(inside, tmp_path, monkeypatch):
     """However that was found: in the current folder, by PYTHONPATH, or installed elsewhere."""
-    monkeypatch.setenv(lint.TRUST, "1")
     path = write(
         tmp_path / "a.py", "import coda_inductor\nraise ValueError(coda_inductor.__file__)"
     )
@@ -114,20 +113,19 @@ ASK = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from coda_inductor.options import parse
-from coda_inductor.patterns import lint
-print(json.dumps([parse(None, {}).patterns, lint.trusted()]))
+print(json.dumps(parse(None, {}).patterns))
 """
 
 
 @pytest.mark.parametrize("flags", [[], ["-I"], ["-E"]])
 def test_python_that_ignores_the_environment_ignores_ours(flags, tmp_path):
     path = str(write(tmp_path / "good.py"))
-    environment = {**os.environ, "CODA_PATTERNS": path, lint.TRUST: "1"}
+    environment = {**os.environ, "CODA_PATTERNS": path}
     done = subprocess.run(
         [sys.executable, *flags, "-c", ASK, str(ROOT)],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout) == ([[], False] if flags else [[path], True])
+    assert json.loads(done.stdout) == ([] if flags else [path])
 
 
 def test_installed_packages_patterns_have_an_off_switch(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from coda_inductor import PatternError, patterns
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
-from coda_inductor.patterns import lint, loading, verdict, worker
+from coda_inductor.patterns import loading, verdict, worker
 from coda_inductor.patterns.source import read, run
 from coda_inductor.record import Record
 
@@ -60,55 +60,6 @@ def names(found) -> list[str]:
 
 
 BUILTIN = names(patterns.load())
-
-
-LOOKS_BAD = {
-    "os": ("import os", "it imports os"),
-    "subprocess": ("x = 1\nimport math, subprocess as s", "it imports subprocess"),
-    "from socket": ("from socket import socket", "it imports socket"),
-    "ctypes": ("def f():\n    import ctypes", "it imports ctypes"),
-    "relative": ("from . import helper", "it imports ."),
-    "through torch": ("from torch import os", "it imports os"),
-    "an extension": ("import torch.utils.cpp_extension", "it imports torch.utils.cpp_extension"),
-    "exec": ("exec('x = 1')", "it uses exec"),
-    "eval": ("y = (eval)('1')", "it uses eval"),
-    "open": ("open('file', 'w')", "it uses open"),
-    "import function": ("__import__('os')", "it uses __import__"),
-    "dunder": ("x = ().__class__.__bases__", "it uses .__bases__"),
-    "builtins": ("b = __builtins__", "it uses __builtins__"),
-    "attribute": ("import torch\ntorch.os.system('true')", "it uses .system"),
-    "getattr": ("import torch\ngetattr(torch, 'o' + 's')", "it uses getattr"),
-    "hub": ("import torch\ntorch.hub.load('a', 'b')", "it uses .load"),
-    "a file": ("import coda_inductor as c\nc.patterns.loading.Path('a')", "it uses .Path"),
-    "text": ("import sympy\nsympy.sqrt(\"__import__('os')\")", "it holds the text __import__"),
-    "async": ("async def f():\n    pass", "it is asynchronous"),
-}
-
-
-@pytest.mark.parametrize("name", LOOKS_BAD)
-def test_file_that_does_more_than_a_pattern_is_not_run(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: "a process was started")
-    text, said = LOOKS_BAD[name]
-    marker = "RAN = coda_inductor.ran = True"
-    path = write(tmp_path / "bad.py", text=f"import coda_inductor\n{text}\n{marker}\n{GATE}")
-    line = 1 + len(text.splitlines())
-    if name in ("os", "def", "an extension"):
-        line = 2
-    with pytest.raises(PatternError) as caught:
-        patterns.load_file(path)
-    message = str(caught.value)
-    assert said in message
-    assert f"{path}:" in message
-    assert int(message.split(":")[1]) in (line, line - 1)
-    assert f"set {lint.TRUST}=1" in message
-    assert not hasattr(coda_inductor, "ran")
-    monkeypatch.setenv(lint.TRUST, "1")
-    lint.check(path, path.read_text())  # no objection
-
-
-def test_built_in_files_pass_the_lint():
-    for path in patterns.builtin_folder().glob("*.py"):
-        lint.check(path, path.read_text())
 
 
 def test_unreadable_files_are_named(tmp_path, prove_here):

@@ -10,8 +10,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.dynamo.attention.index_calls import FILLED, fill, op_name
-from coda_inductor.dynamo.attention.index_values import NotProvenError
+from coda_inductor.dynamo.attention.fills import FILLED, fill, op_name
 from coda_inductor.matching import normalize, value
 from coda_inductor.refusal import Refusal, refuse
 
@@ -70,9 +69,9 @@ def _number(arg: Any, constants: Constants) -> float | None:
         return float(arg)
     try:
         if arg.op.startswith("call_") and op_name(arg) in FILLED and arg not in constants.changed:
-            return float(fill(arg, op_name(arg)).yes)  # of any size
+            return fill(arg)  # of any size
         known = constants.value(arg)
-    except (NotConstantError, NotProvenError):
+    except NotConstantError:
         return None
     if not known.numel():
         return None

@@ -13,15 +13,14 @@ After::
     sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 Why it is valid: the mask is evaluated, and is element by element the one that ``is_causal`` (or no
-mask) stands for, which is ``ones(T, T).tril()`` by torch's definition; where a size is symbolic, or
-the mask large, that is proven for all sizes instead (``index_proof``). The repeated heads are the
+mask) stands for, which is ``ones(T, T).tril()`` by torch's definition. The repeated heads are the
 repetition that ``enable_gqa`` does, found by running the graph's own views on indices.
 
 Why it pays: with a mask tensor SDPA leaves its flash kernels, and repeated heads are written, read
 and saved for the backward pass.
 
-Refuses: a mask that depends on data (padding, packing) or on random numbers; a symbolic one whose
-ops the proof does not know; one that is neither causal nor full (a sliding window shorter than the
+Refuses: a mask that depends on data (padding, packing) or on random numbers; one of symbolic
+size; one that is neither causal nor full (a sliding window shorter than the
 sequence); causal attention of queries and keys of different number. Heads stay
 repeated where flash attention would not run: off CUDA, beside a mask, in float32, or with more than
 256 values a head; and where an in-place op after the repetition may change what is repeated, or
@@ -31,7 +30,6 @@ the mode of gradients or autocast changes before the call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,18 +37,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import tree_leaves, unset_fake_temporarily
-from coda_inductor.dynamo.attention.constants import Constants, NotConstantError, NotEvaluatedError
+from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
 from coda_inductor.dynamo.attention.fresh import fill_out_of_place
-from coda_inductor.dynamo.attention.index_proof import IndexProof
-from coda_inductor.dynamo.attention.index_values import (
-    Affine,
-    Choice,
-    DataError,
-    NotProvenError,
-    Value,
-    index,
-    true_when,
-)
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Body, bodies, changes_mode, target_name, value, writes_to
 from coda_inductor.program.dtypes import HALF
@@ -95,11 +83,6 @@ class _Masks:
         self.body, self.around = body, around
         self.known: dict[tuple[Node, str, str], Verdict] = {}
 
-    @cached_property
-    def proof(self) -> IndexProof:
-        around = None if self.around is None else self.around.proof
-        return IndexProof(self.body.graph, self.constants.changed, self.body.outer, around)
-
     def verdict(self, mask: Node, queries: Any, keys: Any) -> Verdict:
         known_outside = mask in self.body.outer and mask not in self.constants.changed
         if known_outside and self.around is not None:  # evaluated once for all layers
@@ -108,23 +91,15 @@ class _Masks:
         if key not in self.known:
             try:
                 self.known[key] = self._classify(mask, queries, keys)
-            except (NotConstantError, DataError) as error:
+            except NotConstantError as error:
                 self.known[key] = error.refusal
         return self.known[key]
 
     def _classify(self, mask: Node, queries: Any, keys: Any) -> Verdict:
-        why = refuse("mask-size", "its size is symbolic")
-        if all(isinstance(size, int) for size in (*value(mask).shape, queries, keys)):
-            try:
-                return classify(self.constants.value(mask), queries, keys)
-            except NotEvaluatedError as error:
-                why = error.refusal
-        try:
-            return classify_symbolic(self.proof.value(mask), value(mask), queries, keys)
-        except DataError:
-            raise
-        except NotProvenError as error:
-            return why.within(f"{{}}, and {error}")
+        known = self.constants.value(mask)
+        if not isinstance(queries, int) or not isinstance(keys, int):
+            return refuse("mask-size", "its size is symbolic")
+        return classify(known, queries, keys)
 
 
 def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
@@ -198,7 +173,8 @@ def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
     if seen.all():
         return FULL
     if queries != keys:
-        return _lengths(queries, keys)
+        text = f"it is not full, and there are {queries} queries but {keys} keys"
+        return refuse("mask-lengths", text)
     if seen.dim() < 2 or seen.shape[-2:] != (queries, keys):
         return refuse("mask-form", "it hides keys from all queries alike")
     square = torch.ones(queries, keys, dtype=torch.bool)
@@ -210,16 +186,7 @@ def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
     if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
         text = f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
         return refuse("mask-form", text)
-    return _neither()
-
-
-def _neither() -> Refusal:
     return refuse("mask-form", "it is constant, but neither causal nor full")
-
-
-def _lengths(queries: Any, keys: Any) -> Refusal:
-    text = f"it is not full, and there are {queries} queries but {keys} keys"
-    return refuse("mask-lengths", text)
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
@@ -230,48 +197,8 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
         return refuse("mask-bias", f"a mask of {mask.dtype} is neither boolean nor additive")
     seen = mask == 0
     if not (seen | (mask <= torch.finfo(mask.dtype).min)).all():
-        return _adds_numbers()
+        return refuse("mask-bias", "it adds numbers other than 0 and -inf")
     return seen
-
-
-def _adds_numbers() -> Refusal:
-    return refuse("mask-bias", "it adds numbers other than 0 and -inf")
-
-
-def classify_symbolic(known: Value, mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
-    """``classify`` for a mask of symbolic size: ``known`` are its elements by their indices,
-    ``mask`` gives its shape and dtype."""
-    if isinstance(known, Affine):
-        return _adds_numbers()
-    with unset_fake_temporarily():
-        seen = _seen(torch.tensor([known.yes, known.no], dtype=mask.dtype, device="cpu"))
-        if isinstance(seen, Refusal):
-            return seen
-        yes, no = seen.tolist()
-    if yes == no:
-        return FULL if yes else _neither()
-    when = true_when(Choice(known.when, yes, no))
-    causal = index(-2) - index(-1)
-    when = frozenset(c for c in when if not _covers(c + causal, queries))
-    if not when:
-        return FULL
-    if when == {causal}:
-        if not same(queries, keys):
-            return _lengths(queries, keys)
-        if same(mask.shape[-2:], (queries, keys)):
-            return CAUSAL
-        return refuse("mask-form", "it hides keys from all queries alike")
-    for condition in when - {causal}:
-        window = condition + causal  # column - row + window - 1 >= 0
-        if len(when) == 2 and causal in when and not window.slopes:
-            text = f"a sliding window of {window.constant + 1} keys, which SDPA has no flag for"
-            return refuse("mask-form", text)
-    return _neither()
-
-
-def _covers(window: Affine, queries: Any) -> bool:
-    """Is a window of ``window`` + 1 keys back as long as the sequence?"""
-    return not window.slopes and isinstance(queries, int) and queries <= window.constant + 1
 
 
 def _flash(arguments: dict[str, Any]) -> bool:

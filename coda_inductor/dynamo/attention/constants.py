@@ -6,8 +6,7 @@ of the user's enters, the values are known while compiling. They are computed on
 the very nodes of the graph.
 
 Refuses, always with a reason: inputs, parameters and buffers; symbolic sizes; random numbers;
-results of in-place ops and what is made of them; more than ``MAX_BYTES`` in one tensor, which
-``index_proof`` may still know.
+results of in-place ops and what is made of them; more than ``MAX_BYTES`` in one tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _LIKE = {
 }  # fmt: skip
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-#: Of one tensor: a boolean mask of 16384 x 16384. A few are alive at a time.
-MAX_BYTES = 2**28
+#: Of one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
+MAX_BYTES = 2**30
 
 
 class NotConstantError(Exception):
@@ -40,10 +39,6 @@ class NotConstantError(Exception):
     def __init__(self, refusal: Refusal):
         super().__init__(refusal.text)
         self.refusal = refusal
-
-
-class NotEvaluatedError(NotConstantError):
-    """It may be constant, but is not evaluated: a size is symbolic, or a tensor too large."""
 
 
 class Constants:
@@ -95,12 +90,10 @@ class Constants:
         """The value of ``node`` as a CPU tensor.
 
         Raises:
-            NotEvaluatedError: it has no values yet, or too many.
             NotConstantError: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
-            unknown = why.code in ("mask-large", "mask-size")
-            raise NotEvaluatedError(why) if unknown else NotConstantError(why)
+            raise NotConstantError(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():

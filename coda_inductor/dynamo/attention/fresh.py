@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from coda_inductor.dynamo.attention.index_calls import FILLED, op_name
+from coda_inductor.dynamo.attention.fills import FILLED, op_name
 from coda_inductor.matching import Body, bodies, value
 
 FILLS = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril"}

@@ -5,7 +5,6 @@ recipes   torchao's recipes: which factor of which product has which scales
 linears   the pass that quantizes the linear layers of an unmodified model
 chains    what one quantization looks like in an aten graph
 merge     the pass's first half: equal quantizations become one node
-known     casts by scales that the graph is given
 products  its second half: scaled products, without the copies in front of them
 raising   the pass that does both, right after noops
 scales    a tensor's maxima, in the epilogue that makes it or read once; its scales

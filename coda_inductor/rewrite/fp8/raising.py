@@ -16,10 +16,9 @@ Valid because the ops are defined as these very chains: decomposed, they are wha
 bit. Equal quantizations become one (``merge``); copies that only change a factor's layout go, and
 come back with the decomposition (``products``).
 
-A cast by a scale that the graph is given stays (``known``).
-
 Refuses what it does not know: a cast to FP8 by another chain (a maximum over all ranks; bounds for
-it), whose product is raised all the same; a product with a scale for its result.
+it; a scale that is given), whose product is raised all the same; a product with a scale for its
+result.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from coda_inductor.graph.nodes import fake, place
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of, clamped
-from coda_inductor.rewrite.fp8.known import known_scale, merge_known
 from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
 
@@ -60,15 +58,12 @@ def _products(graph: Graph) -> list[Node]:
 
 
 def _chains(graph: Graph, record: Record) -> list[Chain]:
-    found, known = [], []
+    found = []
     for cast in [n for n in graph.nodes if n.op == "call_function" and casts_to_fp8(n)]:
         if (chain := chain_of(cast)) is not None:
             found.append(chain)
-        elif known_scale(cast) is not None:
-            known.append(cast)
         else:
             record.refuse("fp8", place(cast), _stays(cast))
-    merge_known(graph, known)
     return found
 
 
@@ -80,5 +75,5 @@ def _stays(cast: Node) -> Refusal:
     if collective is not None:
         text = f"{cast.name} casts to FP8 by a maximum over all ranks ({collective.name})"
         return refuse("fp8-ranks", text)
-    text = f"{cast.name} casts to FP8, and neither as torchao's dynamic scaling does nor by a scale"
-    return refuse("fp8-cast", f"{text} that is given")
+    text = f"{cast.name} casts to FP8, and not as torchao's dynamic scaling does"
+    return refuse("fp8-cast", text)

@@ -7,12 +7,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from casting import same, subject
-from float8 import HIDDEN, D, Packed, Raised, Stack, exact, serve
+from float8 import D, Packed, Raised, Stack, exact, serve
 from harness import Harness, Stock
 from passes import aten_graph, codes, run_pass
-from torch import nn
 
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
@@ -160,7 +158,7 @@ def test_a_bias_is_added_in_the_epilogue():
 @pytest.mark.parametrize("layers", [1, 3])
 def test_with_a_static_scale_the_epilogue_stores_fp8(layers):
     harness, have, want = both(served("static", layers=layers), batch(), **ALL)
-    assert not codes(harness) & {"fp8-cast", "fp8-overflow"}
+    assert "fp8-overflow" not in codes(harness)
     sites = [s for s in harness.fused if s.site.endswith("gate")]
     assert len(sites) == harness.counts["swiglu"] == layers
     for site in sites:
@@ -169,54 +167,6 @@ def test_with_a_static_scale_the_epilogue_stores_fp8(layers):
     ops = harness.ops()
     assert not [op for op in ops if "fp8_" in op]  # nothing is read for a maximum, or to be cast
     assert (have - want).norm() < 0.05 * want.norm()
-
-
-class Shared(nn.Module):
-    """A gated MLP in FP8 by hand: ``scale`` is one number for the input of both."""
-
-    def __init__(self, how=""):
-        super().__init__()
-        self.how = how
-        shapes = {"gate": (HIDDEN, D), "up": (HIDDEN, D), "down": (D, HIDDEN)}
-        for name, shape in shapes.items():
-            self.register_buffer(name, (100 * torch.randn(shape)).to(E4M3))
-        for name in ("scale", "other", "weight_scale"):
-            self.register_buffer(name, torch.tensor([[0.01]]))
-
-    def cast(self, x, scale):
-        y = x.float() / scale
-        return (y if self.how == "unclamped" else y.clamp(-448.0, 448.0)).to(E4M3)
-
-    def linear(self, x, name, scale):
-        if self.how == "computed":
-            scale = scale.exp()
-        q = self.cast(x, scale)
-        weight = getattr(self, name).t()
-        return torch._scaled_mm(q, weight, scale, self.weight_scale, out_dtype=torch.bfloat16)
-
-    def forward(self, x):
-        second = self.other if self.how == "two" else self.scale
-        g, u = self.linear(x, "gate", self.scale), self.linear(x, "up", second)
-        return self.linear(F.silu(g) * u, "down", self.other)
-
-
-def test_equal_casts_by_one_scale_are_one_and_gate_and_up_pair():
-    torch.manual_seed(0)
-    model, x = Shared(), batch()[0]
-    harness, have, want = both(model, x, **ALL)
-    assert [s.site for s in harness.fused if s.program.paired]
-    assert (have - want).norm() < 0.05 * want.norm()
-    harness, have, want = both(model, x, **PLAIN)
-    assert harness.ops()["aten.clamp_max.default"] == 2
-    torch.testing.assert_close(have, want, rtol=0, atol=0)
-    harness, *_ = both(Shared("two"), x, **ALL)
-    assert not [s for s in harness.fused if s.program.paired]
-
-
-@pytest.mark.parametrize("how", ["unclamped", "computed"])
-def test_other_casts_say_so(how):
-    harness, *_ = both(Shared(how), batch()[0], **ALL)
-    assert "fp8-cast" in codes(harness)
 
 
 def error(have, want):
