@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stock models that ``python -m benchmarks worth`` takes each feature away from: random bf16 weights,
-called as their users call them, so that a causal mask is there only where a user has one."""
+"""The stock models that ``python -m benchmarks worth`` takes each feature away from: random bf16
+weights, called as users call them, so that a causal mask is there only where a user has one."""
 
 from __future__ import annotations
 
