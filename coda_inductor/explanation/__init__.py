@@ -3,13 +3,10 @@
 
 capture    Dynamo and AOTAutograd run, with and without our passes; nothing is compiled or changed
 kernels    which kernels a graph runs as, and what each moves through memory
-block      one repeated block of the model as a graph of kernels
+flow       one repeated block of the model as its kernels in order
 naming     what a person would call these
-folding    identical layers are one row
 build      all of it -> Explanation
-result     Explanation: attributes, table, page
-layout     a layered layout, with networkx
-diagram    block -> SVG
+result     Explanation: attributes, table; identical layers are one row
 page       Explanation -> one HTML page
 
 Nothing here is imported until :func:`explain` is called: torch.compile does not need it.

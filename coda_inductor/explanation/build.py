@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation import float8
-from coda_inductor.explanation.block import Block, block, repeated
 from coda_inductor.explanation.capture import Capture, Captured
+from coda_inductor.explanation.flow import Block, block, repeated
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, Saved, Totals
 from coda_inductor.fuse.traffic import size

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 from tabulate import tabulate
 
-from coda_inductor.explanation.block import Block
-from coda_inductor.explanation.folding import Row, fold, general_path
-from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
+from coda_inductor.explanation.flow import Block
+from coda_inductor.explanation.naming import (
+    LAYER,
+    general_path,
+    readable_bytes,
+    shape_text,
+    time_words,
+    traffic_words,
+)
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport, attention_lines, idle_lines
 from coda_inductor.select.device import H100
@@ -44,6 +50,27 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(self.kernels + other.kernels, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sites that differ in nothing but the layer. ``name`` has ``*`` in place of its number."""
+
+    name: str
+    sites: tuple[SiteReport, ...]
+
+    @property
+    def site(self) -> SiteReport:
+        return self.sites[0]
+
+    @property
+    def times(self) -> int:
+        return len(self.sites)
+
+    @property
+    def layers(self) -> str:
+        found = (LAYER.search(site.site) for site in self.sites)
+        return ", ".join(layer[0] for layer in found if layer)
 
 
 @dataclass
@@ -220,6 +247,22 @@ class Explanation:
         target = Path(path)
         target.write_text(self.html(), encoding="utf-8")
         return target
+
+
+def fold(sites: Sequence[SiteReport]) -> list[Row]:
+    """Rows in the order of their first site, without weight gradients that have no work."""
+    groups: dict[Hashable, list[SiteReport]] = {}
+    for site in (site for site in sites if not site.idle):
+        same = (
+            general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
+            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
+            site.program.key if site.program else None,
+        )  # fmt: skip
+        groups.setdefault(same, []).append(site)
+    return [
+        Row(s[0].site if len(s) == 1 else general_path(s[0].site), tuple(s))
+        for s in groups.values()
+    ]
 
 
 def gemm_count(site: SiteReport) -> int:
