@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
 from torch.fx import Graph, Node
 
 from coda_inductor.explanation import naming
@@ -23,15 +24,8 @@ MOST_KERNELS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """A card: one kernel.
-
-    Attributes:
-        kind: "gemm", "fused", "attention", "memory", "small" or "other".
-        work: what a fused kernel's epilogue does.
-        reads: whose results it reads, and how many bytes of them; parameters are not listed.
-        note: bytes kept for the backward pass, or read of what was.
-        moved: bytes that the kernel moves in all, parameters included.
-    """
+    """A card: one kernel; "small" is memory-bound work on vectors. It ``reads`` so many bytes of
+    whose results, parameters not listed, and has ``moved`` so many in all, these included."""
 
     kind: str
     title: str
@@ -93,8 +87,13 @@ def block(
     if not inside or len(inside) > MOST_KERNELS:
         return None
     largest = max(k.bytes for k in inside)
+    place = {k: i for i, k in enumerate(inside)}
     residuals = frozenset(s.site for s in sites if "residual" in s.patterns and not backward)
     owner = {node: k for k in everything for node in k.writes}
+    order = nx.DiGraph()
+    order.add_nodes_from(inside)
+    order.add_edges_from((owner[n], k) for k in inside for n in k.reads if owner.get(n) in place)
+    inside = list(nx.lexicographical_topological_sort(order, key=place.__getitem__))
     titles = {k: _words(k, largest, sites, residuals, backward) for k in inside}
     result = Block(name or "", "backward" if backward else "forward")
     for kernel, (kind, *words) in titles.items():
@@ -124,7 +123,7 @@ def _words(
         return kernel.kind, naming.gemm_title(site), naming.shape_text(site), work
     if kernel.kind == "gemm" and (found := naming.product(kernel, backward=backward)) is not None:
         return kernel.kind, *found, ()
-    small = naming.is_small(kernel, largest)
+    small = kernel.kind == "memory" and kernel.bytes * 32 < largest  # vectors: rstd, partials
     title = naming.kernel_title(kernel, backward=backward, small=small, residuals=residuals)
     return "small" if small else kernel.kind, title, "", ()
 
@@ -132,15 +131,13 @@ def _words(
 def _note(
     kernel: Kernel, largest: int, owner: dict[Node, Kernel], saved: frozenset[Node], backward: bool
 ) -> str:
-    """Bytes kept for the backward pass, or read of what was (not parameters: these keep their
-    name), where they count."""
-    own = ("primals", "tangents")
+    """Bytes kept for the backward pass, or read of what was (parameters keep their name)."""
     if backward:
-        count = sum(
-            b for n, b in kernel.reads.items()
-            if n not in owner and n.op == "placeholder" and not str(n.target).startswith(own)
-        )  # fmt: skip
+        found = {n: b for n, b in kernel.reads.items() if n not in owner and n.op == "placeholder"}
+        own = ("primals", "tangents")
+        count = sum(b for n, b in found.items() if not str(n.target).startswith(own))
+        words = f"reads {naming.readable_bytes(count)} kept"
     else:
         count = sum(b for n, b in kernel.writes.items() if saved.intersection(names(n)))
-    said = f"{naming.readable_bytes(count)} kept" if backward else naming.readable_bytes(count)
-    return f"{'reads' if backward else 'keeps'} {said}" if count * 64 >= largest else ""
+        words = f"keeps {naming.readable_bytes(count)}"
+    return words if count * 64 >= largest else ""

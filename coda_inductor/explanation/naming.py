@@ -194,11 +194,6 @@ def kernel_title(
     return f"{where} gradient" if where else _ops(kernel)
 
 
-def is_small(kernel: Kernel, largest: int) -> bool:
-    """Does a kernel only handle vectors: rstd, partials?"""
-    return kernel.kind == "memory" and kernel.bytes * 32 < largest
-
-
 def _forward_words(kernel: Kernel, residuals: frozenset[str]) -> list[str]:
     targets = kernel.targets
     words = []

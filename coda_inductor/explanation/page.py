@@ -17,14 +17,7 @@ from pygments.lexers import PythonLexer
 import coda_inductor
 from coda_inductor.codegen.render import render as render_kernel
 from coda_inductor.errors import KernelError
-from coda_inductor.explanation.naming import (
-    epilogue_work,
-    general_path,
-    readable_bytes,
-    shape_text,
-    time_words,
-    traffic_words,
-)
+from coda_inductor.explanation import naming
 from coda_inductor.explanation.result import Explanation, Row, Saved, places
 from coda_inductor.mainloop.usage import usage
 from coda_inductor.program import EpilogueProgram
@@ -35,7 +28,6 @@ from coda_inductor.select.device import Gpu, gpu_of
 from coda_inductor.select.division import divide
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_ROLES = {"forward": "Forward", "input gradient": "Backward", "weight gradient": "Backward"}
 
 
 def page(explanation: Explanation) -> str:
@@ -47,21 +39,14 @@ def page(explanation: Explanation) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["bytes"] = readable_bytes
+    environment.filters["bytes"] = naming.readable_bytes
     environment.filters["path"] = _breakable
-    groups: dict[str, list[Row]] = {}
-    for row in explanation.rows:
-        groups.setdefault(_ROLES[row.site.role], []).append(row)
     return environment.get_template("page.html.j2").render(
         e=explanation,
         css=_own("style.css") + _code_css(),
         js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
-        groups=groups,
-        shape=shape_text,
-        work=epilogue_work,
-        time=time_words,
-        traffic=traffic_words,
+        naming=naming,
         places=places,
         sources=_sources(explanation.rows, gpu_of(explanation.device)),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
@@ -78,15 +63,11 @@ def _config_words(site: SiteReport, gpu: Gpu) -> str:
     if not config or site.program is None:
         return ""
     m, n, _ = site.shape
+    files = pool.compiled(site.program.to_json(), config, "{}{}".format(*gpu.capability))
+    known = [found for found in map(usage, files) if found is not None]  # if compiled before
+    spilled = f"; {max(known, key=lambda use: use.spilled)}" if known else ""
     division = divide(site.program, Config.parse(config), m, n, gpu)
-    return f"{config} at {shape_text(site)}: {division}{_spilled(site.program, config, gpu)}"
-
-
-def _spilled(program: EpilogueProgram, config: str, gpu: Gpu) -> str:
-    """What the kernel's object file says of its registers, if it was compiled before."""
-    files = pool.compiled(program.to_json(), config, "{}{}".format(*gpu.capability))
-    known = [found for found in map(usage, files) if found is not None]
-    return f"; {max(known, key=lambda use: use.spilled)}" if known else ""
+    return f"{config} at {naming.shape_text(site)}: {division}{spilled}"
 
 
 def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
@@ -99,11 +80,11 @@ def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
         {
             "key": program.key,
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
-            "work": ", ".join(epilogue_work(users[0].site)),
+            "work": ", ".join(naming.epilogue_work(users[0].site)),
             "text": str(program),
             "kernel": _kernel(program),
             "config": "; ".join(
-                filter(None, dict.fromkeys(_config_words(r.site, gpu) for r in users))
+                dict.fromkeys(filter(None, (_config_words(r.site, gpu) for r in users)))
             ),
             "times": sum(row.times for row in users),
         }
@@ -137,7 +118,7 @@ def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]
     rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:
-            where = general_path(f"{tensor.where}.").rstrip(".") or tensor.name
+            where = naming.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             row = rows.setdefault(
                 (where, tensor.shape, tensor.dtype),

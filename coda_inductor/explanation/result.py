@@ -12,15 +12,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from coda_inductor.explanation import naming
 from coda_inductor.explanation.flow import Block
-from coda_inductor.explanation.naming import (
-    LAYER,
-    general_path,
-    readable_bytes,
-    shape_text,
-    time_words,
-    traffic_words,
-)
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport, attention_lines, idle_lines
 from coda_inductor.select.device import H100
@@ -69,7 +62,7 @@ class Row:
 
     @property
     def layers(self) -> str:
-        found = (LAYER.search(site.site) for site in self.sites)
+        found = (naming.LAYER.search(site.site) for site in self.sites)
         return ", ".join(layer[0] for layer in found if layer)
 
 
@@ -168,9 +161,12 @@ class Explanation:
             return f"{text.partition(';')[0]}. There is nothing to compare it with: see below."
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
-        before, after = readable_bytes(self.bytes_before), readable_bytes(self.bytes_after)
+        before, after = (
+            naming.readable_bytes(self.bytes_before),
+            naming.readable_bytes(self.bytes_after),
+        )
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
+            text += f"{naming.readable_bytes(gone)} of {before} of memory traffic per {step} "
             text += "would be gone" if self.plain else "gone"
         else:
             text += f"memory traffic per {step} rises from {before} to {after}"
@@ -178,8 +174,8 @@ class Explanation:
             text += f"; kernels rise from {self.before.kernels} to {self.after.kernels}"
         if self.training:
             text += (
-                f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
-                f"{readable_bytes(self.saved_bytes_after)}"
+                f"; kept for backward {naming.readable_bytes(self.saved_bytes_before)} -> "
+                f"{naming.readable_bytes(self.saved_bytes_after)}"
             )
         return f"{text}."
 
@@ -209,9 +205,10 @@ class Explanation:
                  f"us on {self.gpu}"]  # fmt: skip
         table = [
             (
-                row.name, row.times, shape_text(row.site), row.site.role,
+                row.name, row.times, naming.shape_text(row.site), row.site.role,
                 ", ".join(row.site.absorbed) if row.site.fused else row.site.reason,
-                " ".join(traffic_words(row.site)), ": ".join(filter(None, time_words(row.site))),
+                " ".join(naming.traffic_words(row.site)),
+                ": ".join(filter(None, naming.time_words(row.site))),
             )
             for row in self.rows
         ]  # fmt: skip
@@ -254,13 +251,13 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
     groups: dict[Hashable, list[SiteReport]] = {}
     for site in (site for site in sites if not site.idle):
         same = (
-            general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
+            naming.general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
             site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
             site.program.key if site.program else None,
         )  # fmt: skip
         groups.setdefault(same, []).append(site)
     return [
-        Row(s[0].site if len(s) == 1 else general_path(s[0].site), tuple(s))
+        Row(s[0].site if len(s) == 1 else naming.general_path(s[0].site), tuple(s))
         for s in groups.values()
     ]
 
@@ -279,7 +276,7 @@ def places(misses: Sequence[Refusal]) -> str:
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
         what = "" if miss.what == "gemm" else f"{miss.what} at "
-        counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
+        counts.setdefault((what, naming.general_path(miss.where)), []).append(miss.where)
     return ", ".join(
         f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"
         for (what, path), found in counts.items()
