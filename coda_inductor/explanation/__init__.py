@@ -50,8 +50,6 @@ def explain(
         PatternError: a pattern file is missing or does not load.
         ExplainError: the model cannot be traced; the cause is chained.
     """
-    from torch.nn import Module
-
     from coda_inductor.errors import ExplainError
     from coda_inductor.explanation.build import build
     from coda_inductor.explanation.capture import capture
@@ -62,6 +60,5 @@ def explain(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
     settings = replace(parse(None, options), strict=False)
-    title = type(model).__name__ if isinstance(model, Module) else None
-    title = title or getattr(model, "__name__", type(model).__name__)
+    title = str(getattr(model, "__name__", type(model).__name__))
     return build(title, capture(model, args, dict(kwargs), settings), settings)

@@ -18,8 +18,7 @@ from coda_inductor.explanation import naming
 from coda_inductor.explanation.kernels import Kernel, kernels, names
 from coda_inductor.report import SiteReport
 
-#: More kernels than these are no overview.
-MOST_KERNELS = 40
+MOST_KERNELS = 40  # more are no overview
 
 
 @dataclass(frozen=True)
@@ -96,22 +95,22 @@ def block(
     inside = list(nx.lexicographical_topological_sort(order, key=place.__getitem__))
     titles = {k: _words(k, largest, sites, residuals, backward) for k in inside}
     result = Block(name or "", "backward" if backward else "forward")
-    for kernel, (kind, *words) in titles.items():
+    for kernel, (kind, title, detail, work) in titles.items():
         reads: Counter[str] = Counter()
         for tensor, read in kernel.reads.items():
-            if (source := owner.get(tensor)) in titles:
-                reads[titles[source][1]] += read
-            elif source or "tangents" in str(tensor.target):
+            if (owned := owner.get(tensor)) in titles:
+                reads[titles[owned][1]] += read
+            elif owned or "tangents" in str(tensor.target):
                 reads["outside"] += read
         note = _note(kernel, largest, owner, frozenset(saved), backward)
-        large = {title: count for title, count in reads.items() if count * 64 >= largest}
-        result.parts.append(Part(kind, *words, large, note, kernel.bytes))
+        large = {source: n for source, n in reads.items() if n * 64 >= largest}
+        result.parts.append(Part(kind, title, detail, work, large, note, kernel.bytes))
     return result
 
 
 def _words(
     kernel: Kernel,
-    largest: int,
+    most: int,
     sites: Sequence[SiteReport],
     residuals: frozenset[str],
     backward: bool,
@@ -123,7 +122,7 @@ def _words(
         return kernel.kind, naming.gemm_title(site), naming.shape_text(site), work
     if kernel.kind == "gemm" and (found := naming.product(kernel, backward=backward)) is not None:
         return kernel.kind, *found, ()
-    small = kernel.kind == "memory" and kernel.bytes * 32 < largest  # vectors: rstd, partials
+    small = kernel.kind == "memory" and kernel.bytes * 32 < most  # vectors: rstd, partials
     title = naming.kernel_title(kernel, backward=backward, small=small, residuals=residuals)
     return "small" if small else kernel.kind, title, "", ()
 

@@ -62,8 +62,7 @@ class Row:
 
     @property
     def layers(self) -> str:
-        found = (naming.LAYER.search(site.site) for site in self.sites)
-        return ", ".join(layer[0] for layer in found if layer)
+        return ", ".join(m[0] for s in self.sites if (m := naming.LAYER.search(s.site)))
 
 
 @dataclass

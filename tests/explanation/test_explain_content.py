@@ -85,6 +85,7 @@ def test_the_block_is_the_middle_layer():
     assert [p.kind for p in after.parts].count("fused") == 6  # gate and up are one
     titles = [part.title for part in before.parts]
     assert {"residual + RMSNorm", "SiLU * up", "rotary"} <= set(titles)
+    assert titles.index("up_proj") < titles.index("SiLU * up") < titles.index("down_proj")
     (down,) = [part for part in after.parts if part.title == "down_proj"]
     assert down.work == ("+ residual", "* norm weight", "row statistics")
     assert any("up_proj" in source for source in down.reads)
