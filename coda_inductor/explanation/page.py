@@ -40,7 +40,7 @@ def page(explanation: Explanation) -> str:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = naming.readable_bytes
-    environment.filters["path"] = _breakable
+    environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
         e=explanation,
         css=_own("style.css") + _code_css(),
@@ -106,11 +106,6 @@ def _code_css() -> Markup:
     plain = ".code { background: var(--code); color: var(--ink); }"
     text = f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
     return Markup(text)  # noqa: S704 (pygments' own styles)
-
-
-def _breakable(path: str) -> Markup:
-    """A dotted path that may break after its dots."""
-    return Markup(".<wbr>").join(path.split("."))
 
 
 def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]:
