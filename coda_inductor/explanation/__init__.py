@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: what the backend would do with a model, for people.
 
-capture    Dynamo and AOTAutograd run, with and without our passes; nothing is compiled or changed
-kernels    which kernels a graph runs as, and what each moves through memory
-block      one repeated block of the model as a graph of kernels
-naming     what a person would call these
-folding    identical layers are one row
-build      all of it -> Explanation
-result     Explanation: attributes, table, page
-layout     a layered layout, with networkx
-diagram    block -> SVG
-page       Explanation -> one HTML page
+``capture`` has the graphs with and without our passes, ``kernels`` what they run as, ``flow`` one
+block of them; ``build`` makes the ``result`` of it, and ``page`` draws that.
 
 Nothing here is imported until :func:`explain` is called: torch.compile does not need it.
 """
@@ -59,7 +51,7 @@ def explain(
         ExplainError: the model cannot be traced; the cause is chained.
     """
     from coda_inductor.errors import ExplainError
-    from coda_inductor.explanation.build import build, title_of
+    from coda_inductor.explanation.build import build
     from coda_inductor.explanation.capture import capture
     from coda_inductor.options import parse
 
@@ -68,4 +60,5 @@ def explain(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
     settings = replace(parse(None, options), strict=False)
-    return build(title_of(model), capture(model, args, dict(kwargs), settings), settings)
+    title = str(getattr(model, "__name__", type(model).__name__))
+    return build(title, capture(model, args, dict(kwargs), settings), settings)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from coda_inductor.explanation import float8
-from coda_inductor.explanation.block import Block, block, repeated
 from coda_inductor.explanation.capture import Capture, Captured
+from coda_inductor.explanation.flow import Block, block, repeated
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, Saved, Totals
 from coda_inductor.fuse.traffic import size
@@ -19,7 +18,6 @@ from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import ALIASES, fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.options import Options
-from coda_inductor.refusal import Refusal
 from coda_inductor.report import Float8Layers
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
@@ -83,11 +81,10 @@ def _blocks(captured: Captured) -> list[tuple[Block, Block]]:
     sites = captured.report.sites
     name = repeated(path for site in sites for path in site.site.split(" + ")[:1])
     pairs = []
-    for i, (stock, ours) in enumerate(
-        zip(captured.stock.graphs, captured.ours.graphs, strict=True)
-    ):
-        before = block(stock, name, sites, backward=i == 1, saved=captured.stock.saved)
-        after = block(ours, name, sites, backward=i == 1, saved=captured.ours.saved)
+    graphs = zip(captured.stock.graphs, captured.ours.graphs, strict=True)
+    for backward, (stock, ours) in zip((False, True), graphs, strict=False):
+        before = block(stock, name, sites, backward=backward, saved=captured.stock.saved)
+        after = block(ours, name, sites, backward=backward, saved=captured.ours.saved)
         if before is not None and after is not None:
             pairs.append((before, after))
     return pairs
@@ -124,7 +121,9 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
 
 def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> str:
     """What the GPU would make of it, by the costs that the gate asks for."""
-    if options.gate == "auto" and (small := _host_bound(result, graphs)) is not None:
+    gpu = gpu_of(result.device)
+    small = gate.host_bound(_shapes(graphs), gpu, training=result.training)
+    if options.gate == "auto" and small is not None:
         return f"On {result.gpu} the gate would leave all of it to Inductor: {small}."
     estimates = [s.estimate for s in result.fused if s.estimate]
     refused: dict[str, list[str]] = {}
@@ -141,24 +140,7 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     return f"{text}. The others would not: {said}."
 
 
-def _host_bound(result: Explanation, graphs: list[Captured]) -> Refusal | None:
-    gpu = gpu_of(result.device)
-    return gate.host_bound(_shapes(graphs), gpu, training=result.training)
-
-
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
-    shapes = []
-    for captured in graphs:
-        for graph in captured.stock.graphs:
-            for node in graph.nodes:
-                if node.target in TRACED:
-                    a, b = (fake(n) for n in gemm_inputs(node))
-                    shapes.append((hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)))
-    return shapes
-
-
-def title_of(function: Any) -> str:
-    """What to call the model: its class, or the function's name."""
-    if isinstance(function, torch.nn.Module):
-        return type(function).__name__
-    return getattr(function, "__name__", type(function).__name__)
+    nodes = [n for captured in graphs for graph in captured.stock.graphs for n in graph.nodes]
+    pairs = [[fake(i) for i in gemm_inputs(n)] for n in nodes if n.target in TRACED]
+    return [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx import GraphModule
@@ -158,16 +159,9 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _own_sizes() -> Iterator[None]:
+def _own_sizes() -> contextlib.AbstractContextManager[Any]:
     """Give Dynamo a memory of sizes of its own. A private name of torch's (2.11 to 2.13): where it
     is gone, a size seen here may become dynamic in the user's next compile of the same code."""
     if not hasattr(pgo, "_CODE_STATE"):
-        yield
-        return
-    kept = pgo._CODE_STATE
-    pgo._CODE_STATE = copy.deepcopy(kept)
-    try:
-        yield
-    finally:
-        pgo._CODE_STATE = kept
+        return contextlib.nullcontext()
+    return mock.patch.object(pgo, "_CODE_STATE", copy.deepcopy(pgo._CODE_STATE))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph
@@ -18,32 +17,19 @@ from coda_inductor.report import Float8Layers
 from coda_inductor.semantic.fp8 import FP8
 
 
-@dataclass(frozen=True)
-class Around:
-    """Ops of some graphs that make FP8 tensors of others: ``casts`` of other dtypes, ``copies`` of
-    FP8 ones."""
+def note(stock: Sequence[Graph], ours: Sequence[Graph]) -> str:
+    """Casts to FP8, and copies of FP8 tensors, without and with our passes; empty without any.
+    One op that casts a tensor in two layouts counts once."""
+    (casts, copies), (casts_after, copies_after) = _around(stock), _around(ours)
+    said = f"FP8: casts {casts} -> {casts_after}, copies that turn a factor "
+    return f"{said}{copies} -> {copies_after}." if casts or casts_after else ""
 
-    casts: int
-    copies: int
 
-
-def around(graphs: Sequence[Graph]) -> Around:
-    """Count them. One op that casts a tensor in two layouts counts once."""
+def _around(graphs: Sequence[Graph]) -> tuple[int, int]:
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
     made = [n for n in nodes if n.target is not operator.getitem and _fp8(fake(n))]
     copies = sum(n.target is aten.clone.default for n in made)
-    return Around(sum(not any(_fp8(fake(x)) for x in n.all_input_nodes) for n in made), copies)
-
-
-def note(stock: Sequence[Graph], ours: Sequence[Graph]) -> str:
-    """A sentence that compares them; empty where nothing is in FP8."""
-    before, after = around(stock), around(ours)
-    if not (before.casts or after.casts):
-        return ""
-    return (
-        f"FP8: casts {before.casts} -> {after.casts}, copies that turn a factor "
-        f"{before.copies} -> {after.copies}."
-    )
+    return sum(not any(_fp8(fake(x)) for x in n.all_input_nodes) for n in made), copies
 
 
 def layers_note(layers: Float8Layers) -> str:

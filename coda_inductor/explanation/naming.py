@@ -6,12 +6,16 @@ Names are for reading: they come from the ops and the modules' names and decide 
 
 from __future__ import annotations
 
+import re
+
 from coda_inductor.explanation.kernels import Kernel, base
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake, is_transpose, module_path
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GROUNDS, SiteReport
 
+#: The first number in a module's path that is not its end: the layer.
+LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 #: Ops that a kernel must have, and what it is then called: the first of each group.
 _BY_OPS = (
     (("embedding", "embedding"),),
@@ -46,6 +50,12 @@ def leaf(path: str) -> str:
     if (parts[-1].isdigit() or parts[-1] == "dense") and len(parts) > 1:
         return ".".join(parts[-2:])
     return parts[-1]
+
+
+def general_path(path: str) -> str:
+    """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
+    A path that is nothing but a number stays."""
+    return LAYER.sub("*", path, count=1)
 
 
 def readable_bytes(count: float) -> str:
@@ -181,11 +191,6 @@ def kernel_title(
         return "finish sums" if set(targets) <= _SUMS else "row factors"
     where = _modules(kernel)
     return f"{where} gradient" if where else _ops(kernel)
-
-
-def is_small(kernel: Kernel, largest: int) -> bool:
-    """Does a kernel only handle vectors: rstd, partials?"""
-    return kernel.kind == "memory" and kernel.bytes * 32 < largest
 
 
 def _forward_words(kernel: Kernel, residuals: frozenset[str]) -> list[str]:

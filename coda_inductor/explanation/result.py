@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 from tabulate import tabulate
 
-from coda_inductor.explanation.block import Block
-from coda_inductor.explanation.folding import Row, fold, general_path
-from coda_inductor.explanation.naming import readable_bytes, shape_text, time_words, traffic_words
+from coda_inductor.explanation import naming
+from coda_inductor.explanation.flow import Block
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import SiteReport, idle_lines
 from coda_inductor.select.device import H100
@@ -43,6 +43,26 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(self.kernels + other.kernels, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sites that differ in nothing but the layer. ``name`` has ``*`` in place of its number."""
+
+    name: str
+    sites: tuple[SiteReport, ...]
+
+    @property
+    def site(self) -> SiteReport:
+        return self.sites[0]
+
+    @property
+    def times(self) -> int:
+        return len(self.sites)
+
+    @property
+    def layers(self) -> str:
+        return ", ".join(m[0] for s in self.sites if (m := naming.LAYER.search(s.site)))
 
 
 @dataclass
@@ -137,9 +157,12 @@ class Explanation:
             return f"{text.partition(';')[0]}. There is nothing to compare it with: see below."
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
-        before, after = readable_bytes(self.bytes_before), readable_bytes(self.bytes_after)
+        before, after = (
+            naming.readable_bytes(self.bytes_before),
+            naming.readable_bytes(self.bytes_after),
+        )
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
+            text += f"{naming.readable_bytes(gone)} of {before} of memory traffic per {step} "
             text += "would be gone" if self.plain else "gone"
         else:
             text += f"memory traffic per {step} rises from {before} to {after}"
@@ -147,8 +170,8 @@ class Explanation:
             text += f"; kernels rise from {self.before.kernels} to {self.after.kernels}"
         if self.training:
             text += (
-                f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
-                f"{readable_bytes(self.saved_bytes_after)}"
+                f"; kept for backward {naming.readable_bytes(self.saved_bytes_before)} -> "
+                f"{naming.readable_bytes(self.saved_bytes_after)}"
             )
         return f"{text}."
 
@@ -177,9 +200,10 @@ class Explanation:
                  f"us on {self.gpu}"]  # fmt: skip
         table = [
             (
-                row.name, row.times, shape_text(row.site), row.site.role,
+                row.name, row.times, naming.shape_text(row.site), row.site.role,
                 ", ".join(row.site.absorbed) if row.site.fused else row.site.reason,
-                " ".join(traffic_words(row.site)), ": ".join(filter(None, time_words(row.site))),
+                " ".join(naming.traffic_words(row.site)),
+                ": ".join(filter(None, naming.time_words(row.site))),
             )
             for row in self.rows
         ]  # fmt: skip
@@ -217,6 +241,22 @@ class Explanation:
         return target
 
 
+def fold(sites: Sequence[SiteReport]) -> list[Row]:
+    """Rows in the order of their first site, without weight gradients that have no work."""
+    groups: dict[Hashable, list[SiteReport]] = {}
+    for site in (site for site in sites if not site.idle):
+        same = (
+            naming.general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
+            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
+            site.program.key if site.program else None,
+        )  # fmt: skip
+        groups.setdefault(same, []).append(site)
+    return [
+        Row(s[0].site if len(s) == 1 else naming.general_path(s[0].site), tuple(s))
+        for s in groups.values()
+    ]
+
+
 def gemm_count(site: SiteReport) -> int:
     """How many of the model's GEMMs a site is: pairs and sums name each."""
     return site.site.count(" + ") + 1
@@ -231,7 +271,7 @@ def places(misses: Sequence[Refusal]) -> str:
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
         what = "" if miss.what == "gemm" else f"{miss.what} at "
-        counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
+        counts.setdefault((what, naming.general_path(miss.where)), []).append(miss.where)
     return ", ".join(
         f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"
         for (what, path), found in counts.items()

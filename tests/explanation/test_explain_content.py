@@ -8,10 +8,10 @@ from torch import nn
 
 from coda_inductor import explain
 from coda_inductor.explanation.capture import capture
-from coda_inductor.explanation.folding import fold, general_path
+from coda_inductor.explanation.flow import repeated
 from coda_inductor.explanation.kernels import kernels
-from coda_inductor.explanation.naming import epilogue_work, leaf, readable_bytes
-from coda_inductor.explanation.result import Explanation
+from coda_inductor.explanation.naming import epilogue_work, general_path, leaf, readable_bytes
+from coda_inductor.explanation.result import Explanation, fold
 from coda_inductor.options import parse
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime import linear_cross_entropy
@@ -85,8 +85,10 @@ def test_the_block_is_the_middle_layer():
     assert [p.kind for p in after.parts].count("fused") == 6  # gate and up are one
     titles = [part.title for part in before.parts]
     assert {"residual + RMSNorm", "SiLU * up", "rotary"} <= set(titles)
+    assert titles.index("up_proj") < titles.index("SiLU * up") < titles.index("down_proj")
     (down,) = [part for part in after.parts if part.title == "down_proj"]
     assert down.work == ("+ residual", "* norm weight", "row statistics")
+    assert any("up_proj" in source for source in down.reads)
     assert after.count < before.count
     assert after.moved < before.moved
 
@@ -94,6 +96,7 @@ def test_the_block_is_the_middle_layer():
 def test_float16_norms_are_near_misses_with_the_option_as_remedy():
     found, _ = explained("llama, float16")
     misses = [m for m in found.near_misses if "fp16_norms" in m.remedy.text]
+    assert all(isinstance(miss, Refusal) for miss in (*found.near_misses, *found.unfused))
     assert len(misses) == 3  # a layer's two norms, and the last norm
     assert all(m.remedy.possible for m in misses)
     assert "options={'fp16_norms': True}" in str(found)
@@ -106,12 +109,6 @@ def test_without_a_gpu_a_note_says_what_an_h100_would_do():
     with torch.no_grad():
         gated = explain(Residual().bfloat16(), X)
     assert "the host is the limit" in gated.notes[0]
-
-
-def test_near_misses_are_the_refusals_of_the_passes():
-    found, _ = explained("llama, float16")
-    assert all(isinstance(miss, Refusal) for miss in (*found.near_misses, *found.unfused))
-    assert {miss.what for miss in found.unfused} == {"gemm"}
 
 
 def test_reasons_are_grouped_by_their_code_whatever_they_say():
@@ -176,3 +173,12 @@ def test_slices_of_the_logits_gradient_count_as_traffic(monkeypatch):
     sliced = [k for g in graphs for k in kernels(g) if k.inner]
     assert [k.inner for k in sliced] == [3 * 32 * 64 * 2]
     assert sliced[0].bytes > sliced[0].inner
+
+
+def test_what_repeats_is_found():
+    layer = ["self_attn.q", "self_attn.o", "mlp.up", "mlp.down"]
+    model = [f"model.layers.{i}.{name}" for i in range(5) for name in layer]
+    assert repeated([*model, "lm_head"]) == "model.layers.2"
+    assert repeated(["0", "2", "4"]) is None  # nn.Sequential: products, not blocks
+    assert repeated(["enc.0.a", "enc.0.b", "lm_head"]) is None  # one layer does not repeat
+    assert repeated([f"{i}.{name}" for i in range(2) for name in layer]) == "1"

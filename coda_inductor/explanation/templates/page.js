@@ -1,4 +1,4 @@
-// Sort by a heading, filter, zoom, say what scrolls; open the program that the address names.
+// Sort by a heading, filter, say what scrolls; open the program that the address names.
 document.querySelectorAll("table.sortable th").forEach(function (head) {
   var button = document.createElement("button");
   button.type = "button";
@@ -43,31 +43,6 @@ document.querySelectorAll(".filter").forEach(function (line) {
     said.textContent = words.length ? shown + " of " + rows.length + " rows" : "";
     hints();
   });
-});
-document.querySelectorAll(".zoom").forEach(function (box) {
-  var svg = box.querySelector("svg"), natural = svg.viewBox.baseVal.width, scale = 0;
-  var tools = document.createElement("span");
-  tools.className = "tools";
-  function zoom(to) {
-    scale = to && Math.min(4, Math.max(0.25, to));
-    svg.style.width = scale ? natural * scale + "px" : "";
-    svg.style.maxWidth = scale ? "none" : "";
-    hints();
-  }
-  function current() { return scale || svg.getBoundingClientRect().width / natural; }
-  [["\u2212", "smaller", function () { zoom(current() / 1.25); }],
-   ["+", "larger", function () { zoom(current() * 1.25); }],
-   ["1:1", "full size", function () { zoom(1); }],
-   ["fit", "fit the width", function () { zoom(box.clientWidth / natural); }]
-  ].forEach(function (tool) {
-    var button = document.createElement("button");
-    button.type = "button";
-    button.textContent = tool[0];
-    button.title = tool[1];
-    button.addEventListener("click", tool[2]);
-    tools.appendChild(button);
-  });
-  box.parentNode.querySelector("figcaption").appendChild(tools);
 });
 function hints() {
   document.querySelectorAll(".scroll").forEach(function (box) {
