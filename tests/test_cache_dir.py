@@ -106,27 +106,24 @@ def test_without_a_home_a_folder_of_this_user_alone(no_home, caplog, monkeypatch
     assert find(caplog) == (no_home, None)
 
 
-def planted_open(path, _):
-    path.mkdir(mode=0o755)
-
-
-def planted_link(path, _):
+def linked(path):
     (path.parent / "elsewhere").mkdir(mode=0o700)
     path.symlink_to(path.parent / "elsewhere")
 
 
-def planted_file(path, _):
-    path.write_text("")
+PLANTED = {
+    "open": lambda path: path.mkdir(mode=0o755),
+    "a link": linked,
+    "a file": lambda path: path.write_text(""),
+    "a stranger's": lambda path: path.mkdir(mode=0o700),
+}
 
 
-def planted_by_a_stranger(path, belongs):
-    path.mkdir(mode=0o700)
-    belongs(path)
-
-
-@pytest.mark.parametrize("plant", [planted_open, planted_link, planted_file, planted_by_a_stranger])
-def test_a_planted_folder_is_not_used(plant, no_home, caplog, belongs):
-    plant(no_home, belongs)
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
+    PLANTED[what](no_home)
+    if what == "a stranger's":
+        belongs(no_home)
     own, read_only = find(caplog)
     assert read_only is None
     assert own.parent == no_home.parent
