@@ -60,7 +60,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-def test_unknown_option_lists_the_known_ones():
+def test_unknown_option_or_mode_lists_the_known_ones():
     with pytest.raises(OptionError) as caught:
         parse(None, {"verbose": True})
     message = str(caught.value)
@@ -68,6 +68,8 @@ def test_unknown_option_lists_the_known_ones():
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
                  "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
         assert name in message
+    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
+        parse("fast", None)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +134,6 @@ def test_the_environment_has_a_default_for_tuning(monkeypatch):
     monkeypatch.setenv("CODA_TUNE", "sometimes")
     with pytest.raises(OptionError, match="CODA_TUNE is one of auto, always, never, got 'somet"):
         parse(None, None)
-
-
-def test_unknown_mode_lists_the_known_ones():
-    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
-        parse("fast", None)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "on", "0", "", "false", "off"])
@@ -207,17 +204,15 @@ def test_broken_pattern_file_fails_alone(tmp_path, caplog):
     assert isinstance(caught.value.inner_exception, PatternError)
 
 
-def test_users_pattern_can_be_disabled(tmp_path):
-    assert not run_idiom(patterns=[pattern_file(tmp_path)], disable=["users_own"])[0]
-
-
-def test_edited_pattern_file_is_read_again(tmp_path):
+def test_users_pattern_refuses_fires_when_edited_and_can_be_disabled(tmp_path):
     path = pattern_file(tmp_path, "not today")
     fired, harness = run_idiom(patterns=[path])
     assert not fired
     assert harness.report.near_misses == ["users_own at add: not today"]
     assert pattern_file(tmp_path) == path
     assert run_idiom(patterns=[path])[0]
+    assert not run_idiom(patterns=[path], disable=["users_own"])[0]
+    assert not run_idiom()[0]
 
 
 def test_unknown_pattern_name_in_disable_is_named():

@@ -128,18 +128,3 @@ def test_python_that_ignores_the_environment_ignores_ours(flags, tmp_path):
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == ([[], False] if flags else [[path], True])
-
-
-def test_installed_packages_patterns_have_an_off_switch(tmp_path, monkeypatch):
-    write(tmp_path / "theirs.py")
-    info = tmp_path / "theirs-1.0.dist-info"
-    write(info / "METADATA", "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    write(info / "entry_points.txt", f"[{loading.ENTRY_POINTS}]\ntheirs = theirs\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    installed = tmp_path / "theirs.py"
-    assert installed in patterns.loading.files()
-    for off in ("0", "off", "False"):
-        monkeypatch.setenv("CODA_PATTERN_PLUGINS", off)
-        assert installed not in patterns.loading.files()
-    monkeypatch.setenv("CODA_PATTERN_PLUGINS", "1")
-    assert installed in patterns.loading.files()

@@ -30,41 +30,39 @@ def call(as_, bs, operands):
     return op.OP(as_, bs, operands, TEXT, CONFIG, "site", False)
 
 
-def test_inductor_calls_it_without_the_dispatcher():
-    direct.install()
-    tensors = inputs(PROGRAM, 40, 64, 64)
-    got, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *tensors)
-    assert code.count(CALL) == 1
-    for x, y in zip(got, gemm_epilogue(*tensors, PROGRAM, CONFIG), strict=True):
-        assert torch.equal(x, y)
+def casts(x):
+    rows, _ = AMAX(x, None, True, False)
+    q, _ = CAST(x, None, rows.amax(1, keepdim=True), torch.float8_e4m3fn, None, None)
+    return (q.view(torch.uint8),)
 
 
-def test_casts_too():
-    direct.install()
-
-    def both(x):
-        rows, _ = AMAX(x, None, True, False)
-        return CAST(x, None, rows.amax(1, keepdim=True), torch.float8_e4m3fn, None, None)[0]
-
-    x = torch.randn(40, 64).bfloat16()
-    got, (code,) = run_and_get_code(torch.compile(both, fullgraph=True), x)
-    for op_name in ("fp8_cast", "fp8_amax"):
-        assert code.count(f"torch.ops.coda_inductor.{op_name}.default.direct(") == 1
-    assert torch.equal(got.view(torch.uint8), both(x).view(torch.uint8))
-
-
-@pytest.mark.parametrize("how", [(0, 0, 0), (1, 1, 1)])
-def test_gradients_of_heads_too(how):
-    direct.install()
-    args = arguments((2, 3, 5, 8), torch.float32, how=how)
-    *given, eps, distance, paired, inverse, dweight = args
+def gradient_of_heads(how):
+    *given, eps, distance, paired, inverse, dweight = arguments(
+        (2, 3, 5, 8), torch.float32, how=how
+    )
 
     def gradient(*tensors):
         return HEAD_GRADIENT(*tensors, eps, distance, paired, inverse, dweight)
 
-    got, (code,) = run_and_get_code(torch.compile(gradient, fullgraph=True), *given)
-    assert code.count("torch.ops.coda_inductor.head_gradient.default.direct(") == 1
-    for x, y in zip(got, gradient(*given), strict=True):
+    return gradient, given, ["head_gradient"]
+
+
+DIRECT = {
+    "GEMM": lambda: (call, inputs(PROGRAM, 40, 64, 64), ["gemm_epilogue"]),
+    "casts": lambda: (casts, [torch.randn(40, 64).bfloat16()], ["fp8_cast", "fp8_amax"]),
+    "heads": lambda: gradient_of_heads((0, 0, 0)),
+    "heads with norm and scale": lambda: gradient_of_heads((1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_inductor_calls_it_without_the_dispatcher(name):
+    direct.install()
+    function, tensors, ops = DIRECT[name]()
+    got, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *tensors)
+    for op_name in ops:
+        assert code.count(f"torch.ops.coda_inductor.{op_name}.default.direct(") == 1
+    for x, y in zip(got, function(*tensors), strict=True):
         assert torch.equal(x, y)
 
 
