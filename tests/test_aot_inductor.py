@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checking import leave_custom_ops
-from test_backend import Block, D
+from layers import Block, D
 from torch._dynamo.utils import counters
 
 import coda_inductor

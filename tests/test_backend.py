@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from checking import replace_pass
 from functorch.compile import make_boxed_func
-from torch import nn
+from layers import Block, D
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -36,21 +36,6 @@ from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
-D = 8
-
-
-class Block(nn.Module):
-    """Every built-in pattern once."""
-
-    def __init__(self):
-        super().__init__()
-        self.o, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D)
-        self.gate, self.up = nn.Linear(D, 16, bias=False), nn.Linear(D, 16, bias=False)
-
-    def forward(self, x):
-        h = self.norm(x + self.o(x))
-        return F.silu(self.gate(h)) * self.up(h)
-
 
 @pytest.fixture
 def light(monkeypatch):
@@ -63,9 +48,7 @@ def light(monkeypatch):
             return make_boxed_func(graph_module.forward)
 
         return aot_autograd(
-            fw_compiler=compiler,
-            inference_compiler=compiler,
-            decompositions=select_decomp_table(),
+            fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table()
         )(gm, inputs)
 
     monkeypatch.setattr(backend, "compile_fx", compile_fx)
@@ -102,15 +85,10 @@ def inner(caught):
 
 
 @pytest.mark.usefixtures("light")
-def test_counters_hold_pattern_names_and_nothing_else():
+def test_counters_hold_pattern_names_and_reports_every_compiled_graph():
+    report.forget()
     torch.testing.assert_close(*run(Block(), torch.randn(3, D)))
     assert dict(counters["coda"]) == {"rms_norm": 1, "swiglu": 1, "residual": 1}
-
-
-@pytest.mark.usefixtures("light")
-def test_reports_list_every_compiled_graph():
-    report.forget()
-    run(Block(), torch.randn(3, D))
     (found,) = coda_inductor.reports()
     assert [site.shape for site in found.sites] == [(3, D, D), (3, 16, D)]
     assert found.bytes_saved == sum(site.bytes_saved for site in found.sites) > 0
@@ -239,18 +217,6 @@ def test_strict_raises_where_a_pass_fails(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("light")
-def test_half_rewritten_graph_is_restored(monkeypatch):
-    def half_done(graph, record):
-        node = next(n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor)
-        node.replace_all_uses_with(node.args[0])  # the residual is lost
-        graph.erase_node(node)
-        raise IndexError("a bug of ours")
-
-    replace_pass(monkeypatch, "fuse", lambda _: half_done)
-    torch.testing.assert_close(*run(Block().double(), torch.randn(3, D).double()))
-
-
-@pytest.mark.usefixtures("light")
 def test_failing_pass_leaves_training_graphs_trainable(monkeypatch):
     monkeypatch.setattr(pipeline, "training", broken)
     model, x = Block().double(), torch.randn(3, D).double()
@@ -294,17 +260,12 @@ def test_user_without_home_and_name_has_a_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("light")
-def test_wrong_option_reaches_the_user():
+def test_wrong_option_or_mode_reaches_the_user():
     with pytest.raises(Exception, match="unknown option 'speed'") as caught:
         run(torch.sin, torch.randn(3), speed=11)
     assert isinstance(inner(caught), OptionError)
-
-
-@pytest.mark.usefixtures("light")
-def test_unknown_mode_reaches_the_user():
-    with pytest.raises(Exception, match="unknown mode 'warp'") as caught:
-        backend.coda(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.randn(3)], mode="warp")
-    assert isinstance(caught.value, OptionError)
+    with pytest.raises(OptionError, match="unknown mode 'warp'"):
+        coda(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.randn(3)], mode="warp")
 
 
 class UsersPass(CustomGraphPass):
@@ -321,44 +282,20 @@ class UsersPass(CustomGraphPass):
 
 
 @pytest.mark.usefixtures("light")
-def test_users_own_joint_pass_runs_in_front_of_ours():
+@pytest.mark.parametrize("where", ["option", "config"])
+@pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
+def test_a_users_own_joint_pass_runs_in_front_of_ours(kind, where):
     theirs = UsersPass()
-    run(Block(), torch.randn(3, D), joint_custom_pre_pass=theirs)
+    forms = {"pass": theirs, "function": theirs.__call__, "list": [theirs], "tuple": (theirs,)}
+    given = {"joint_custom_pre_pass": forms[kind]}
+    with torch._inductor.config.patch(given if where == "config" else {}):
+        run(Block(), torch.randn(3, D), **(given if where == "option" else {}))
     assert theirs.calls == 1
     assert counters["coda"]["rms_norm"] == 1
 
 
-@pytest.mark.usefixtures("light")
-def test_users_pass_from_the_config_runs_too():
-    theirs = UsersPass()
-    with torch._inductor.config.patch(joint_custom_pre_pass=theirs):
-        run(Block(), torch.randn(3, D))
-    assert theirs.calls == 1
-
-
-@pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("kind", ["function", "list", "tuple"])
-def test_whatever_inductor_takes_as_a_pass_works(kind):
-    theirs = UsersPass()
-    given = {"function": theirs.__call__, "list": [theirs], "tuple": (theirs,)}[kind]
-    run(Block(), torch.randn(3, D), joint_custom_pre_pass=given)
-    assert theirs.calls == 1
-
-
 def uuid(before=None, **options):
     return JointPass(Record(parse(None, options)), before).uuid()
-
-
-def test_uuid_changes_with_what_was_measured_by_hand(monkeypatch):
-    before = uuid()
-    monkeypatch.setattr(joint, "generation", lambda: "another")
-    assert uuid() != before
-
-
-def test_uuid_is_the_same_for_the_same():
-    assert uuid() == uuid()
-    assert uuid(UsersPass("1")) == uuid(UsersPass("1"))
-    assert isinstance(uuid(), str)
 
 
 @pytest.mark.parametrize(
@@ -380,8 +317,18 @@ def test_uuid_changes_where_collectives_run_beside_kernels(monkeypatch):
     assert uuid() == before
 
 
-def test_uuid_changes_with_the_users_pass():
+def test_uuid_changes_with_the_users_pass_and_with_nothing_else():
     assert len({uuid(), uuid(UsersPass("1")), uuid(UsersPass("2"))}) == 3
+    assert uuid() == uuid()
+    assert uuid(UsersPass("1")) == uuid(UsersPass("1"))
+    assert isinstance(uuid(), str)
+
+
+@pytest.mark.parametrize("name", ["generation", "identity"])
+def test_uuid_changes_with_measurements_and_library_versions(name, monkeypatch):
+    before = uuid()
+    monkeypatch.setattr(joint, name, lambda: ("another",))
+    assert uuid() != before
 
 
 def test_uuid_changes_with_a_pattern_files_content(tmp_path):
@@ -390,12 +337,6 @@ def test_uuid_changes_with_a_pattern_files_content(tmp_path):
     before = uuid(patterns=str(path))
     path.write_text("x = 2\n")
     assert len({uuid(), before, uuid(patterns=str(path))}) == 3
-
-
-def test_uuid_changes_with_library_versions(monkeypatch):
-    before = uuid()
-    monkeypatch.setattr(joint, "identity", lambda: ("torch 9.9",))
-    assert uuid() != before
 
 
 def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):

@@ -80,19 +80,16 @@ def no_home(place):
     return place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
 
 
-def test_the_default_is_in_the_home_and_private(place, caplog, umask):
+def test_the_default_is_in_the_home_and_private(place, caplog, umask, monkeypatch):
+    """A relative XDG folder does not count."""
     umask(0)
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
     own, read_only = find(caplog)
     assert (own, read_only) == (place / "home" / ".cache" / "coda_inductor", None)
     assert mode(own) == 0o700
     assert mode(folder("kernels", "version")) == 0o700
     assert not caplog.messages
-
-
-def test_a_relative_xdg_folder_does_not_count(place, monkeypatch):
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert find()[0] == place / "home" / ".cache" / "coda_inductor"
 
 
 def test_without_a_home_a_folder_of_this_user_alone(no_home, caplog, monkeypatch, umask):
@@ -106,27 +103,24 @@ def test_without_a_home_a_folder_of_this_user_alone(no_home, caplog, monkeypatch
     assert find(caplog) == (no_home, None)
 
 
-def planted_open(path, _):
-    path.mkdir(mode=0o755)
-
-
-def planted_link(path, _):
+def linked(path):
     (path.parent / "elsewhere").mkdir(mode=0o700)
     path.symlink_to(path.parent / "elsewhere")
 
 
-def planted_file(path, _):
-    path.write_text("")
+PLANTED = {
+    "open": lambda path: path.mkdir(mode=0o755),
+    "a link": linked,
+    "a file": lambda path: path.write_text(""),
+    "a stranger's": lambda path: path.mkdir(mode=0o700),
+}
 
 
-def planted_by_a_stranger(path, belongs):
-    path.mkdir(mode=0o700)
-    belongs(path)
-
-
-@pytest.mark.parametrize("plant", [planted_open, planted_link, planted_file, planted_by_a_stranger])
-def test_a_planted_folder_is_not_used(plant, no_home, caplog, belongs):
-    plant(no_home, belongs)
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
+    PLANTED[what](no_home)
+    if what == "a stranger's":
+        belongs(no_home)
     own, read_only = find(caplog)
     assert read_only is None
     assert own.parent == no_home.parent

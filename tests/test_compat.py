@@ -215,12 +215,8 @@ def removed(tmp_path_factory) -> dict[tuple[str, ...], dict]:
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     done = subprocess.run(
         [sys.executable, str(folder / "remove.py"), str(PACKAGE), json.dumps(groups)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
+        env=environment, capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     answers = map(json.loads, done.stdout.splitlines())
     return {(*names, how): answer for (names, how), answer in zip(groups, answers, strict=True)}

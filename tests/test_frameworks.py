@@ -122,7 +122,8 @@ def trained(fired, norms=NORMS, gates=GATES):
 
 def test_every_block_is_run():
     text = Path(__file__).read_text()
-    assert [name for name in BLOCKS if not re.search(rf"""run\(\s*"{name}[",]""", text)] == []
+    ran = {name for name in BLOCKS if re.search(rf"""run\(\s*"{name}[",]""", text)}
+    assert {*ran, *LOOPS, *BY_BLOCK} == {*BLOCKS}
     assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
 
 
@@ -130,25 +131,29 @@ def losses(names):
     return torch.tensor([h["loss"] for h in names["trainer"].state.log_history if "loss" in h])
 
 
-def test_trainer():
-    pytest.importorskip("accelerate")
-    ours, fired = run("trainer")
-    eager, _ = run("trainer", plain("trainer"))
-    trained(fired)
-    assert fired["cross_entropy"] == 1
-    assert ours["trainer"].state.global_step == 3
-    same(weights(ours), weights(eager), 1e-3)
-    saved = ours["trainer"].model.state_dict()
-    assert list(saved) == list(eager["model"].state_dict())
+#: Block -> what it needs, and what runs without us as it does.
+LOOPS = {
+    "trainer": ("accelerate", "trainer"),
+    "trainer_inductor": ("accelerate", "trainer"),
+    "accelerate": ("accelerate", "accelerate"),
+    "lightning": ("pytorch_lightning", "lightning"),
+}
 
 
-def test_trainer_inductor():
-    pytest.importorskip("accelerate")
-    ours, fired = run("trainer_inductor")
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_loops(name):
+    needed, without = LOOPS[name]
+    pytest.importorskip(needed)
+    ours, fired = run(name, on_cpu(BLOCKS[name]))
     coda_inductor.disable()
-    eager, _ = run("trainer", plain("trainer"))
+    eager, _ = run(name, on_cpu(plain(without)))
     trained(fired)
     same(weights(ours), weights(eager), 1e-3)
+    if name == "trainer":
+        assert fired["cross_entropy"] == 1
+        assert ours["trainer"].state.global_step == 3
+        saved = ours["trainer"].model.state_dict()
+        assert list(saved) == list(eager["model"].state_dict())
 
 
 def test_what_the_page_says_of_accelerates_list():
@@ -199,14 +204,6 @@ def test_generate_with_a_static_cache(monkeypatch):
     generated(ours)
     assert fired["rms_norm"] >= LAYERS
     assert fired["swiglu"] >= GATES
-
-
-def test_accelerate():
-    pytest.importorskip("accelerate")
-    ours, fired = run("accelerate")
-    eager, _ = run("accelerate", plain("accelerate"))
-    trained(fired)
-    same(weights(ours), weights(eager), 1e-3)
 
 
 def test_accelerate_regions():
@@ -366,33 +363,23 @@ def test_trl():
            for names in (ours, eager)), 1e-3)  # fmt: skip
 
 
-def test_lightning():
-    pytest.importorskip("pytorch_lightning")
-    ours, fired = run("lightning", on_cpu(BLOCKS["lightning"]))
-    eager, _ = run("lightning", on_cpu(plain("lightning")))
-    trained(fired)
-    same(weights(ours), weights(eager), 1e-3)
+#: Block -> losses that fire.
+BY_BLOCK = {"blocks": 0, "blocks_and_loss": 1}
 
 
-def test_blocks():
+@pytest.mark.parametrize("name", BY_BLOCK)
+def test_blocks(name):
     """One graph serves all of them."""
-    ours, fired = run("blocks")
-    eager, _ = run("blocks", BLOCKS["blocks"].replace('"coda"', '"eager"'))
+    ours, fired = run(name)
+    eager, _ = run(name, BLOCKS[name].replace('"coda"', '"eager"'))
     assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
+    assert fired["cross_entropy"] == BY_BLOCK[name]
     same(weights(ours), weights(eager), 1e-3)
 
 
 def test_what_the_page_says_of_caches_and_blocks():
     without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
     assert run("blocks", without)[1]["swiglu"] == LAYERS
-
-
-def test_blocks_and_the_loss_beside_them():
-    ours, fired = run("blocks_and_loss")
-    eager, _ = run("blocks_and_loss", BLOCKS["blocks_and_loss"].replace('"coda"', '"eager"'))
-    assert fired["rms_norm"] == fired["swiglu"] == fired["swiglu_backward"] == 1
-    assert fired["cross_entropy"] == 1
-    same(weights(ours), weights(eager), 1e-3)
 
 
 @pytest.fixture

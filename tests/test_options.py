@@ -20,7 +20,7 @@ import torch
 from coda_inductor import Pattern
 
 def meaning(x, y):
-    return IDIOM
+    return torch.sigmoid(x) + torch.sqrt(y)
 
 PATTERN = Pattern(
     name="users_own",
@@ -30,28 +30,25 @@ PATTERN = Pattern(
 """
 
 
-@pytest.fixture(autouse=True)
-def _proven_in_this_process(prove_here):
-    """Files are proven without a process of their own, which would take seconds each."""
+#: Files are proven without a process of their own, which would take seconds each.
+pytestmark = pytest.mark.usefixtures("prove_here")
 
 
 def idiom(x):
     return torch.sigmoid(x) + torch.sqrt(x)
 
 
-def pattern_file(
-    folder: Path, reason: str | None = None, text: str = "torch.sigmoid(x) + torch.sqrt(y)"
-) -> str:
+def pattern_file(folder: Path, reason: str | None = None) -> str:
     """A user's pattern."""
     path = folder / "users_own.py"
-    path.write_text(PATTERN.replace("REASON", repr(reason)).replace("IDIOM", text))
+    path.write_text(PATTERN.replace("REASON", repr(reason)))
     return str(path)
 
 
-def run_idiom(function=idiom, **options) -> tuple[bool, Harness]:
+def run_idiom(**options) -> tuple[bool, Harness]:
     """Did the user's pattern fire? The value is right either way."""
     harness, x = Harness(**options), torch.rand(3, 4)
-    torch.testing.assert_close(harness.run(function, x), function(x))
+    torch.testing.assert_close(harness.run(idiom, x), idiom(x))
     targets = [str(n.target) for n in harness.raised.nodes]
     return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
 
@@ -63,7 +60,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-def test_unknown_option_lists_the_known_ones():
+def test_unknown_option_or_mode_lists_the_known_ones():
     with pytest.raises(OptionError) as caught:
         parse(None, {"verbose": True})
     message = str(caught.value)
@@ -71,6 +68,8 @@ def test_unknown_option_lists_the_known_ones():
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
                  "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
         assert name in message
+    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
+        parse("fast", None)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +134,6 @@ def test_the_environment_has_a_default_for_tuning(monkeypatch):
     monkeypatch.setenv("CODA_TUNE", "sometimes")
     with pytest.raises(OptionError, match="CODA_TUNE is one of auto, always, never, got 'somet"):
         parse(None, None)
-
-
-def test_unknown_mode_lists_the_known_ones():
-    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
-        parse("fast", None)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "on", "0", "", "false", "off"])
@@ -210,31 +204,15 @@ def test_broken_pattern_file_fails_alone(tmp_path, caplog):
     assert isinstance(caught.value.inner_exception, PatternError)
 
 
-def test_users_pattern_fires(tmp_path):
-    assert run_idiom(patterns=[pattern_file(tmp_path)])[0]
-    assert not run_idiom()[0]
-
-
-def test_users_pattern_can_refuse(tmp_path):
-    fired, harness = run_idiom(patterns=[pattern_file(tmp_path, "not today")])
+def test_users_pattern_refuses_fires_when_edited_and_can_be_disabled(tmp_path):
+    path = pattern_file(tmp_path, "not today")
+    fired, harness = run_idiom(patterns=[path])
     assert not fired
     assert harness.report.near_misses == ["users_own at add: not today"]
-
-
-def test_users_pattern_can_be_disabled(tmp_path):
-    assert not run_idiom(patterns=[pattern_file(tmp_path)], disable=["users_own"])[0]
-
-
-def test_edited_pattern_file_is_read_again(tmp_path):
-    path = pattern_file(tmp_path, "not today")
-    assert not run_idiom(patterns=[path])[0]
     assert pattern_file(tmp_path) == path
     assert run_idiom(patterns=[path])[0]
-
-
-def test_pattern_of_any_torch_function_fires(tmp_path):
-    path = pattern_file(tmp_path, text="torch.sin(x) * y.cos()")
-    assert run_idiom(lambda x: x.sin() * torch.cos(x), patterns=[path])[0]
+    assert not run_idiom(patterns=[path], disable=["users_own"])[0]
+    assert not run_idiom()[0]
 
 
 def test_unknown_pattern_name_in_disable_is_named():

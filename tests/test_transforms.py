@@ -33,48 +33,47 @@ def make_dual_of_a_region(x):
         return tuple(fw.unpack_dual(y))
 
 
-def jvp(x):
-    return torch.func.jvp(net, (x,), (DX,))
+def loss(x):
+    return F.cross_entropy(x @ W, torch.arange(4))
 
 
-def jvp_of_the_loss(x):
-    return torch.func.jvp(lambda x: F.cross_entropy(x @ W, torch.arange(4)), (x,), (DX,))
+def total(x):
+    return net(x).sum()
 
 
-def jacfwd(x):
-    return torch.func.jacfwd(net)(x)
+def jvp(x, dx):
+    return torch.func.jvp(net, (x,), (dx,))
 
 
-def jacrev(x):
-    return torch.func.jacrev(net)(x)
+def vjp(function):
+    def both(x):
+        y, back = torch.func.vjp(function, x)
+        return y, back(y.cos())[0]
+
+    return both
 
 
-def vmap(x):
-    return torch.func.vmap(net)(x)
+#: What is made of a function inside of the compiled one, and the function.
+TRANSFORMS = {
+    "jvp": (lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)), net),
+    "jvp_of_the_loss": (lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)), loss),
+    "jacfwd": (torch.func.jacfwd, net),
+    "jacrev": (torch.func.jacrev, net),
+    "vmap": (torch.func.vmap, net),
+    "grad": (torch.func.grad, total),
+    "vmap_of_grad": (lambda f: torch.func.vmap(torch.func.grad(f)), total),
+    "vmap_of_jvp": (lambda f: lambda x: torch.func.vmap(f)(x, DX), jvp),
+    "vjp": (vjp, net),
+}
 
 
-def grad(x):
-    return torch.func.grad(lambda x: net(x).sum())(x)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name):
+    transform, of = TRANSFORMS[name]
 
+    def function(x):
+        return transform(of)(x)
 
-def vmap_of_grad(x):
-    return torch.func.vmap(torch.func.grad(lambda x: net(x).sum()))(x)
-
-
-def vmap_of_jvp(x):
-    return torch.func.vmap(lambda x, dx: torch.func.jvp(net, (x,), (dx,)))(x, DX)
-
-
-def vjp(x):
-    y, back = torch.func.vjp(net, x)
-    return y, back(y.cos())[0]
-
-
-TRANSFORMS = [jvp, jvp_of_the_loss, jacfwd, jacrev, vmap, grad, vmap_of_grad, vmap_of_jvp, vjp]
-
-
-@pytest.mark.parametrize("function", TRANSFORMS, ids=lambda f: f.__name__)
-def test_transforms(function):
     assert_same(Harness().run(function, X), function(X))
 
 

@@ -18,10 +18,8 @@ from coda_inductor.__main__ import main
 from coda_inductor.cli import device, speed, steps, trial
 from coda_inductor.patterns.source import read, run
 
-
-@pytest.fixture(autouse=True)
-def _proven_in_this_process(prove_here):
-    """A process for each file would take seconds."""
+#: A process for each file would take seconds.
+pytestmark = pytest.mark.usefixtures("prove_here")
 
 
 def results(path: str, capsys) -> tuple[int, dict[str, dict]]:
@@ -45,35 +43,31 @@ def test_good_file_passes_every_check(text, tmp_path, capsys):
     assert all("def epilogue(acc" in source for source in sources)
 
 
-def test_wrong_idiom_fails_with_what_is_left(tmp_path, capsys):
-    text = MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus")
-    path = write(tmp_path, text)
+WRONG = MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus")
+FAILING = {
+    "wrong idiom": (
+        WRONG,
+        "proof",
+        "pattern mish_glu: spelled_out = mish_glu: they differ",
+    ),
+    "more than a pattern": (f"import os\n{MISH}", "proof", "it imports os"),
+    "missing": (None, "proof", "no such pattern file"),
+    "a taken name": (
+        SQUARED_SIGMOID.replace('"squared_sigmoid"', '"swiglu"'),
+        "name",
+        "that is the name of a built-in rewrite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_file_that_is_wrong_fails_with_the_reason(name, tmp_path, capsys):
+    text, check, said = FAILING[name]
+    path = str(tmp_path / "gone.py") if text is None else write(tmp_path, text)
     code, found = results(path, capsys)
     assert code == 1
-    assert found["proof"]["outcome"] == "fail"
-    assert (
-        f"{path}: pattern mish_glu: spelled_out = mish_glu: they differ" in found["proof"]["detail"]
-    )
-
-
-def test_file_that_does_more_than_a_pattern_is_not_run(tmp_path, capsys):
-    code, found = results(write(tmp_path, f"import os\n{MISH}"), capsys)
-    assert code == 1
-    assert "it imports os" in found["proof"]["detail"]
-
-
-def test_missing_file_fails(tmp_path, capsys):
-    code, found = results(str(tmp_path / "gone.py"), capsys)
-    assert code == 1
-    assert "no such pattern file" in found["proof"]["detail"]
-
-
-def test_good_file_after_a_bad_one_is_still_checked(tmp_path, capsys):
-    good, bad = write(tmp_path, MISH), write(tmp_path, "PATTERN = 1 / 0", "bad.py")
-    assert main(["check", "--quiet", bad, good]) == 1
-    said = capsys.readouterr().out
-    assert "ZeroDivisionError" in said
-    assert "float64 mish_glu" in said
+    assert found[check]["outcome"] == "fail"
+    assert said.format(path=path) in found[check]["detail"]
 
 
 def test_text_reads_well_without_a_terminal(tmp_path, capsys):
@@ -169,11 +163,11 @@ def test_refusal_in_the_example_is_said(tmp_path):
 
 
 def test_a_pipe_has_one_line_a_result(tmp_path, capsys):
-    path = write(tmp_path, MISH.replace("torch.tanh(F.softplus", "torch.sigmoid(F.softplus"))
+    path = write(tmp_path, WRONG)
     main(["check", path])
     text = capsys.readouterr().out
-    _, code = text, main(["check", "--json", path])
-    (failure,) = [r for r in json.loads(capsys.readouterr().out) if r["outcome"] == "fail"]
+    code, found = results(path, capsys)
+    (failure,) = [r for r in found.values() if r["outcome"] == "fail"]
     assert code == 1
     assert len(failure["detail"]) > 100  # longer than any terminal's default
     assert " ".join(failure["detail"].split()) in text
@@ -185,22 +179,16 @@ def test_a_folder_stands_for_its_files(tmp_path, capsys):
     write(tmp_path, SQUARED_SIGMOID, "b.py")
     write(tmp_path, "PATTERN = 1 / 0", "a.py")
     (tmp_path / "__init__.py").touch()
-    assert main(["check", "--quiet", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert said.index("a.py") < said.index("b.py")
-    assert "ZeroDivisionError" in said
-    assert "float64 squared_sigmoid" in said
+    for given in ([tmp_path], [tmp_path / "a.py", tmp_path / "b.py"]):
+        assert main(["check", "--quiet", *map(str, given)]) == 1
+        said = capsys.readouterr().out
+        assert said.index("a.py") < said.index("b.py")
+        assert "ZeroDivisionError" in said
+        assert "float64 squared_sigmoid" in said
     assert "__init__" not in said
     (tmp_path / "empty").mkdir()
     assert main(["check", str(tmp_path / "empty")]) == 1
     assert "no pattern files" in capsys.readouterr().err
-
-
-def test_a_name_that_is_taken_fails(tmp_path, capsys):
-    path = write(tmp_path, SQUARED_SIGMOID.replace('"squared_sigmoid"', '"swiglu"'))
-    code, found = results(path, capsys)
-    assert code == 1
-    assert "that is the name of a built-in rewrite" in found["name"]["detail"]
 
 
 def test_a_condition_that_raises_is_shown_with_file_and_line(tmp_path, capsys):

@@ -64,14 +64,15 @@ def test_one_template_an_op():
     assert set(TEMPLATES) == set(OPS)
 
 
-def test_origin_cannot_break_out_of_its_comment():
-    program = EpilogueProgram(
-        accs=("acc",),
-        a_dtype="bfloat16",
-        steps=(Step("x", "neg", ("acc",), 'a\nimport os  """ \\ caf\u00e9'),),
-        stores=(Store("out0", "x", "bfloat16"),),
+def one_step(step):
+    """A program that stores the value of ``step``."""
+    return EpilogueProgram(
+        ("acc",), "bfloat16", steps=(step,), stores=(Store("out0", step.name, "bfloat16"),)
     )
-    text = render(program)
+
+
+def test_origin_cannot_break_out_of_its_comment():
+    text = render(one_step(Step("x", "neg", ("acc",), 'a\nimport os  """ \\ caf\u00e9')))
     compile(text, "origin", "exec")
     assert text.isascii()
     assert "\nimport os" not in text.split("def epilogue")[1]
@@ -79,14 +80,7 @@ def test_origin_cannot_break_out_of_its_comment():
 
 def test_literals_survive():
     def source(value):
-        return render(
-            EpilogueProgram(
-                accs=("acc",),
-                a_dtype="bfloat16",
-                steps=(Step("x", "minimum", ("acc", value)),),
-                stores=(Store("out0", "x", "bfloat16"),),
-            )
-        )
+        return render(one_step(Step("x", "minimum", ("acc", value))))
 
     assert 'minimum(acc, float("inf"))' in source(float("inf"))
     assert "minimum(acc, (-1e-05))" in source(-1e-5)
@@ -94,14 +88,8 @@ def test_literals_survive():
 
 
 def test_reserved_name_is_refused():
-    program = EpilogueProgram(
-        accs=("acc",),
-        a_dtype="bfloat16",
-        steps=(Step("coda_math", "neg", ("acc",)),),
-        stores=(Store("out0", "coda_math", "bfloat16"),),
-    )
     with pytest.raises(KernelError, match="'coda_math'"):
-        render(program)
+        render(one_step(Step("coda_math", "neg", ("acc",))))
 
 
 def one_sum(steps, operands=(), axis="row", stores=None):

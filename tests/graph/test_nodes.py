@@ -109,12 +109,6 @@ class Behind(nn.Module):
         return self.inner(x)
 
 
-def test_module_paths_behind_a_getattr():
-    harness = Harness()
-    harness.run(Behind(), torch.ones(3, 8))
-    assert [site.site for site in harness.report.sites] == ["inner.0"]
-
-
 def decorated(forward):
     @functools.wraps(forward)
     def wrapper(*args, **kwargs):
@@ -123,22 +117,10 @@ def decorated(forward):
     return wrapper
 
 
-class Decorated(nn.Module):
+class Decorated(Behind):
     """As transformers 5.24 decorates what returns a cache."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-
-    @decorated
-    def forward(self, x):
-        return self.inner(x)
-
-
-def test_module_paths_behind_a_decorator():
-    harness = Harness()
-    harness.run(Decorated(), torch.ones(3, 8))
-    assert [site.site for site in harness.report.sites] == ["inner.0"]
+    forward = decorated(Behind.forward)
 
 
 MODELS = {"main": nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))}
@@ -159,9 +141,16 @@ def functional(x):
 
 @pytest.mark.parametrize(
     ("function", "path"),
-    [(of_a_dict, "main.0.0"), (of_a_list, "0.0.0"), (functional, "0.0.0")],
+    [
+        (Behind(), "inner.0"),
+        (Decorated(), "inner.0"),
+        (of_a_dict, "main.0.0"),
+        (of_a_list, "0.0.0"),
+        (functional, "0.0.0"),
+    ],
+    ids=["behind a getattr", "behind a decorator", "of a dict", "of a list", "functional"],
 )
-def test_module_paths_of_what_a_function_calls(function, path):
+def test_module_paths(function, path):
     harness = Harness()
     harness.run(function, torch.ones(3, 8))
     assert [site.site for site in harness.report.sites] == [path]

@@ -103,28 +103,19 @@ def test_recorded_values_are_alike_and_share_memory_as_traced(traces, monkeypatc
 
 
 @contextlib.contextmanager
-def double():
-    torch.set_default_dtype(torch.float64)
+def within(change, inside, outside):
+    change(inside)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def repeatable():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(outside)
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        double,
-        repeatable,
+        lambda: within(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: within(torch.use_deterministic_algorithms, True, False),
         torch.no_grad,
         lambda: torch.device("meta"),
         lambda: torch._inductor.config.patch(coordinate_descent_tuning=True),

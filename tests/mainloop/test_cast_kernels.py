@@ -10,6 +10,19 @@ from triton_kernels import compiled, interpreted
 
 pytest.importorskip("triton")
 
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def types_of(x: str, q: str, qt: str) -> dict[str, str]:
+    """Of the arguments of a cast."""
+    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
+    sizes = dict.fromkeys(("m", "k", "stride"), "i32")
+    return {"x": f"*{x}", **vectors, "q": f"*{q}", "qt": f"*{qt}", **sizes}
+
+
 FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.e5m2x2.f32"}
 
 
@@ -33,18 +46,13 @@ def moved(ptx: str) -> set[str]:
         ((0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
     ],
 )
-def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path, monkeypatch):
+def test_casts_compile_and_saturate(dtype, hows, formats, conversions):
     from coda_inductor.mainloop.fp8_casts import _STRAIGHT, _TILE, _TURNED, _cast_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
-    q, qt = (f"*{name}" for name in formats)
-    sizes = dict.fromkeys(("m", "k", "stride"), "i32")
-    types = {"x": f"*{dtype}", **vectors, "q": q, "qt": qt, **sizes}
     tile_k = _TURNED if hows[2] else _STRAIGHT
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
     constants |= {"WEIGHT": 0, "DIVIDE": False, "TILE_M": _TILE // tile_k, "TILE_K": tile_k}
-    ptx = compiled(_cast_kernel, types, constants)
+    ptx = compiled(_cast_kernel, types_of(dtype, *formats), constants)
     assert moved(ptx) == {"ld", "st"}
     if hows[2] and dtype != "fp32":
         assert re.search(r"ldmatrix[.\w]*\.trans", ptx), "turned byte by byte"
@@ -54,30 +62,23 @@ def test_casts_compile_and_saturate(dtype, hows, formats, conversions, tmp_path,
 
 
 @pytest.mark.parametrize(("hows", "quotients"), [((2, 2, 0), 64), ((0, 1, 1), 128)])
-def test_a_division_by_a_scale_is_a_product_and_its_correction(
-    hows, quotients, tmp_path, monkeypatch
-):
+def test_a_division_by_a_scale_is_a_product_and_its_correction(hows, quotients):
     """Two for each of 64 elements, and in each result; divisions are for scales at the ends."""
     from coda_inductor.mainloop.fp8_casts import _cast_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    vectors = dict.fromkeys(("factor", "weight", "scale", "scale_t"), "*fp32")
-    sizes = dict.fromkeys(("m", "k", "stride"), "i32")
-    types = {"x": "*bf16", **vectors, "q": "*fp8e4nv", "qt": "*fp8e4nv", **sizes}
     constants = dict(zip(("FACTOR", "SCALE", "SCALE_T"), hows, strict=True))
     constants |= {"WEIGHT": 3, "DIVIDE": True, "TILE_M": 128, "TILE_K": 64}
-    ptx = compiled(_cast_kernel, types, constants)
+    ptx = compiled(_cast_kernel, types_of("bf16", "fp8e4nv", "fp8e4nv"), constants)
     assert moved(ptx) == {"ld", "st"}
     assert ptx.count("fma.rn.f32") == 2 * quotients
     assert quotients < ptx.count("div.rn.f32") < 2 * quotients
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_maxima_compile(wanted, tmp_path, monkeypatch):
+def test_maxima_compile(wanted):
     from coda_inductor.mainloop.fp8_casts import _WARPS, _amax_kernel
     from coda_inductor.runtime.fp8_casts import TILE
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"x": "*bf16", **dict.fromkeys(("factor", "over_rows", "over_columns"), "*fp32")}
     types |= dict.fromkeys(("m", "k", "stride"), "i32")
     constants = {"FACTOR": 2, "ROWS": wanted[0], "COLUMNS": wanted[1], "TILE": TILE}

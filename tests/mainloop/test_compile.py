@@ -181,34 +181,44 @@ def test_what_a_launch_decides(hopper):
     assert plans["64x32:1x1:co:np"] == [0, 8, False, [0, 8]]
 
 
-@pytest.mark.parametrize("arch", ["80", "89"])
-def test_ampere_and_ada_have_no_gemm(arch, tmp_path, compile_in_process):
-    """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
-    with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
-        compile_in_process(arch, "scale//128x128:1x1:co", tmp_path)
+NO_GEMM = "NotImplementedError: Gemm Sm80 is not implemented"
 
 
-def test_a_table_is_not_read_by_columns_of_two_places(tmp_path, compile_in_process):
-    """Its subtiles would be of other columns than the product's, silently."""
-    with pytest.raises(AssertionError, match="do not read the table 'cos'"):
-        compile_in_process("100", "rotary//128x256:2x1:co", tmp_path)
+@pytest.mark.parametrize(
+    ("arch", "kernel", "why"),
+    [
+        ("80", "scale//128x128:1x1:co", NO_GEMM),
+        ("89", "scale//128x128:1x1:co", NO_GEMM),
+        ("100", "rotary//128x256:2x1:co", "do not read the table 'cos'"),
+    ],
+)
+def test_what_an_architecture_cannot(arch, kernel, why, tmp_path, compile_in_process):
+    """Ampere and Ada: if this fails, QuACK has a GEMM; give it configs, and
+    ``availability.ARCHS`` an 8. Blackwell does not read a table by columns of two places: its
+    subtiles would be of other columns than the product's, silently."""
+    with pytest.raises(AssertionError, match=why):
+        compile_in_process(arch, kernel, tmp_path)
 
 
-@pytest.mark.parametrize("b_major", ["n", "k"])
-def test_a_tile_that_kills_the_compiler_is_refused(b_major):
+#: Program, config, how it is built -> why it is not.
+REFUSED = [
+    ("scale", "192x192:2x1:co", {"b_major": "n"}, "192x192:2x1:co has no kernel: 192 rows"),
+    ("scale", "192x192:2x1:co", {"b_major": "k"}, "192x192:2x1:co has no kernel: 192 rows"),
+    *[("norm_bwd", "64x64:1x1:co:k2", {"b_major": "n", "joined": joined},
+       "64x64:1x1:co:k2 splits K") for joined in ("straight", "crossed")],
+    ("fp8_stored", "128x128:2x1:co", {"a_major": "m", "b_major": "k"}, "read along K"),
+    ("fp8_stored", "128x128:2x1:co", {"a_major": "k", "b_major": "n"}, "read along K"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "config", "how", "why"), REFUSED)
+def test_what_has_no_kernel_is_refused(name, config, how, why):
+    """Also what would kill the compiler."""
     from coda_inductor.mainloop.build import build
 
-    with pytest.raises(ValueError, match="192x192:2x1:co has no kernel: 192 rows"):
-        build(programs()["scale"], Config.parse("192x192:2x1:co"), b_major=b_major)
-
-
-@pytest.mark.parametrize("joined", ["straight", "crossed"])
-def test_terms_whose_k_is_split_are_refused(joined):
-    from coda_inductor.mainloop.build import build
-
-    config = Config.parse("64x64:1x1:co:k2")
-    with pytest.raises(ValueError, match="64x64:1x1:co:k2 splits K"):
-        build(programs()["norm_bwd"], config, b_major="n", joined=joined)
+    program = (programs() | programs_fp8())[name]
+    with pytest.raises(ValueError, match=why):
+        build(program, Config.parse(config), **how)
 
 
 def test_in_fp8_maxima_keep_nan_and_stores_saturate(hopper):
@@ -231,14 +241,6 @@ def test_fp8_sums_are_fast_where_they_may_and_slow_ones_do_not_fit(hopper):
         "fp8_stored": [True],
         "fp8_half_stored//128x128:2x1:pp": [False],  # of 16 bits
     }
-
-
-@pytest.mark.parametrize("majors", [("m", "k"), ("k", "n")])
-def test_fp8_operands_are_read_along_k(majors):
-    from coda_inductor.mainloop.build import build
-
-    with pytest.raises(ValueError, match="read along K"):
-        build(programs_fp8()["fp8_stored"], Config.parse("128x128:2x1:co"), *majors)
 
 
 def test_an_object_file_says_what_its_kernel_takes(hopper, tmp_path):

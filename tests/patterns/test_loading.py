@@ -162,6 +162,7 @@ def test_built_in_files_are_recorded_as_proven():
     "path", sorted(patterns.builtin_folder().glob("*.py")), ids=lambda p: p.stem
 )
 def test_built_in_file_is_proven(path):
+    lint.check(path, path.read_text())
     claims = []
     worker.patterns_of(read(path), told=lambda pattern, claim: claims.append(claim))
     assert any(" = " in claim for claim in claims)  # each idiom against the op's definition
@@ -268,6 +269,11 @@ def test_installed_packages_bring_patterns(value, tmp_path, prove_here, monkeypa
     write(tmp_path / "site" / "their_gates" / "gate.py", "theirs")
     (tmp_path / "site" / "their_gates" / "__init__.py").write_text("raise AssertionError\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
+    assert names(patterns.load()) == ["theirs", *BUILTIN]
+    for off in ("0", "off", "False"):
+        monkeypatch.setenv("CODA_PATTERN_PLUGINS", off)
+        assert names(patterns.load()) == BUILTIN
+    monkeypatch.setenv("CODA_PATTERN_PLUGINS", "1")
     assert names(patterns.load()) == ["theirs", *BUILTIN]
 
 

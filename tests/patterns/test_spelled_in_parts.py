@@ -49,9 +49,8 @@ def of_pairs(x, c, s):
     return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
 
 
-@pytest.fixture(autouse=True)
-def _proven_in_this_process(prove_here):
-    """A process for each file would take seconds."""
+#: A process for each file would take seconds.
+pytestmark = pytest.mark.usefixtures("prove_here")
 
 
 def raised(function, body, distance, folder):

@@ -35,9 +35,8 @@ from coda_inductor.semantic.define import DEFINITIONS
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def _proven_in_this_process(prove_here):
-    """A process for each file would take seconds."""
+#: A process for each file would take seconds.
+pytestmark = pytest.mark.usefixtures("prove_here")
 
 
 def load(path: str):
@@ -68,35 +67,26 @@ def test_gate_fires_once_a_layer_and_is_the_same_function(text, gate, layers, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "gate", "layers"),
-    [(MISH, mish_spelled_out, 3), (SWISH, swish, 2)],
-    ids=["mish", "swish"],
+    ("text", "gate", "layers", "dtype"),
+    [
+        (MISH, mish_spelled_out, 3, torch.float64),
+        (SWISH, swish, 2, torch.float64),
+        (MISH, mish, 2, torch.bfloat16),
+    ],
+    ids=["mish", "swish", "half precision"],
 )
-def test_gate_trains(text, gate, layers, tmp_path):
-    """Gradients in float64 equal eager's, and happen in the epilogue that makes them; only what the
+def test_gate_trains(text, gate, layers, dtype, tmp_path):
+    """Gradients equal eager's, and happen in the epilogue that makes them; only what the
     GEMMs made is kept."""
     path = write(tmp_path, text)
     pattern = load(path)
-    harness = check_gradients(model(gate, layers), randn(2, 3, D), patterns=[path])
+    harness = check_gradients(
+        model(gate, layers, dtype), randn(2, 3, D, dtype=dtype), patterns=[path]
+    )
     assert harness.counts[pattern.name] == layers
     assert harness.counts[f"{pattern.name}_backward"] == layers
     activations = [n for n in harness.saved if n.meta["val"].shape[-1] == HIDDEN and "mm" in n.name]
     assert len(activations) <= 2 * layers
-
-
-def test_half_precision_trains(tmp_path):
-    path = write(tmp_path, MISH)
-    check_gradients(
-        model(mish, 2, torch.bfloat16), randn(4, D, dtype=torch.bfloat16), patterns=[path]
-    )
-
-
-def test_dynamic_shapes(tmp_path):
-    path = write(tmp_path, MISH)
-    pattern = load(path)
-    x = randn(5, D)
-    harness = check_gradients(model(mish, 1), x, dynamic=True, patterns=[path])
-    assert len(raised(harness, pattern)) == 1
 
 
 def test_activation_of_one_tensor(tmp_path):
@@ -154,13 +144,16 @@ def backward_of(pattern):
     return getattr(torch.ops.coda_inductor, f"{pattern.op.__name__.split('.')[0]}_backward").default
 
 
-def test_gradient_that_is_the_incoming_one_has_memory_of_its_own(tmp_path):
+def test_gradients_have_memory_of_their_own_or_are_empty(tmp_path):
+    """Also one that is the incoming one; empty are those that are not needed."""
     text = MISH.replace("F.mish(gate) * up", "gate + up").replace(", spelled_out", ",")
-    pattern = load(write(tmp_path, text))
+    backward = backward_of(load(write(tmp_path, text)))
     dy, gate, up = (randn(3, 4) for _ in range(3))
-    found = backward_of(pattern)(dy, gate, up, [True, True])
+    found = backward(dy, gate, up, [True, True])
     assert_same(found, (dy, dy))
     assert len({t.data_ptr() for t in (dy, *found)}) == 3
+    assert_same(backward(dy, gate, up, [False, True]), (gate.new_empty(0), dy))
+    assert backward(dy, gate, up, [False, False])[0].numel() == 0
 
 
 def test_gradient_that_is_given_is_the_one_that_is_used(tmp_path):
@@ -175,25 +168,16 @@ def test_gradient_that_is_given_is_the_one_that_is_used(tmp_path):
     torch.testing.assert_close(wrong, 1.001 * right)
 
 
-def test_gradients_that_are_not_needed_are_empty(tmp_path):
-    pattern = load(write(tmp_path, MISH))
-    backward = backward_of(pattern)
-    dy, gate, up = (randn(3, 4) for _ in range(3))
-    both = backward(dy, gate, up, [True, True])
-    one = backward(dy, gate, up, [False, True])
-    assert_same(one, (gate.new_empty(0), both[1]))
-    assert backward(dy, gate, up, [False, False])[0].numel() == 0
-
-
 def test_reason_of_a_condition_is_a_refusal(tmp_path):
-    """A text of the user's becomes one; conditions of ours say what can be done."""
-    extra = "    conditions=(never,),\n)\n"
-    text = MISH.rstrip().removesuffix(")").rstrip().rstrip(",") + ",\n" + extra
-    text = text.replace("PATTERN =", "def never(match):\n    return 'not today'\n\n\nPATTERN =")
-    path = write(tmp_path, text)
-    harness = check(lambda g, u: F.mish(g) * u, randn(4, D), randn(4, D), patterns=[path])
+    """A text of the user's becomes one; conditions of ours come first, and say what can be done."""
+    extra = 'idioms=(mish_glu, spelled_out), conditions=(lambda m: "not today",)'
+    path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
+    harness = check(mish, randn(4, D), randn(4, D), patterns=[path])
     (found,) = (r for r in harness.report.refusals if r.what == "mish_glu")
     assert (found.code, found.text) == ("condition", "not today")
+    assert "mish_glu at mul: not today" in reasons(harness)
+    harness = check(mish, randn(4, D), randn(4, 1), patterns=[path])
+    assert "differ in shape" in reasons(harness)
     harness = check(lambda g, u: F.silu(g) * u[..., :1], randn(4, D), randn(4, D))
     (found,) = (r for r in harness.report.refusals if r.what == "swiglu")
     assert (found.code, found.remedy.possible) == ("gate-shape", True)
@@ -255,15 +239,6 @@ def test_mixed_dtypes_are_computed_in_the_wider_one(tmp_path):
     assert len(raised(harness, load(path))) == 1
 
 
-def test_own_conditions_come_after_the_common_ones(tmp_path):
-    extra = 'idioms=(mish_glu, spelled_out), conditions=(lambda m: "not on Sundays",)'
-    path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
-    harness = check(mish, randn(4, D), randn(4, D), patterns=[path])
-    assert "mish_glu at mul: not on Sundays" in reasons(harness)
-    harness = check(mish, randn(4, D), randn(4, 1), patterns=[path])
-    assert "differ in shape" in reasons(harness)
-
-
 def test_condition_that_fails_costs_its_own_pattern_only(tmp_path, caplog):
     extra = "idioms=(mish_glu, spelled_out), conditions=(lambda m: 1 / 0,)"
     path = write(tmp_path, MISH.replace("idioms=(mish_glu, spelled_out)", extra))
@@ -310,12 +285,6 @@ def test_in_place_activation_is_not_the_idiom(tmp_path):
     for written in (lambda g, u: F.relu(g, inplace=True) * u, lambda g, u: g.relu_() * u):
         harness = check(written, randn(4, D), randn(4, D), patterns=[path])
         assert len(raised(harness, load(path))) == 0
-
-
-def test_disabled_pattern_does_not_fire(tmp_path):
-    path = write(tmp_path, MISH)
-    harness = check(model(mish, 1), randn(4, D), patterns=[path], disable=["mish_glu"])
-    assert harness.counts["mish_glu"] == 0
 
 
 COMPILE = """

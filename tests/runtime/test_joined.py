@@ -157,26 +157,21 @@ def built(monkeypatch):
     return asked_for
 
 
-def test_both_orders_are_loaded_before_a_graph_is_captured(built):
+@pytest.mark.parametrize("pair", [False, True])
+def test_both_orders_are_loaded_before_a_graph_is_captured(pair, built, monkeypatch):
     """Where activations lie is known at the call; while one is captured nothing can be loaded."""
-    as_, bs = terms()
-    _, _, operands = inputs(PROGRAM, M, N, F, b_major="n", terms=2)
-    kernel = Kernel(PROGRAM, CONFIG)
-    outputs = op._allocate(PROGRAM, CONFIG, as_[0], bs)
-    for left in (as_, as_[::-1]):
-        kernel.launch(left, bs, operands, outputs)
-        assert sorted(how["joined"] for how in built) == ["crossed", "straight"]
-
-
-def test_both_orders_of_a_pair_are_loaded_before_a_graph_is_captured(built, monkeypatch):
-    program = kinds()["swiglu"]
-    monkeypatch.setattr(launch, "pair_view", lambda b0, _: (b0, 8, b0 is second))
-    (a,), (first, second), operands = inputs(program, M, N, F)
+    program = kinds()["swiglu"] if pair else PROGRAM
+    as_, bs, operands = inputs(program, M, N, F, b_major="k" if pair else "n", terms=2 - pair)
+    if pair:
+        monkeypatch.setattr(launch, "pair_view", lambda b0, _: (b0, 8, b0 is bs[1]))
+    else:
+        as_, bs = terms()
     kernel = Kernel(program, CONFIG)
-    outputs = op._allocate(program, CONFIG, a, [first, second])
-    for weights in ([first, second], [second, first]):
-        kernel.launch([a], weights, operands, outputs)
-        assert sorted(how["swap_lanes"] for how in built) == [False, True]
+    outputs = op._allocate(program, CONFIG, as_[0], bs)
+    for left, right in ((as_, bs), (as_, bs[::-1]) if pair else (as_[::-1], bs)):
+        kernel.launch(left, right, operands, outputs)
+        what, want = ("swap_lanes", [False, True]) if pair else ("joined", ["crossed", "straight"])
+        assert sorted(how[what] for how in built) == want
 
 
 def test_a_deterministic_sum_does_not_depend_on_addresses():

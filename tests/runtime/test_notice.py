@@ -67,33 +67,28 @@ def test_a_process_without_kernels_is_told_once(why, warnings, monkeypatch):
     assert "options={'reference': True}" in said
 
 
-def test_a_checkpointed_product_counts(warnings, monkeypatch):
-    stack(monkeypatch, REASONS[0])
-    model = nn.Linear(8, 8)
-    function = torch.compile(
-        lambda x: checkpoint(model, x, use_reentrant=False), backend=backend.coda
-    )
-    function(torch.ones(2, 8, requires_grad=True))
-    assert len(warnings()) == 1
+def checkpointed(model, x):
+    return lambda x: checkpoint(model, x, use_reentrant=False)
 
 
-def test_a_product_of_an_exported_program_counts(warnings, monkeypatch):
+def exported(model, x):
+    return torch.export.export(model, (x,)).module()
+
+
+@pytest.mark.parametrize("made", [checkpointed, exported])
+def test_a_product_inside_counts(made, warnings, monkeypatch):
     stack(monkeypatch, REASONS[0])
     x = torch.ones(2, 8)
-    compiled(torch.export.export(nn.Linear(8, 8), (x,)).module(), x)
+    torch.compile(made(nn.Linear(8, 8), x), backend=backend.coda)(x.requires_grad_())
     assert len(warnings()) == 1
 
 
-@pytest.mark.parametrize("options", [{"reference": True}, {"gate": "never"}], ids=str)
+@pytest.mark.parametrize("options", [{"reference": True}, {"gate": "never"}, None], ids=str)
 def test_who_asked_for_no_kernels_is_told_nothing(options, warnings, monkeypatch):
+    """Nor is a graph without products worth a warning."""
     stack(monkeypatch, REASONS[0])
-    compiled(nn.Linear(8, 8), torch.ones(2, 8), **options)
-    assert warnings() == []
-
-
-def test_a_graph_without_products_is_not_worth_a_warning(warnings, monkeypatch):
-    stack(monkeypatch, REASONS[0])
-    compiled(torch.sin, torch.ones(2, 8))
+    function = torch.sin if options is None else nn.Linear(8, 8)
+    compiled(function, torch.ones(2, 8), **(options or {}))
     assert warnings() == []
 
 
@@ -225,14 +220,9 @@ def test_layers_of_hugging_face_that_fill_a_cache(heard):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     for use_cache in (False, True):
-        config = LlamaConfig(
-            num_hidden_layers=LIMIT + 1,
-            use_cache=use_cache,
-            hidden_size=16,
-            intermediate_size=16,
-            vocab_size=16,
-            num_attention_heads=2,
-        )
+        sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+        sizes |= {"num_hidden_layers": LIMIT + 1, "num_attention_heads": 2}
+        config = LlamaConfig(use_cache=use_cache, **sizes)
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             layer.compile(backend=backend.coda)

@@ -24,6 +24,8 @@ from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import kinds
 
 CONFIG = Config(128, 128, 2, 1, True)
+GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+BAD = dataclasses.replace(GOOD, config="100x100:2x1:pp")
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +43,7 @@ def own_pool(tmp_path, monkeypatch):
 
 
 def test_compiles_once_and_reports_what_cannot(tmp_path):
-    good = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
-    bad = dataclasses.replace(good, config="100x100:2x1:pp")
+    good, bad = GOOD, BAD
     assert pool.submit([good, bad, good]) == 2
     outcome = pool.wait([good, bad], timeout=120)
     assert outcome[good] is None
@@ -92,9 +93,8 @@ def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
     kernel = tmp_path / "kernel.o"
     kernel.touch()
     monkeypatch.setattr(worker, "_compile", lambda *_: kernel)
-    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
-    assert worker.compile_kernel(request, kernel / "marker", None) is None
-    assert worker.compile_kernel(request, tmp_path / "marker", None) is None
+    assert worker.compile_kernel(GOOD, kernel / "marker", None) is None
+    assert worker.compile_kernel(GOOD, tmp_path / "marker", None) is None
     assert (tmp_path / "marker").read_text() == str(kernel)
 
 
@@ -102,11 +102,10 @@ def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, mo
     kernel, marker = tmp_path / "kernel.o", tmp_path / "marker"
     compiled = []
     monkeypatch.setattr(worker, "_compile", lambda *_: compiled.append(kernel) or kernel)
-    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
     write(marker, str(kernel))  # of a kernel that somebody has deleted
-    assert worker.compile_kernel(request, marker, None) is not None
+    assert worker.compile_kernel(GOOD, marker, None) is not None
     kernel.touch()
-    assert worker.compile_kernel(request, marker, None) is None
+    assert worker.compile_kernel(GOOD, marker, None) is None
     assert compiled == [kernel]
 
 
@@ -118,9 +117,8 @@ def test_deadline_is_kept():
 def test_without_the_libraries_it_says_why(monkeypatch):
     why = refuse("no-kernel-stack", "quack-kernels is not installed")
     monkeypatch.setattr(pool, "library_stack", lambda: why)
-    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
-    assert pool.submit([request]) == 0
-    assert pool.wait([request]) == {request: "quack-kernels is not installed"}
+    assert pool.submit([GOOD]) == 0
+    assert pool.wait([GOOD]) == {GOOD: "quack-kernels is not installed"}
 
 
 def in_a_daemon(request, found):
@@ -128,10 +126,9 @@ def in_a_daemon(request, found):
 
 
 def test_a_daemonic_process_leaves_compiling_to_the_first_launch():
-    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
     context = multiprocessing.get_context("fork")
     found = context.Queue()
-    process = context.Process(target=in_a_daemon, args=(request, found), daemon=True)
+    process = context.Process(target=in_a_daemon, args=(GOOD, found), daemon=True)
     process.start()
     assert found.get(timeout=60) == (0, [None])
     process.join()
@@ -166,8 +163,7 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
     for name in ("json", "sympy", "cutlass", "coda_inductor"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    bad = pool.KernelRequest(kinds()["scale"].to_json(), "100x100:2x1:pp", arch="90")
-    assert "has no kernel: 100 rows" in pool.wait([bad])[bad]
+    assert "has no kernel: 100 rows" in pool.wait([BAD])[BAD]
     assert not (tmp_path / "ran").exists()
 
 

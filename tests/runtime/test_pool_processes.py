@@ -23,6 +23,12 @@ ROOT = Path(__file__).parents[2]
 FOR_EVER = "import time; time.sleep(1000)"
 
 
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """The next server runs these statements when it starts."""
+    return lambda text: monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, text))
+
+
 @pytest.fixture(autouse=True)
 def quick_pool(tmp_path, monkeypatch):
     """A pool whose server compiles nothing, and whose kernels are never there."""
@@ -104,9 +110,8 @@ def test_workers_do_not_outlive_the_server():
     until(lambda: not any(map(alive, workers)))
 
 
-def test_a_parent_may_end_while_the_server_imports(tmp_path, monkeypatch):
-    slow = quick_server(tmp_path, "server._load = lambda *_: time.sleep(1000)")
-    monkeypatch.setattr(client, "_PROGRAM", slow)
+def test_a_parent_may_end_while_the_server_imports(serve):
+    serve("server._load = lambda *_: time.sleep(1000)")
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -180,14 +185,9 @@ def test_exit_takes_a_second(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, str(client._PROGRAM)]
     done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
+        command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path,
         check=False,
-    )
+    )  # fmt: skip
     end = time.time()
     assert done.returncode == 0, done.stderr
     said, at = done.stdout.splitlines()
@@ -242,24 +242,20 @@ def test_a_server_that_died_is_replaced():
     assert running()[0] != server
 
 
-def test_a_server_that_cannot_import_says_why(tmp_path, monkeypatch):
-    broken = quick_server(
-        tmp_path, "def broken(*_): raise ImportError('no libfoo')\nserver._load = broken"
-    )
-    monkeypatch.setattr(client, "_PROGRAM", broken)
+def test_a_server_that_cannot_import_says_why(serve):
+    serve("def broken(*_): raise ImportError('no libfoo')\nserver._load = broken")
     assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
 
 
-def test_a_limit_on_processes_is_a_reason(tmp_path, monkeypatch):
-    settings = "def fork(): raise OSError('too many')\nos.fork = fork"
-    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, settings))
+def test_a_limit_on_processes_is_a_reason(serve):
+    serve("def fork(): raise OSError('too many')\nos.fork = fork")
     requests = [ask("pass"), ask("pass", 1)]
     why = "no compile worker could be started: too many"
     assert pool.wait(requests) == dict.fromkeys(requests, why)
 
 
-def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, "server.IDLE = 0.5"))
+def test_an_idle_server_ends_and_another_is_started(serve):
+    serve("server.IDLE = 0.5")
     assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
     (server,) = pool._servers.values()
     until(lambda: server.ended, 30)
@@ -267,10 +263,9 @@ def test_an_idle_server_ends_and_another_is_started(tmp_path, monkeypatch):
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
 
-def test_no_server_ends_before_it_has_looked_for_requests(tmp_path, monkeypatch):
+def test_no_server_ends_before_it_has_looked_for_requests(serve):
     """As where a busy machine lets it wait for longer than an idle one lives."""
-    settings = "server.IDLE = -1; server._LOOK = 30"
-    monkeypatch.setattr(client, "_PROGRAM", quick_server(tmp_path, settings))
+    serve("server.IDLE = -1; server._LOOK = 30")
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
 
@@ -279,32 +274,18 @@ def test_what_a_library_prints_is_no_answer():
     assert pool.wait([ask(program)]) == {ask(program): None}
 
 
-def test_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    for name in ("CODA_COMPILE_WORKERS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    client._workers.cache_clear()
-    assert client.workers() == 12
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "want"),
-    [
-        (128, "8", 2),
-        (128, "2", 8),
-        (12, "2", 6),
-        (16, "64", 1),
-        (4, "8", 1),
-        (128, "1", 16),
-        (4, "", 4),
-        (4, "x", 4),
-    ],
-)
-def test_ranks_of_a_host_share_one_pool_of_workers(cores, ranks, want, monkeypatch):
+    [(128, "8", 2), (128, "2", 8), (12, "2", 6), (16, "64", 1), (4, "8", 1), (128, "1", 16),
+     (4, "", 4), (4, "x", 4), (12, None, 12)],
+)  # fmt: skip
+def test_ranks_of_a_host_share_one_worker_a_core_that_they_may_use(cores, ranks, want, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.delenv("CODA_COMPILE_WORKERS")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     client._workers.cache_clear()
     assert client.workers() == want
 

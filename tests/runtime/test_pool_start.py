@@ -68,13 +68,8 @@ def test_a_program_does_not_notice(tmp_path):
     environment.pop("CUTE_DSL_ARCH", None)
     done = subprocess.run(
         [sys.executable, str(file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=tmp_path,
-        check=False,
-    )
+        env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert "has no kernel: 100 rows" in answer["why"]

@@ -75,10 +75,7 @@ def test_of_many_near_ones_the_fastest_are_tried_again():
 def test_short_calls_are_not_tried_again(short):
     """Their host may not be ahead."""
     assert load.contenders(KNOWN | {short: load.LEAST_US - 1}, ["a", "b"]) == []
-
-
-def test_without_a_kernel_nothing_is_tried_again():
-    assert load.contenders({"plain": 300.0, "unfused": 330.0}, ["a"]) == []
+    assert load.contenders({"plain": 300.0, "unfused": 330.0}, ["a"]) == []  # without a kernel
 
 
 def test_what_is_far_behind_stays_as_far_behind():

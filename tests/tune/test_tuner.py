@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -130,43 +131,35 @@ def test_where_no_process_can_work_one_is_tried(known, machine, tmp_path, monkey
     assert machine.started == 1
 
 
-def test_a_config_that_does_not_compile_is_noted(machine, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_config_that_does_not_compile_is_noted(late, machine, tmp_path):
+    """One that was compiled too late is not: it is tried another time."""
     bad, *others = wanted()
-    machine.uncompiled = {bad: "out of registers"}
+    why = "its compilation took too long" if late else "out of registers"
+    machine.uncompiled = {bad: why}
     mine = tuner_of(tmp_path)
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
-    assert found.failed == {bad: "does not compile: out of registers"}
+    assert found.failed == ({} if late else {bad: f"does not compile: {why}"})
     assert list(found.us) == others
     assert all(bad not in m.get("configs", ()) for _, m in machine.said)
 
 
-def test_one_that_was_compiled_too_late_is_tried_another_time(machine, tmp_path):
-    bad, *others = wanted()
-    machine.uncompiled = {bad: "its compilation took too long"}
-    mine = tuner_of(tmp_path)
-    assert mine.measure([ONE])
-    found, _ = mine.store.find(ONE)
-    assert (found.failed, list(found.us)) == ({}, others)
-
-
 @pytest.mark.parametrize("how", ["uncompiled", "dies"])
 def test_that_no_config_works_is_a_result(how, machine, tmp_path):
-    """Else it would be tried again by every process."""
-    setattr(machine, how, dict.fromkeys(wanted(), "it cannot be"))
+    """Else it would be tried again by every process; that none was compiled in time is none."""
     mine = tuner_of(tmp_path)
+    if how == "uncompiled":
+        machine.uncompiled = dict.fromkeys(wanted(), "its compilation took too long")
+        late = tuner_of(tmp_path)
+        assert not late.measure([ONE])
+        assert set(late.left) == {key_of(ONE)}
+    setattr(machine, how, dict.fromkeys(wanted(), "it cannot be"))
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
     assert (dict(found.us), set(found.failed)) == ({}, set(wanted()))
     assert (found.unfused, found.plain) == (100.0, 80.0)
     assert not mine.left
-
-
-def test_that_nothing_was_compiled_in_time_is_none(machine, tmp_path):
-    machine.uncompiled = dict.fromkeys(wanted(), "its compilation took too long")
-    mine = tuner_of(tmp_path)
-    assert not mine.measure([ONE])
-    assert set(mine.left) == {key_of(ONE)}
 
 
 def test_what_does_not_fit_is_not_measured(machine, tmp_path, monkeypatch):
@@ -197,48 +190,42 @@ def test_out_of_memory_is_no_measurement(part, machine, tmp_path):
     assert len(machine.said) == asked
 
 
-def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, monkeypatch):
-    """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    first = Store(HOPPER, tmp_path)
+@contextlib.contextmanager
+def another(store, **found):
+    """Another process holds the lock for a while, and adds what it ``found``."""
     inside = threading.Event()
 
     def measures():
-        with lock.held(first.path, 10.0):
+        with lock.held(store.path, 10.0):
             inside.set()
             time.sleep(1.3)
-            first.add(keyed(ONE, figures({"x": 1.0})))
+            if found:
+                store.add(keyed(ONE, figures(found)))
 
     other = threading.Thread(target=measures)
     other.start()
     inside.wait()
-    second = tuner_of(tmp_path)
-    assert second.measure([ONE, OTHER])
+    yield
     other.join()
+
+
+def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, monkeypatch):
+    """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike. One
+    that waits for nobody measures."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    second = tuner_of(tmp_path)
+    with another(Store(HOPPER, tmp_path), x=1.0):
+        assert second.measure([ONE, OTHER])
     assert not machine.said
     assert set(second.left) == {key_of(OTHER)}
     assert second.store.find(ONE) is not None
-
-
-def test_a_rank_that_waits_for_nobody_measures(machine, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert tuner_of(tmp_path).measure([ONE])
-    assert machine.measured == [key_of(ONE)]
+    assert tuner_of(tmp_path).measure([OTHER])
+    assert machine.measured == [key_of(OTHER)]
 
 
 def test_who_is_no_rank_measures_what_another_process_left(machine, tmp_path):
-    inside = threading.Event()
-
-    def waits():
-        with lock.held(Store(HOPPER, tmp_path).path, 10.0):
-            inside.set()
-            time.sleep(1.3)
-
-    other = threading.Thread(target=waits)
-    other.start()
-    inside.wait()
-    assert tuner_of(tmp_path).measure([ONE])
-    other.join()
+    with another(Store(HOPPER, tmp_path)):
+        assert tuner_of(tmp_path).measure([ONE])
     assert machine.measured == [key_of(ONE)]
 
 
@@ -263,25 +250,18 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
         ("_uncompiled", RuntimeError("the pool is broken")),
         ("from_row", ValueError("times must be positive numbers")),
         ("same_kind", KeyError("x")),
+        ("torch.cuda.mem_get_info", RuntimeError("CUDA driver is lost")),
     ],
 )
 def test_nothing_is_raised(name, error, machine, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(tuner, name, fails)
+    monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
     mine = tuner_of(tmp_path)
     assert not mine.measure([ONE, OTHER])
     assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
     mine.close()
-
-
-def test_no_driver_is_no_error(machine, tmp_path, monkeypatch):
-    def fails(_):
-        raise RuntimeError("CUDA driver is lost")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert not tuner_of(tmp_path).measure([ONE])
 
 
 def test_an_answer_that_is_none_costs_its_site_alone(machine, tmp_path):
@@ -308,6 +288,9 @@ def test_what_cannot_be_written_is_known_in_this_process(machine, tmp_path, monk
 
 def test_processes_are_few_and_end(machine, tmp_path):
     mine = tuner_of(tmp_path)
+    assert not mine.measure([])
+    mine.close()
+    assert not machine.said
     mine.measure(SITES)
     mine.measure([site(m=512), site(m=1024), site(m=2048)])
     assert 1 <= machine.most <= 3  # two that measure, one for the device
@@ -316,10 +299,3 @@ def test_processes_are_few_and_end(machine, tmp_path):
     assert machine.busy == 0
     mine.close()
     assert len(machine.ended) == len(set(machine.ended))
-
-
-def test_no_process_is_started_for_nothing(machine, tmp_path):
-    mine = tuner_of(tmp_path)
-    assert not mine.measure([])
-    mine.close()
-    assert not machine.said

@@ -94,6 +94,11 @@ def figures_of(answer):
     return from_row({**answer["figures"], "key": ""})[1]
 
 
+def computes(program, monkeypatch):
+    run = lambda as_, bs, operands, *_, **__: reference.run(program, as_, bs, operands)  # noqa: E731
+    monkeypatch.setattr(worker, "gemm_epilogue", run)
+
+
 def test_the_device(bench):
     assert bench.ask(device=True) == {"device": {"bytes_per_us": 4.123e6, "launch_us": 2.512}}
 
@@ -184,10 +189,7 @@ def test_what_else_fails_is_an_answer(bench):
 
 @pytest.mark.parametrize("program", [paired_sums(), row_statistics()], ids=["pairs", "logsumexp"])
 def test_programs_with_several_outputs(program, bench, monkeypatch):
-    monkeypatch.setattr(
-        worker, "gemm_epilogue",
-        lambda as_, bs, operands, text, *_, **__: reference.run(program, as_, bs, operands),
-    )  # fmt: skip
+    computes(program, monkeypatch)
     of = Site(program, 32, 64, 64)
     found = figures_of(bench.ask(site=site_text(of), configs=[GOOD]))
     assert (found.failed, list(found.us)) == ({}, [GOOD])
@@ -196,10 +198,7 @@ def test_programs_with_several_outputs(program, bench, monkeypatch):
 @pytest.mark.parametrize("name", list(programs_fp8()))
 def test_sites_of_fp8(name, bench, monkeypatch):
     program = programs_fp8()[name]
-    monkeypatch.setattr(
-        worker, "gemm_epilogue",
-        lambda as_, bs, operands, text, *_, **__: reference.run(program, as_, bs, operands),
-    )  # fmt: skip
+    computes(program, monkeypatch)
     ran = {}
 
     def measured(calls, _):
