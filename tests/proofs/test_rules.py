@@ -20,7 +20,7 @@ from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.semantic import l2_norm, layer_norm, rms_norm
+from coda_inductor.semantic import layer_norm, rms_norm
 from coda_inductor.semantic.define import DEFINITIONS
 
 M, D, K, N = 3, 4, 5, 6  # -1 / D is exact
@@ -44,18 +44,6 @@ def rms_and_caller(x0, y, wo, gamma, wq, wk, c):
 def bare_rms(x0, y, wo, wg, wd):
     x = x0 + y @ wo
     return F.silu(rms_norm(x, None, EPS, x.dtype)[0] @ wg) @ wd
-
-
-def l2_and_gate(x0, y, wo, gamma, wg, wu, wd):
-    x = x0 + y @ wo
-    n = l2_norm(x, gamma, 2.0, 4.0, x.dtype)[0]
-    return x + swiglu(n @ wg, n @ wu) @ wd
-
-
-def l2_and_caller(x0, y, wo, gamma, wq, wk, c):
-    x = x0 + y @ wo
-    n = l2_norm(x, gamma, 2.0, 4.0, x.dtype)[0]
-    return x, n @ wq, torch.addmm(c, n, wk)
 
 
 def behind_a_norm_and_gate(x0, y, g0, wo, gamma, wg, wu, wd):
@@ -94,8 +82,6 @@ SUBJECTS = {
     "rms_and_gate": (rms_and_gate, *STREAM, (D, N), (D, N), (N, D)),
     "rms_and_caller": (rms_and_caller, *STREAM, (D, N), (D, N), (N,)),
     "bare_rms": (bare_rms, *STREAM[:3], (D, N), (N, D)),
-    "l2_and_gate": (l2_and_gate, *STREAM, (D, N), (D, N), (N, D)),
-    "l2_and_caller": (l2_and_caller, *STREAM, (D, N), (D, N), (N,)),
     "behind_a_norm_and_gate": (behind_a_norm_and_gate, *SANDWICH, (D, N), (D, N), (N, D)),
     "behind_a_norm_and_caller": (behind_a_norm_and_caller, *SANDWICH, (D, N), (D, N), (N,)),
     "layer_and_gate": (layer_and_gate, *LAYERS, (N,), (D, N), (N, D)),

@@ -15,7 +15,7 @@ After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
     dW = h.T @ zs - gamma colsum(m * zs)^T + beta colsum(dz)^T    h, m: as the forward stored them
 
 and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * rstd, zs only for dW.
-RMSNorm has no mean, m, beta and first; an l2 norm has radial where that has rstd**2 / d.
+RMSNorm has no mean, m, beta and first.
 
 Why it is valid: with nh = (x - mean) rstd and p = dn gamma, ``layer_norm_backward`` says
 dx = rstd (p - rowmean(p) - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p) = rowsum((dz W^T) gamma)
@@ -47,7 +47,7 @@ from coda_inductor.graph.gemms import OPTIONAL
 from coda_inductor.graph.nodes import aten, base, fake, readers, renames
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.rewrite.norm.forward import Deferred, Product
-from coda_inductor.rewrite.norm.uses import GRADIENTS, Uses
+from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
 
 
@@ -180,7 +180,8 @@ def _gradients(
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
-    put = Put(graph, like=backward, pattern=(GRADIENTS[backward.target], backward.name))
+    name = "rms_norm_backward" if norm.mean is None else "layer_norm_backward"
+    put = Put(graph, like=backward, pattern=(name, backward.name))
     s, x, gamma = backward.args[:3]
     needs = backward.args[-1]
     wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
@@ -193,10 +194,7 @@ def _gradients(
     if needs[0]:
         p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
         first, second = _row_sums(Put(graph, like=backward), p, centered, norm, products)
-        if norm.radial is None:
-            slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), second), -1.0 / d)
-        else:
-            slope = put.mul(put.mul(norm.radial, second), -1.0)
+        slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), second), -1.0 / d)
         level = None if first is None else put.mul(put.mul(norm.rstd, first), -1.0 / d)
         dx = put.add(p, put.mul(centered, slope))
         dx = dx if level is None else put.add(dx, level)

@@ -20,14 +20,7 @@ from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.semantic.l2_norm import l2_norm_backward
 from coda_inductor.semantic.norms import layer_norm_backward, rms_norm_backward
-
-#: The gradient of a norm -> what counts when it is rewritten.
-GRADIENTS = {
-    rms_norm_backward: "rms_norm_backward", l2_norm_backward: "l2_norm_backward",
-    layer_norm_backward: "layer_norm_backward",
-}  # fmt: skip
 
 
 @dataclass
@@ -146,7 +139,7 @@ def _gradient(statistics: list[Node], found: Uses) -> Refusal | None:
     if not readers:
         return None
     (found.backward, *others) = readers
-    if others or found.backward.target not in GRADIENTS:
+    if others or found.backward.target not in (rms_norm_backward, layer_norm_backward):
         return refuse("norm-statistics-read", "its rstd is read")
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:
