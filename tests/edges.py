@@ -141,26 +141,6 @@ class Normed(nn.Module):
         return x + self.down(a.transpose(1, 2).reshape(m, d))
 
 
-class Sandwich(nn.Module):
-    """A norm before and behind each half of a layer, as Gemma 3's, attention's half without it."""
-
-    def __init__(self, d: int, hidden: int):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(d, eps=1e-6) for _ in range(4))
-        self.v, self.o = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
-        self.gate, self.up = nn.Linear(d, hidden, bias=False), nn.Linear(d, hidden, bias=False)
-        self.down = nn.Linear(hidden, d, bias=False)
-        for norm in self.norms:
-            nn.init.normal_(norm.weight, 1.0, 0.3)
-
-    def forward(self, x, y):
-        before, behind, before_mlp, behind_mlp = self.norms
-        x = x + behind_mlp(y)
-        x = x + behind(self.o(self.v(before(x)).cumsum(0) / 8))
-        n = before_mlp(x)
-        return x + behind_mlp(self.down(F.gelu(self.gate(n), approximate="tanh") * self.up(n)))
-
-
 #: (kind of :class:`Normed`, singular value).
 SINGULAR = [(kind, s) for kind in ("linear", "two", "attention") for s in (1, 100, 1000)]
 SINGULAR += [("swiglu", 1), ("swiglu", 100)]  # at 1000 gates are all or nothing: a few decide

@@ -58,8 +58,9 @@ traffic takes at full bandwidth:
 
 OLMo 2 and BERT: the norm's result is read by the residual, so that somebody has to write it, and
 the kernel that does moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
-over rows of 1152. `gate="always"` lets the second norm wait ([patterns.md](patterns.md#rms_norm)),
-which leaves one or two; that was not measured.
+over rows of 1152. To let the second norm wait left one or two and did not pay: they took 0.96 ms in
+place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with `gate="always"`, which fuses
+everything else too), and a step 44.5 joules in place of 42.8.
 """
 
 

@@ -262,15 +262,6 @@ class Policy:
             hint(m), n, k, fake(a).element_size(), training=training, gpu=self.gpu
         )
 
-    def apart_norm_loses(self, gemm: Node) -> Refusal | None:
-        """Why deferring an RMSNorm past ``gemm`` and others is not known to pay where a kernel of
-        Inductor's makes its input, or None. It saves that kernel a loop over the row, and costs the
-        GEMMs an epilogue; nobody has measured either on a GPU."""
-        if self.options.gate != "auto" or not self._kernels(fake(gemm_inputs(gemm)[0])):
-            return None
-        text = "a kernel of Inductor's makes its input: what a norm gains there was never measured"
-        return refuse("norm-apart-unmeasured", text)
-
     def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
         """Why reading a packed projection's halves apart costs more than it saves, or None. In
         training its weight's gradient, (2F, K), is then put together by a copy; what is saved is

@@ -46,20 +46,6 @@ def bare_rms(x0, y, wo, wg, wd):
     return F.silu(rms_norm(x, None, EPS, x.dtype)[0] @ wg) @ wd
 
 
-def behind_a_norm_and_gate(x0, y, g0, wo, gamma, wg, wu, wd):
-    """The first norm stays, a residual reads it."""
-    x = x0 + rms_norm(y @ wo, g0, EPS, y.dtype)[0]
-    n = rms_norm(x, gamma, EPS, x.dtype)[0]
-    return x + swiglu(n @ wg, n @ wu) @ wd
-
-
-def behind_a_norm_and_caller(x0, y, g0, wo, gamma, wq, wk, c):
-    """The second one's gradient stays too."""
-    x = x0 + rms_norm(y @ wo, g0, EPS, y.dtype)[0]
-    n = rms_norm(x, gamma, EPS, x.dtype)[0]
-    return x, n @ wq, torch.addmm(c, n, wk)
-
-
 def layer_and_gate(x0, g0, b0, w1, wo, gamma, beta, wg, c, wu, wd):
     """The first norm stays; its mean is the pivot of the second."""
     y = torch.sigmoid(layer_norm(x0, g0, b0, EPS, x0.dtype)[0] @ w1)
@@ -76,22 +62,18 @@ def layer_and_caller(x0, g0, b0, w1, wo, gamma, beta, wq, c):
 
 
 STREAM = ((M, D), (M, K), (K, D), (D,))
-SANDWICH = ((M, D), (M, K), (D,), (K, D), (D,))
 LAYERS = ((M, D), (D,), (D,), (D, K), (K, D), (D,), (D,), (D, N))
 SUBJECTS = {
     "rms_and_gate": (rms_and_gate, *STREAM, (D, N), (D, N), (N, D)),
     "rms_and_caller": (rms_and_caller, *STREAM, (D, N), (D, N), (N,)),
     "bare_rms": (bare_rms, *STREAM[:3], (D, N), (N, D)),
-    "behind_a_norm_and_gate": (behind_a_norm_and_gate, *SANDWICH, (D, N), (D, N), (N, D)),
-    "behind_a_norm_and_caller": (behind_a_norm_and_caller, *SANDWICH, (D, N), (D, N), (N,)),
     "layer_and_gate": (layer_and_gate, *LAYERS, (N,), (D, N), (N, D)),
     "layer_and_caller": (layer_and_caller, *LAYERS, (N,)),
 }
 
 
-#: Norms and gradients of norms that stay: the first ones; with them a gradient that no GEMM makes.
-LEFT = {"behind_a_norm_and_gate": 2, "behind_a_norm_and_caller": 3, "layer_and_gate": 2,
-        "layer_and_caller": 2}  # fmt: skip
+#: Norms and gradients of norms that stay: the first ones.
+LEFT = {"layer_and_gate": 2, "layer_and_caller": 2}
 
 
 @functools.cache

@@ -166,15 +166,6 @@ def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
     assert always.split_loses(gemm, training=True) is None
 
 
-def test_a_norm_behind_inductors_kernel_is_not_measured():
-    gemm = next(n for n in graph_of(8192).nodes if n.op == "call_function")
-    policy, always = (Policy(parse(None, {"gate": g})) for g in ("auto", "always"))
-    said = policy.apart_norm_loses(gemm)
-    assert said is not None
-    assert said.code == "norm-apart-unmeasured"
-    assert always.apart_norm_loses(gemm) is None
-
-
 @pytest.mark.parametrize("m", [512, 8192])
 def test_a_layer_norm_waits_in_inference_only(m):
     """Measured of GPT-2 and ViT-L: the sums that its gradient needs cost more than it saves."""

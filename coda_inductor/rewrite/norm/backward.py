@@ -31,9 +31,6 @@ error of the same size, and ours takes its place. Elsewhere dz is in memory, and
 Where z is not at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it
 until then), or no GEMM makes dz, the row sums are those of s * gamma and s * gamma * (x - mean):
 known only after the GEMM, so that a kernel of Inductor's finishes dx.
-
-Where no epilogue made x (``inputs``) and no GEMM makes a dz, all this would cost zs, stored beside
-dz, and save nothing: the gradients stay, of n made anew from x and rstd.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import OPTIONAL
 from coda_inductor.graph.nodes import aten, base, fake, readers, renames
-from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sides import Scope
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
@@ -58,9 +55,8 @@ def differentiate(
     the GEMMs that follow, None where they cannot be told apart."""
     if norm.mean is None and not all(_at_hand(p.z, scope) for p in products or ()):
         products = None
-    # Without the dot of RMSNorm, a kernel after the dgrad finishes dx. It reads x, and makes h too;
-    # so does the dgrad's epilogue where nothing but a kernel of Inductor's has stored h.
-    norm.h.args[0].meta[KEEP] = norm.mean is not None or not (products is None or found.apart)
+    # Without the dot of RMSNorm, a kernel after the dgrad finishes dx. It reads x, and makes h too.
+    norm.h.args[0].meta[KEEP] = norm.mean is not None or products is not None
     scaled = _Scaled(graph, norm)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
@@ -78,33 +74,6 @@ def differentiate(
         old += backward.users
     settle(list(scaled.made.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
-
-
-def keep_gradients(graph: Graph, found: Uses, norm: Node, deferred: Deferred) -> None:
-    """Let the gradients of ``norm`` be what they were when its result is gone: they read its new
-    statistics, and its result made anew, once a checkpoint. For RMSNorm."""
-    if found.backward is not None:
-        found.backward.update_arg(3, deferred.rstd)
-    again: dict[tuple, Node] = {}
-    for wgrad in sorted(found.wgrads):
-        n_is_left, put = found.wgrads[wgrad], Put(graph, like=wgrad)
-        old = wgrad.args[0 if n_is_left else 1]
-        with graph.inserting_before(wgrad):
-            if (key := checkpoint(wgrad)) not in again:
-                again[key] = _again(put, norm, deferred)
-            n = again[key]
-            new = put.transpose(n) if n_is_left else n
-        wgrad.args = (new, wgrad.args[1]) if n_is_left else (wgrad.args[0], new)
-        prune([old])
-
-
-def _again(put: Put, norm: Node, deferred: Deferred) -> Node:
-    """The result of the RMSNorm ``norm`` as its GEMMs read it, (M, d)."""
-    wide = put.mul(put.cast(norm.args[0], fake(deferred.rstd).dtype), deferred.rstd)
-    if deferred.gamma is not None:
-        wide = put.mul(wide, put.cast(deferred.gamma, fake(wide).dtype))
-    n = put.cast(put.cast(wide, norm.args[3]), fake(deferred.h).dtype)
-    return put.reshape(n, put.sizes(deferred.h))
 
 
 def _at_hand(z: Node, scope: Scope) -> bool:

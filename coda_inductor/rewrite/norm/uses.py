@@ -33,7 +33,6 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        apart: no epilogue makes its input and statistics, but a kernel of Inductor's.
         pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
 
@@ -41,7 +40,6 @@ class Uses:
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
-    apart: bool = False
     pivot: Node | None = None
 
     @property
