@@ -177,8 +177,10 @@ _NOTHING = {
     "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
     "under measured/ in the cache folder",
     "statistics-only": "the norm stands before a residual, whose kernel reads the product",
-    "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
-    "and in training sums its gradients (options={'gate': 'always'} does it)",
+    "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows "
+    "(options={'gate': 'always'} does it)",
+    "layer-norm-training": "LayerNorms wait in inference only: in training the sums that their "
+    "gradients need take longer than the kernels that would go. RMSNorms wait in both",
     "fp8-terms": "FP8 products have scales of their own, so that their sum is no longer product",
     "no-store": "nothing of the tile would be written",
     "constant-tile": "the result is a constant",

@@ -21,8 +21,11 @@ from torch import nn
 SLACK = 1.2
 
 
-def outcome(call, model, inputs, dtype, tangent):
-    """The result, and the gradients of inputs and parameters, in float64."""
+def outcome(call, model, inputs, dtype, tangent, training):
+    """The result, and in training the gradients of inputs and parameters, in float64."""
+    if not training:
+        with torch.no_grad():
+            return [call(*(x.to(dtype) for x in inputs)).double()]
     inputs = [x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     out = call(*inputs)
     if tangent is None:
@@ -37,17 +40,18 @@ def hold(
     inputs: Sequence[torch.Tensor],
     compilers: Sequence[Callable[[nn.Module], Callable[..., Any]]],
     tangent: torch.Tensor | None = None,
+    training: bool = True,
 ) -> None:
     """Compare ``model`` in bfloat16 with itself in float64: in eager, and as each of ``compilers``
     makes it callable, ours being the last."""
     exact, model = copy.deepcopy(model.bfloat16()).double(), model.bfloat16()
     inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-    want = outcome(exact, exact, inputs, torch.float64, tangent)
+    want = outcome(exact, exact, inputs, torch.float64, tangent, training)
     errors = []
     for compiler in (None, *compilers):
         copied = copy.deepcopy(model)
         call = copied if compiler is None else compiler(copied)
-        have = outcome(call, copied, inputs, torch.bfloat16, tangent)
+        have = outcome(call, copied, inputs, torch.bfloat16, tangent, training)
         errors.append([(h - w).norm() for h, w in zip(have, want, strict=True)])
     *theirs, ours = errors
     for i, error in enumerate(ours):

@@ -209,7 +209,7 @@ class LayerNormBlock(nn.Module):
 
 
 def test_layer_norm_and_a_packed_gate_train():
-    """In float64: LayerNorms of float32 models are left alone."""
+    """The norms stay, the gate does not."""
     model, x = LayerNormBlock().double(), torch.randn(2, 5, D, dtype=torch.float64)
     results = []
     for call in (torch.compile(model, backend=coda, options={"strict": True}), model):
@@ -220,4 +220,4 @@ def test_layer_norm_and_a_packed_gate_train():
         results.append([out.detach(), inputs.grad, *(p.grad for p in model.parameters())])
     for ours, eager in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
-    assert counters["coda"]["layer_norm_backward"] == counters["coda"]["swiglu_backward"] == 1
+    assert (counters["coda"]["layer_norm"], counters["coda"]["swiglu_backward"]) == (0, 1)

@@ -33,8 +33,8 @@ TEXT = """# Models
 
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
 numerics, on a CPU, where no gate decides; `python3 tools/model_table.py > docs/models.md` makes
-this page again). No row has more than 1.2 times eager's error, forward or backward. In float32,
-LayerNorms stay.
+this page again). No row has more than 1.2 times eager's error, forward or backward. In float32 and
+in training, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of

@@ -8,6 +8,7 @@ after the pass gives equal fractions, element by element, in outputs and gradien
 from __future__ import annotations
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -72,14 +73,14 @@ SUBJECTS = {
 }
 
 
-#: Norms and gradients of norms that stay: the first ones.
-LEFT = {"layer_and_gate": 2, "layer_and_caller": 2}
+#: Norms that stay: the first ones.
+LEFT = {"layer_and_gate": 1, "layer_and_caller": 1}
 
 
 @functools.cache
 def subject(name):
     """(its joint graph, what that gives at each point)."""
-    graph = joint(*SUBJECTS[name])
+    graph = joint(*SUBJECTS[name], graded=name not in LEFT)  # LayerNorms wait in inference
     return graph, everywhere(graph)
 
 
@@ -101,10 +102,10 @@ def norms(graph):
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_norms_that_wait_are_the_same_numbers(name):
-    """R1, R3 and R4 for RMSNorm, R5 for LayerNorm."""
+    """R1, R3 and R4 for RMSNorm, R5 for LayerNorm, in inference."""
     graph, want = subject(name)
     rewritten = after(graph, defer)
-    assert len(norms(graph)) == (4 if name in LEFT else 2)
+    assert len(norms(graph)) == 2
     assert len(norms(rewritten)) == LEFT.get(name, 0)
     assert everywhere(rewritten) == want
 
@@ -117,7 +118,10 @@ def mutate(monkeypatch, number):
     def call(put, target, *args):
         node = plain(put, target, *args)
         floor = isinstance(args[-1], float) and 0 < args[-1] < 1e-20  # of a variance: no algebra
-        if target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor) and not floor:
+        # Any value a row may be the pivot: what is left out then is rounding.
+        pivot = any(getattr(a, "target", None) is operator.getitem for a in args)
+        free = floor or (pivot and target in (aten.add.Tensor, aten.sub.Tensor))
+        if target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor) and not free:
             shape = fake(node).shape
             same = [a for a in args if hasattr(a, "meta") and fake(a).shape == shape]
             if same and next(seen) == number:

@@ -8,5 +8,5 @@ uses       who reads a norm: GEMMs, its gradient, the gradients of weights
 pivot      LayerNorm only: the mean at hand without which its operand would round too much
 forward    one norm: its statistics, the operand of the GEMMs, the GEMMs
 consumers  one of these GEMMs: row scale and shift
-backward   the gradients of the norm and of the weights
+backward   RMSNorm only: its gradients and the weights'
 """

@@ -12,7 +12,8 @@ epilogues that follow apply rstd.
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
 (``inputs``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
-options["fp16_norms"]); of LayerNorm, what ``pivot`` says.
+options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
+their gradients would need cost more than is saved (docs/gotchas.md).
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     found = uses(norm, scope)
     if isinstance(found, Refusal):
         return found
+    if norm.target is layer_norm and (found.backward is not None or found.wgrads):
+        return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     why = _refusal(norm, found, scope, record)
     if why is not None or norm.target is not layer_norm:
         return why or found
@@ -90,14 +93,14 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(pivot, Refusal):
         return pivot
     found.pivot = pivot
-    return record.policy.norm_loses(found.gemms, found.backward is not None) or found
+    return record.policy.norm_loses(found.gemms) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
     """Why the conditions of both norms do not hold, or None."""
-    legal, gradient = record.policy.legal, f"{NORMS[norm.target]}_backward"
-    if found.backward is not None and not record.enabled(gradient):
-        return refuse("disabled", f"options['disable'] names {gradient}")
+    legal = record.policy.legal
+    if found.backward is not None and not record.enabled("rms_norm_backward"):
+        return refuse("disabled", "options['disable'] names rms_norm_backward")
     if not found.gemms:
         return refuse("norm-no-gemm", "no GEMM reads it")
     if found.dtype == torch.float16 and not record.options.fp16_norms:

@@ -70,10 +70,9 @@ class Shift:
 
 @dataclass(frozen=True)
 class Product:
-    """A GEMM that follows: its result ``z`` (M, N), LayerNorm's ``shift``, the gradient ``dz``."""
+    """A GEMM that follows an RMSNorm: its result ``z`` (M, N), and the gradient ``dz`` of that."""
 
     z: Node
-    shift: Shift | None
     dz: Node
 
 
@@ -82,20 +81,19 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target], norm.name)
     deferred = statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivot)
-    gradients = found.gradients(biased=found.pivot is not None)
-    made: dict[Node, tuple[Node, Shift | None]] = {}
+    gradients = found.gradients()
+    made: dict[Node, Node] = {}
     for gemm in found.gemms:
         with graph.inserting_before(gemm):
             shift = _shift(Put(graph, like=gemm), gemm, deferred)
             z = _scale(Put(graph, like=gemm, pattern=pattern), gemm, deferred, shift)
-        made[gemm] = z, shift
+        made[gemm] = z
         gemm.replace_all_uses_with(z)
         prune([gemm])
     if gradients is None:
         return deferred, None
     # The order in which epilogues add their parts up, and so the keys of programs, hang on it.
-    order = gradients if found.pivot is None else sorted(gradients)
-    return deferred, [Product(*made[gemm], gradients[gemm]) for gemm in order]
+    return deferred, [Product(made[gemm], dz) for gemm, dz in gradients.items()]
 
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:

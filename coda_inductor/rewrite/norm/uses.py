@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.collectives import ahead, behind, between
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, producer, terms
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -52,10 +52,9 @@ class Uses:
         """Does a GEMM make every dz, so that its epilogue can scale it?"""
         return all(producer(dgrad.args[0]) is not None for dgrad in self.dgrads)
 
-    def gradients(self, *, biased: bool) -> dict[Node, Node] | None:
+    def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
-        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias;
-        ``biased``: a plain bias hides nothing, for the caller subtracts it."""
+        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
         found: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = dgrad.args
@@ -65,8 +64,7 @@ class Uses:
             if len(same_weight) != 1 or same_weight[0] in found:
                 return None
             (gemm,) = same_weight
-            known = gemm.target is aten.mm.default or (biased and plain_bias(gemm))
-            if not known or not same(fake(gemm).shape, fake(dz).shape):
+            if gemm.target is not aten.mm.default or not same(fake(gemm).shape, fake(dz).shape):
                 return None
             found[gemm] = dz
         return found
