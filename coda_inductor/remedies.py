@@ -38,7 +38,6 @@ _DO = {
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
     "heads-unmeasured": f"mode='max-autotune' measures it; {_ALWAYS}.",
-    "norm-apart-unmeasured": f"{_ALWAYS}.",
     "turned-unmeasured": f"options={{'tune': 'auto'}} measures it; {_ALWAYS}.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
@@ -74,8 +73,7 @@ _DO = {
     "float16-overflow": "Use bfloat16; or options={'fp16_norms': True}, if the residual stream "
     "stays far below 65504.",
     "norm-input-elsewhere": "Look at what lies between that GEMM and the norm: an op outside of "
-    "the vocabulary, a reshape of the rows, or a second norm stops the epilogue, which a LayerNorm "
-    "and a norm whose result is quantized need.",
+    "the vocabulary, a reshape of the rows, or a second norm (sandwich norms) stops the epilogue.",
     "norm-read-elsewhere": "The normalized tensor has another reader than projections (an output, "
     "a router, a residual around it): let that one read the input of the norm, if the model allows "
     "it. Where logits are returned beside a loss, the last norm's result is kept for their "
@@ -171,8 +169,10 @@ _NOTHING = {
     "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
     "under measured/ in the cache folder",
     "statistics-only": "the norm stands before a residual, whose kernel reads the product",
-    "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows, "
-    "and in training sums its gradients (options={'gate': 'always'} does it)",
+    "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows "
+    "(options={'gate': 'always'} does it)",
+    "layer-norm-training": "LayerNorms wait in inference only: in training the sums that their "
+    "gradients need take longer than the kernels that would go. RMSNorms wait in both",
     "fp8-terms": "FP8 products have scales of their own, so that their sum is no longer product",
     "no-store": "nothing of the tile would be written",
     "constant-tile": "the result is a constant",
@@ -180,7 +180,8 @@ _NOTHING = {
     "head-distance": "the other column is in another thread's registers",
     "shared-memory": "the epilogue loads and stores too much for one tile",
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
-    "it. Elsewhere, look for an op between the GEMM and the norm that is not elementwise (a "
+    "it. Behind a residual that another norm made (Gemma 2), a kernel of Inductor's makes it. "
+    "Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, a "
     "gather, a graph break)",
     "collective": "a collective needs all that each rank has before anything that follows; what "
     "lies on either side is fused by itself. Under FSDP, which shards no product, norms and GEMMs "

@@ -21,8 +21,11 @@ from torch import nn
 SLACK = 1.2
 
 
-def outcome(call, model, inputs, dtype, tangent):
-    """The result, and the gradients of inputs and parameters, in float64."""
+def outcome(call, model, inputs, dtype, tangent, training):
+    """The result, and in training the gradients of inputs and parameters, in float64."""
+    if not training:
+        with torch.no_grad():
+            return [call(*(x.to(dtype) for x in inputs)).double()]
     inputs = [x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     out = call(*inputs)
     if tangent is None:
@@ -37,17 +40,18 @@ def hold(
     inputs: Sequence[torch.Tensor],
     compilers: Sequence[Callable[[nn.Module], Callable[..., Any]]],
     tangent: torch.Tensor | None = None,
+    training: bool = True,
 ) -> None:
     """Compare ``model`` in bfloat16 with itself in float64: in eager, and as each of ``compilers``
     makes it callable, ours being the last."""
     exact, model = copy.deepcopy(model.bfloat16()).double(), model.bfloat16()
     inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-    want = outcome(exact, exact, inputs, torch.float64, tangent)
+    want = outcome(exact, exact, inputs, torch.float64, tangent, training)
     errors = []
     for compiler in (None, *compilers):
         copied = copy.deepcopy(model)
         call = copied if compiler is None else compiler(copied)
-        have = outcome(call, copied, inputs, torch.bfloat16, tangent)
+        have = outcome(call, copied, inputs, torch.bfloat16, tangent, training)
         errors.append([(h - w).norm() for h, w in zip(have, want, strict=True)])
     *theirs, ours = errors
     for i, error in enumerate(ours):
@@ -139,26 +143,6 @@ class Normed(nn.Module):
         )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.down(a.transpose(1, 2).reshape(m, d))
-
-
-class Sandwich(nn.Module):
-    """A norm before and behind each half of a layer, as Gemma 3's, attention's half without it."""
-
-    def __init__(self, d: int, hidden: int):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(d, eps=1e-6) for _ in range(4))
-        self.v, self.o = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
-        self.gate, self.up = nn.Linear(d, hidden, bias=False), nn.Linear(d, hidden, bias=False)
-        self.down = nn.Linear(hidden, d, bias=False)
-        for norm in self.norms:
-            nn.init.normal_(norm.weight, 1.0, 0.3)
-
-    def forward(self, x, y):
-        before, behind, before_mlp, behind_mlp = self.norms
-        x = x + behind_mlp(y)
-        x = x + behind(self.o(self.v(before(x)).cumsum(0) / 8))
-        n = before_mlp(x)
-        return x + behind_mlp(self.down(F.gelu(self.gate(n), approximate="tanh") * self.up(n)))
 
 
 #: (kind of :class:`Normed`, singular value).

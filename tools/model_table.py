@@ -33,8 +33,8 @@ TEXT = """# Models
 
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
 numerics, on a CPU, where no gate decides; `python3 tools/model_table.py > docs/models.md` makes
-this page again). No row has more than 1.2 times eager's error, forward or backward. In float32,
-LayerNorms stay.
+this page again). No row has more than 1.2 times eager's error, forward or backward. In float32 and
+in training, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
 attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of
@@ -58,8 +58,9 @@ traffic takes at full bandwidth:
 
 OLMo 2 and BERT: the norm's result is read by the residual, so that somebody has to write it, and
 the kernel that does moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
-over rows of 1152. `gate="always"` lets the second norm wait ([patterns.md](patterns.md#rms_norm)),
-which leaves one or two; that was not measured.
+over rows of 1152. To let the second norm wait left one or two and did not pay: they took 0.96 ms in
+place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with `gate="always"`, which fuses
+everything else too), and a step 44.5 joules in place of 42.8.
 """
 
 

@@ -39,7 +39,6 @@ _BY_PATTERN = {
     "swiglu": "SiLU(gate) * up",
     "swiglu_backward": "SwiGLU gradient",
     "rms_norm_backward": "RMSNorm gradient",
-    "l2_norm_backward": "L2 norm gradient",
 }
 
 

@@ -21,7 +21,6 @@ from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.graph.collectives import ahead, between, overlapped
 from coda_inductor.graph.gemms import (
     GEMMS,
-    OPTIONAL,
     WEIGHT_GRADIENT,
     gemm_inputs,
     multiplies_after,
@@ -287,10 +286,8 @@ def _of_weight(anchor: Node) -> bool:
 
 
 def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
-    """``why``, no failure where the GEMM need not be fused: so is a weight's gradient, whose K may
-    suit no kernel."""
-    optional = anchor.meta.get(OPTIONAL) or _of_weight(anchor)
-    return why.excused() if why is not None and optional else why
+    """``why``, which is no failure of a weight's gradient, whose K may suit no kernel."""
+    return why.excused() if why is not None and _of_weight(anchor) else why
 
 
 def _absorbed(region: Region) -> tuple[str, ...]:

@@ -20,10 +20,6 @@ GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
 #: What multiplies in a graph as it was traced: scaled products are raised by a pass.
 TRACED = (*GEMMS, aten_scaled_mm)
 
-#: In the meta of a GEMM that may stay unfused without a warning: what it could absorb is no more
-#: than a correction of a weight's gradient, whose K is the number of rows and may suit no kernel.
-OPTIONAL = "coda_optional"
-
 #: In the meta of a scaled product that makes a weight's gradient: its factors do not tell.
 WEIGHT_GRADIENT = "coda_weight_gradient"
 

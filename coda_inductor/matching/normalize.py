@@ -135,8 +135,6 @@ def _with_options(name: str, node: Node) -> Canon | None:
     if set(given) - {"input", *options} or "input" not in given:
         return None
     given = {**options, **given}
-    if name == "clamp" and given["max"] is None:
-        name, options = "clamp_min", {"min": None}
     if given.pop("inplace", False):
         return None
     return Canon(name, (given.pop("input"), *(given[key] for key in options if key in given)))
@@ -349,6 +347,5 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "vector_norm": rows.norm,
     "linalg_vector_norm": rows.norm,
     "linalg_norm": rows.norm,
-    "normalize": rows.normalized,
     "layer_norm": _layer_norm,
 }

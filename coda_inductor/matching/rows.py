@@ -67,16 +67,6 @@ def norm(node: Node) -> Canon | None:
     return Canon("norm_last", (given[names[0]],)) if last else None
 
 
-def normalized(node: Node) -> Canon | None:
-    """``F.normalize`` along the last dimension: the input and eps."""
-    defaults = {"p": 2.0, "dim": 1, "eps": 1e-12, "out": None}
-    given = named(node, "input", *defaults, **defaults)
-    if given is None or given["p"] != 2 or given["out"] is not None:
-        return None
-    last = is_last(given["dim"], given["input"])
-    return Canon("normalized_last", (given["input"], given["eps"])) if last else None
-
-
 def std(node: Node) -> Canon | None:
     """A row's deviation, which stays: the biased one too, for no op is made of either."""
     given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **VAR)

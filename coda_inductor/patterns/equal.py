@@ -130,7 +130,7 @@ def _solved(key: Any, root: Any) -> dict[Any, Any]:
 def _line(condition: Any) -> tuple[Any, Any, int]:
     """(key, root, sign): the condition compares ``sign * (key - root)`` with zero. The key is a
     symbol if the condition is linear in one, else a whole expression with the root 0."""
-    gap = sympy.expand(condition.lhs - condition.rhs).primitive()[1]  # one key for one condition
+    gap = sympy.expand(condition.lhs - condition.rhs)
     symbols = gap.free_symbols
     if len(symbols) == 1:
         (symbol,) = symbols

@@ -236,13 +236,6 @@ def _nll_loss(
     return (loss.sum() if reduction == 2 else loss.sum() / n), n
 
 
-def _vector_norm(
-    _cls: Any, x: Any, ord_: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any
-) -> Any:
-    assert ord_ == 2, "the root of the sum of squares"
-    return torch.sqrt(x.square().sum(dims, keepdim=keepdim))
-
-
 def _mm(cls: Any, a: Any, b: Any) -> Any:
     """(M, K) times (K, N)."""
     a, b = cls.exactly(a), cls.exactly(b)
@@ -271,6 +264,5 @@ Exact.specials.update({
     "zeros_like": _filled(0), "ones_like": _filled(1), "sum": _sum, "mean": _mean, "var": _var,
     "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
     "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss, "mm": _mm, "addmm": _addmm,
-    "linalg_vector_norm": _vector_norm,
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
 })  # fmt: skip

@@ -118,31 +118,18 @@ def loses(site: Site, fused: float, unfused: float, ground: str = "measured") ->
     return refuse("expected-slower", text)
 
 
-def norm_loses(
-    m: int, n: int, k: int, width: int, *, training: bool, gpu: Gpu = H100
-) -> Refusal | None:
+def norm_loses(m: int, n: int, k: int, width: int, *, gpu: Gpu = H100) -> Refusal | None:
     """Why a LayerNorm over (m, k) is expected to be slower put off past GEMMs with ``n`` columns
     together, or None. ``width``: bytes an element.
 
-    What is saved: the kernel that reads the product before the norm and writes its result; in
-    training also the one that reads the norm's gradient, its input and the residual's gradient, and
-    writes their sum. What it costs: the weights are read once more for the vectors gamma^T W and
-    beta^T W; in training their gradients are corrected by terms of rank one, read and written, and
-    the products and their gradients, (m, n), are read once more for two sums over rows and one over
-    columns. Epilogues that take these sums on the way took as much longer (docs/gotchas.md), so
-    that with three or more times as many columns after a norm as in it, training never pays.
+    What is saved: the kernel that reads the product before the norm and writes its result. What it
+    costs: the weights are read once more for the vectors gamma^T W and beta^T W.
     """
-    saved, launches = 2 * m * k, 1
-    costs, more = n * k, 1
-    if training:
-        saved, launches = saved + 3 * m * k, 2
-        costs, more = costs + 2 * n * k + 2 * m * n, 3
-    won = saved * width / gpu.bytes_per_us + launches * gpu.launch_us
-    lost = costs * width / gpu.bytes_per_us + more * gpu.launch_us
+    won = 2 * m * k * width / gpu.bytes_per_us + gpu.launch_us
+    lost = n * k * width / gpu.bytes_per_us + gpu.launch_us
     if lost <= won:
         return None
-    what = "weights and gradients" if training else "weights"
-    text = f"expected {lost:.0f} us for reading its {what} again, {won:.0f} us saved"
+    text = f"expected {lost:.0f} us for reading its weights again, {won:.0f} us saved"
     return refuse("layer-norm-slower", text)
 
 

@@ -232,25 +232,14 @@ class Policy:
         )
         return why is None or why.code != "shared-memory"
 
-    def norm_loses(self, gemms: list[Node], training: bool) -> Refusal | None:
+    def norm_loses(self, gemms: list[Node]) -> Refusal | None:
         """Why deferring a LayerNorm past ``gemms`` costs more than it saves, or None."""
         a, _ = gemm_inputs(gemms[0])
         if self.options.gate != "auto" or not self._kernels(fake(a)):
             return None
         m, k = fake(a).shape
         n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
-        return gate.norm_loses(
-            hint(m), n, k, fake(a).element_size(), training=training, gpu=self.gpu
-        )
-
-    def apart_norm_loses(self, gemm: Node) -> Refusal | None:
-        """Why deferring an RMSNorm past ``gemm`` and others is not known to pay where a kernel of
-        Inductor's makes its input, or None. It saves that kernel a loop over the row, and costs the
-        GEMMs an epilogue; nobody has measured either on a GPU."""
-        if self.options.gate != "auto" or not self._kernels(fake(gemm_inputs(gemm)[0])):
-            return None
-        text = "a kernel of Inductor's makes its input: what a norm gains there was never measured"
-        return refuse("norm-apart-unmeasured", text)
+        return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
     def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
         """Why reading a packed projection's halves apart costs more than it saves, or None. In

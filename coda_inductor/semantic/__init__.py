@@ -8,11 +8,8 @@ differentiate have a backward op of the same kind, so that the joint graph still
 its flags say which gradients are wanted, so that frozen weights need no patterns of their own.
 """
 
-from coda_inductor.semantic.l2_norm import l2_norm
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_pairs
 
-__all__ = [
-    "cross_entropy", "l2_norm", "layer_norm", "rms_norm", "rotate", "rotate_apart", "rotate_pairs",
-]  # fmt: skip
+__all__ = ["cross_entropy", "layer_norm", "rms_norm", "rotate", "rotate_apart", "rotate_pairs"]

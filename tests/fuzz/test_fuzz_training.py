@@ -9,8 +9,8 @@ from fuzz_seeds import outcome, report, totals
 PROGRAMS = 16
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
-    "rms_norm": 7, "rms_norm_backward": 7, "layer_norm": 6, "layer_norm_backward": 6, "swiglu": 7,
-    "swiglu_backward": 7, "pair": 9, "sum": 2, "cross_entropy": 5, "cross_entropy_backward": 2,
+    "rms_norm": 7, "rms_norm_backward": 7, "swiglu": 7, "swiglu_backward": 7,
+    "pair": 9, "sum": 2, "cross_entropy": 5, "cross_entropy_backward": 2,
     "embedding_backward": 2,
 }  # fmt: skip
 

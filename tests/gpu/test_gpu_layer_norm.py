@@ -73,6 +73,6 @@ def test_error_is_no_worse_than_torch_compiles(rows, mean, packed, training):
     sites = [s for s in coda_inductor.reports()[-1].sites if s.fused]
     assert {s.how for s in sites} == {"kernel"}
     assert sum(s.program.paired for s in sites) == 1
-    assert any("layer_norm" in s.patterns for s in sites)
+    assert any("layer_norm" in s.patterns for s in sites) == (not training)
     for mine_, theirs_, eager_ in zip(mine, theirs, eagers, strict=True):
         assert 0 <= mine_ <= SLACK * max(theirs_, eager_), (mine, theirs, eagers)

@@ -13,7 +13,6 @@ from float8 import needs_scaled_mm
 
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
-from coda_inductor.semantic.l2_norm import l2_norm, l2_norm_backward
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import (
     layer_norm,
@@ -100,10 +99,6 @@ def test_backward_ops_skip_what_is_not_needed(mask):
     some = rms_norm_backward(dy, x, weight, rstd, [*mask])
     for need, have, want in zip(mask, some, full, strict=True):
         assert_same(have, want if need else want.new_empty(0))
-    full = l2_norm_backward(dy, x, weight, rstd, rstd, [True, True])
-    some = l2_norm_backward(dy, x, weight, rstd, rstd, [*mask])
-    for need, have, want in zip(mask, some, full, strict=True):
-        assert_same(have, want if need else want.new_empty(0))
     _, mean, rstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
     full = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [True] * 3)
     some = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [*mask, mask[0]])
@@ -127,11 +122,6 @@ def examples(dtype):
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
-        l2_norm: (x, weight, 2.0, 1.0, dtype),
-        l2_norm_backward: (
-            *(up.detach(), x.detach(), weight.detach(), rstd.detach(), rstd.detach()),
-            [True] * 2,
-        ),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         **loss_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),

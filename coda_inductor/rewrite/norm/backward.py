@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients around a deferred norm, after the GEMMs that make its own (rules R3, R4).
+"""The gradients around a deferred RMSNorm, after the GEMMs that make its own (rules R3, R4).
 
-Before (x is M x d; one z = n @ W + b, dz its gradient, for every GEMM)::
+Before (x is M x d; one z = n @ W, dz its gradient, for every GEMM)::
 
-    dn = sum of dz @ W.T;  dx, dgamma, dbeta = norm_backward(dn, x, gamma, ...);  dW = n.T @ dz
+    dn = sum of dz @ W.T;  dx, dgamma = rms_norm_backward(dn, x, gamma, ...);  dW = n.T @ dz
 
 After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
 
-    zs = dz * rstd;  second = sum of rowsum(dz * (z - beta^T W - b))
-    first = sum of rowsum(dz * (gamma^T W))        (all three where dz is made)
-    s = sum of zs @ W.T                            one GEMM or several, its epilogue:
-    dx = s * gamma - (rstd**2 / d) * second * (x - mean) - (rstd / d) * first
-    dgamma = colsum(s * (x - mean));  dbeta = colsum(s / rstd)    (partials)
-    dW = h.T @ zs - gamma colsum(m * zs)^T + beta colsum(dz)^T    h, m: as the forward stored them
+    zs = dz * rstd;  dot = sum of rowsum(dz * z)          (both where dz is made)
+    s = sum of zs @ W.T                                   one GEMM or several, its epilogue:
+    dx = s * gamma - (rstd**2 / d) * dot * x
+    dgamma = colsum(s * x)                                (partials)
+    dW = h.T @ zs                                         h: as the forward stored it
 
 and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * rstd, zs only for dW.
-RMSNorm has no mean, m, beta and first; an l2 norm has radial where that has rstd**2 / d.
 
-Why it is valid: with nh = (x - mean) rstd and p = dn gamma, ``layer_norm_backward`` says
-dx = rstd (p - rowmean(p) - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p) = rowsum((dz W^T) gamma)
-= rowsum(dz (gamma^T W)) and rowsum(p nh) = rowsum((dz W^T)(n - beta)) = rowsum(dz ((n - beta) W))
-(R3), n W being z without its bias. n = D_rstd h - (rstd m) gamma^T + 1 beta^T, transposed and
-multiplied with dz, is dW (R4).
+Why it is valid: with nh = x rstd and p = dn gamma, ``rms_norm_backward`` says
+dx = rstd (p - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p nh) = rowsum((dz W^T) n)
+= rowsum(dz (n W)) (R3), n W being z. n = D_rstd h, transposed and multiplied with
+dz, is dW (R4).
 
 Rounding: zs and z are rounded to 16 bits. Where W has a singular value much larger than the others
 and dz hardly any of its direction, that error is all there is in dx: 40 times eager's at 1000 times
@@ -29,11 +26,8 @@ the others, if dz itself was exact. Where a GEMM makes dz, eager rounds the GEMM
 error of the same size, and ours takes its place. Elsewhere dz is in memory, and is read as it is.
 
 Where z is not at hand (a bias hides it, a weight is shared by two GEMMs, nothing else would keep it
-until then), or no GEMM makes dz, the row sums are those of s * gamma and s * gamma * (x - mean):
-known only after the GEMM, so that a kernel of Inductor's finishes dx.
-
-Where no epilogue made x (``inputs``) and no GEMM makes a dz, all this would cost zs, stored beside
-dz, and save nothing: the gradients stay, of n made anew from x and rstd.
+until then), or no GEMM makes dz, the dot is the row sum of s * gamma * x: known only after the
+GEMM, so that a kernel of Inductor's finishes dx.
 """
 
 from __future__ import annotations
@@ -43,11 +37,10 @@ import operator
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.gemms import OPTIONAL
 from coda_inductor.graph.nodes import aten, base, fake, readers, renames
-from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sides import Scope
 from coda_inductor.rewrite.norm.forward import Deferred, Product
-from coda_inductor.rewrite.norm.uses import GRADIENTS, Uses
+from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
 
 
@@ -56,11 +49,10 @@ def differentiate(
 ) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None where they cannot be told apart."""
-    if norm.mean is None and not all(_at_hand(p.z, scope) for p in products or ()):
+    if not all(_at_hand(p.z, scope) for p in products or ()):
         products = None
-    # Without the dot of RMSNorm, a kernel after the dgrad finishes dx. It reads x, and makes h too;
-    # so does the dgrad's epilogue where nothing but a kernel of Inductor's has stored h.
-    norm.h.args[0].meta[KEEP] = norm.mean is not None or not (products is None or found.apart)
+    # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
+    norm.h.args[0].meta[KEEP] = products is not None
     scaled = _Scaled(graph, norm)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
@@ -80,33 +72,6 @@ def differentiate(
     prune(old)
 
 
-def keep_gradients(graph: Graph, found: Uses, norm: Node, deferred: Deferred) -> None:
-    """Let the gradients of ``norm`` be what they were when its result is gone: they read its new
-    statistics, and its result made anew, once a checkpoint. For RMSNorm."""
-    if found.backward is not None:
-        found.backward.update_arg(3, deferred.rstd)
-    again: dict[tuple, Node] = {}
-    for wgrad in sorted(found.wgrads):
-        n_is_left, put = found.wgrads[wgrad], Put(graph, like=wgrad)
-        old = wgrad.args[0 if n_is_left else 1]
-        with graph.inserting_before(wgrad):
-            if (key := checkpoint(wgrad)) not in again:
-                again[key] = _again(put, norm, deferred)
-            n = again[key]
-            new = put.transpose(n) if n_is_left else n
-        wgrad.args = (new, wgrad.args[1]) if n_is_left else (wgrad.args[0], new)
-        prune([old])
-
-
-def _again(put: Put, norm: Node, deferred: Deferred) -> Node:
-    """The result of the RMSNorm ``norm`` as its GEMMs read it, (M, d)."""
-    wide = put.mul(put.cast(norm.args[0], fake(deferred.rstd).dtype), deferred.rstd)
-    if deferred.gamma is not None:
-        wide = put.mul(wide, put.cast(deferred.gamma, fake(wide).dtype))
-    n = put.cast(put.cast(wide, norm.args[3]), fake(deferred.h).dtype)
-    return put.reshape(n, put.sizes(deferred.h))
-
-
 def _at_hand(z: Node, scope: Scope) -> bool:
     """Is the product ``z`` in memory in the backward pass anyway? Queries and keys are not: what
     attention reads are their rotations."""
@@ -120,7 +85,6 @@ class _Scaled:
     def __init__(self, graph: Graph, norm: Deferred):
         self.graph, self.norm, self.wide = graph, norm, fake(norm.flat).dtype
         self.made: dict[Node, Node] = {}
-        self.sums: dict[Node, tuple[Node, Node | None]] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
         """``dz * rstd``."""
@@ -131,47 +95,16 @@ class _Scaled:
                 self.made[key] = put.cast(zs, fake(dz).dtype)
         return self.made[key]
 
-    def columns(self, dz: Node, put: Put) -> tuple[Node, Node | None]:
-        """colsum(m * zs) and colsum(dz), each (N,); the second only for a norm with a bias."""
-        if (key := base(dz)) not in self.sums:
-            centered = put.mul(put.cast(self.made[key], self.wide), self.norm.center)
-            first, second = put.column_sum(centered), None
-            if self.norm.beta is not None:
-                second = put.column_sum(put.cast(dz, self.wide))
-            self.sums[key] = first, second
-        return self.sums[key]
-
 
 def _weight_gradient(
     put: Put, wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled
 ) -> None:
-    """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs, and for LayerNorm two
-    terms of rank one."""
+    """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs."""
     dz = wgrad.args[1] if n_is_left else wgrad.args[0].args[0]
-    zs, sums = scaled(dz, wgrad), None
+    zs = scaled(dz, wgrad)
     with put.graph.inserting_before(wgrad):
-        if norm.center is not None:
-            sums = scaled.columns(dz, put)
         left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
         wgrad.args = (put.transpose(left), right)
-    if sums is None:
-        return
-    wgrad.meta[OPTIONAL] = True
-    users, across = list(wgrad.users), [1, -1] if n_is_left else [-1, 1]
-
-    def rank_one(vector: Node | None, columns: Node) -> Node:
-        term = put.reshape(columns, across)
-        if vector is None:
-            return term
-        return put.mul(term, put.reshape(put.cast(vector, scaled.wide), across[::-1]))
-
-    with put.graph.inserting_before(wgrad.next):
-        total = put.sub(put.cast(wgrad, scaled.wide), rank_one(norm.gamma, sums[0]))
-        if sums[1] is not None:
-            total = put.add(total, rank_one(norm.beta, sums[1]))
-        total = put.cast(total, fake(wgrad).dtype)
-    for user in users:
-        user.replace_input_with(wgrad, total)
 
 
 def _gradients(
@@ -180,56 +113,32 @@ def _gradients(
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
-    put = Put(graph, like=backward, pattern=(GRADIENTS[backward.target], backward.name))
+    put = Put(graph, like=backward, pattern=("rms_norm_backward", backward.name))
     s, x, gamma = backward.args[:3]
     needs = backward.args[-1]
     wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
-    s, centered = put.cast(s, wide), put.cast(x, wide)
+    s, x_wide = put.cast(s, wide), put.cast(x, wide)
     if not early:
         s = put.mul(s, norm.rstd)
-    if norm.mean is not None:
-        centered = put.sub(centered, norm.mean)
     results: dict[int, Node] = {}
     if needs[0]:
         p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
-        first, second = _row_sums(Put(graph, like=backward), p, centered, norm, products)
-        if norm.radial is None:
-            slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), second), -1.0 / d)
-        else:
-            slope = put.mul(put.mul(norm.radial, second), -1.0)
-        level = None if first is None else put.mul(put.mul(norm.rstd, first), -1.0 / d)
-        dx = put.add(p, put.mul(centered, slope))
-        dx = dx if level is None else put.add(dx, level)
-        results[0] = put.cast(dx, fake(x).dtype)
+        dot = _dot(Put(graph, like=backward), p, x_wide, norm, products)
+        slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), dot), -1.0 / d)
+        results[0] = put.cast(put.add(p, put.mul(x_wide, slope)), fake(x).dtype)
     if needs[1]:
-        results[1] = put.cast(put.column_sum(put.mul(s, centered)), fake(gamma).dtype)
-    if norm.mean is not None and needs[2]:
-        dn = put.mul(s, put(aten.reciprocal.default, norm.rstd))
-        results[2] = put.cast(put.column_sum(dn), fake(norm.beta).dtype)
+        results[1] = put.cast(put.column_sum(put.mul(s, x_wide)), fake(gamma).dtype)
     return results
 
 
-def _row_sums(
-    put: Put, p: Node, centered: Node, norm: Deferred, products: list[Product] | None
-) -> tuple[Node | None, Node]:
-    """rowsum(dn * gamma), None for RMSNorm, and rowsum(dn * gamma * nh), shaped like rstd: from the
-    products where they are known, else from p = rstd dn * gamma."""
+def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
+    """rowsum(dn * gamma * nh), shaped like rstd: from the products where they are known, else from
+    p = rstd dn * gamma."""
     if products is None:
-        if norm.mean is None:
-            return None, put.row_sum(put.mul(p, centered))
-        ratio = put(aten.reciprocal.default, norm.rstd)
-        return put.mul(put.row_sum(p), ratio), put.row_sum(put.mul(p, centered))
-    wide, sizes = fake(p).dtype, put.sizes(norm.rstd)
-    firsts, seconds = [], []
-    for product in products:
-        dz, z = put.cast(product.dz, wide), put.cast(product.z, wide)
-        if product.shift is not None:
-            if product.shift.added is not None:
-                z = put.sub(z, product.shift.added)
-            firsts.append(put.mul(dz, product.shift.colsum))
-        seconds.append(put.mul(dz, z))
-    first = put.reshape(_add_rows(put, firsts), sizes) if firsts else None
-    return first, put.reshape(_add_rows(put, seconds), sizes)
+        return put.row_sum(put.mul(p, x))
+    wide = fake(p).dtype
+    terms = [put.mul(put.cast(each.dz, wide), put.cast(each.z, wide)) for each in products]
+    return put.reshape(_add_rows(put, terms), put.sizes(norm.rstd))
 
 
 def _add_rows(put: Put, matrices: list[Node]) -> Node:

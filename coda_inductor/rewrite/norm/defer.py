@@ -6,14 +6,14 @@ Before, and after (``forward`` and ``backward`` have the algebra and why it hold
     x = x0 + y @ Wo;  n, rstd = rms_norm(x, gamma, eps);  z = n @ W        (for every consumer)
     x = x0 + y @ Wo;  h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd
 
-Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too, or
-the kernel of Inductor's that makes x has a loop less (``inputs``); the epilogues that follow apply
-rstd.
+Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too; the
+epilogues that follow apply rstd.
 
-Refuses (the norm then stays as it was, for Inductor): x comes from outside, from a lookup or a
-collective, or (LayerNorm) is not made in a GEMM's epilogue; something other than a GEMM, or the
-gradient of its weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may
-overflow (unless options["fp16_norms"]); of LayerNorm, what ``pivot`` says.
+Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
+(``inputs``), or comes from a collective; something other than a GEMM, or the gradient of its
+weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
+options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
+their gradients would need cost more than is saved (docs/gotchas.md).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
-from coda_inductor.rewrite.norm.backward import differentiate, keep_gradients
+from coda_inductor.rewrite.norm.backward import differentiate
 from coda_inductor.rewrite.norm.forward import NORMS, defer
-from coda_inductor.rewrite.norm.inputs import apart_refusal, input_refusal
+from coda_inductor.rewrite.norm.inputs import input_refusal
 from coda_inductor.rewrite.norm.pivot import Means
 from coda_inductor.rewrite.norm.uses import Uses, uses
 from coda_inductor.semantic.fp8 import quantize
@@ -59,10 +59,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
             continue
         x = norm.args[0]  # the norm is gone after this
         deferred, products = defer(graph, norm, found)
-        if found.apart and not found.early:
-            keep_gradients(graph, found, norm, deferred)
-        else:
-            differentiate(graph, found, deferred, products, scope)
+        differentiate(graph, found, deferred, products, scope)
         if deferred.mean is not None:
             means.note(x, deferred.mean)
         prune(list(norm.users))
@@ -86,6 +83,8 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     found = uses(norm, scope)
     if isinstance(found, Refusal):
         return found
+    if norm.target is layer_norm and (found.backward is not None or found.wgrads):
+        return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     why = _refusal(norm, found, scope, record)
     if why is not None or norm.target is not layer_norm:
         return why or found
@@ -94,14 +93,14 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(pivot, Refusal):
         return pivot
     found.pivot = pivot
-    return record.policy.norm_loses(found.gemms, found.backward is not None) or found
+    return record.policy.norm_loses(found.gemms) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
     """Why the conditions of both norms do not hold, or None."""
-    legal, gradient = record.policy.legal, f"{NORMS[norm.target]}_backward"
-    if found.backward is not None and not record.enabled(gradient):
-        return refuse("disabled", f"options['disable'] names {gradient}")
+    legal = record.policy.legal
+    if found.backward is not None and not record.enabled("rms_norm_backward"):
+        return refuse("disabled", "options['disable'] names rms_norm_backward")
     if not found.gemms:
         return refuse("norm-no-gemm", "no GEMM reads it")
     if found.dtype == torch.float16 and not record.options.fp16_norms:
@@ -112,8 +111,4 @@ def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal |
     for gemm in found.gemms:
         if (why := legal(gemm)) is not None:
             return why.within(f"its GEMM {gemm.name} is not fused: {{}}")
-    why = input_refusal(norm, scope, record)
-    if why is None:
-        return None
-    found.apart = True
-    return apart_refusal(norm, found, why, record)
+    return input_refusal(norm, scope, record)

@@ -4,14 +4,11 @@
 Before (for every GEMM that reads n)::
 
     n, rstd = rms_norm(x, gamma, eps);                   z = n @ W + b
-    n, rstd, radial = l2_norm(x, gamma, scale, floor);   z = n @ W + b
     n, mean, rstd = layer_norm(x, gamma, beta, eps);     z = n @ W + b
 
 After, for RMSNorm (rules R1, R2)::
 
     h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd + b
-
-for an l2 norm the same with rstd = scale / max(sqrt(sum(x * x)), floor),
 
 and for LayerNorm (rule R5), ``pivot`` being any value a row (``pivot`` chooses it)::
 
@@ -40,18 +37,17 @@ from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.semantic.define import statistics_dtype
-from coda_inductor.semantic.l2_norm import l2_norm
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 #: Norm -> what counts when it is deferred.
-NORMS = {rms_norm: "rms_norm", l2_norm: "l2_norm", layer_norm: "layer_norm"}
+NORMS = {rms_norm: "rms_norm", layer_norm: "layer_norm"}
 
 
 @dataclass(frozen=True)
 class Deferred:
     """What took the place of a norm: the operand ``h`` (M, d) of its GEMMs; ``rstd`` (..., 1), and
     as ``flat`` (M, 1). For LayerNorm also the ``mean`` (..., 1) of x, and as ``center`` (M, 1) that
-    of what ``h`` was made of; None for RMSNorm. ``radial`` (..., 1): an l2 norm's, in training."""
+    of what ``h`` was made of; None for RMSNorm."""
 
     gamma: Node | None
     beta: Node | None
@@ -60,7 +56,6 @@ class Deferred:
     flat: Node
     mean: Node | None
     center: Node | None
-    radial: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,9 @@ class Shift:
 
 @dataclass(frozen=True)
 class Product:
-    """A GEMM that follows: its result ``z`` (M, N), LayerNorm's ``shift``, the gradient ``dz``."""
+    """A GEMM that follows an RMSNorm: its result ``z`` (M, N), and the gradient ``dz`` of that."""
 
     z: Node
-    shift: Shift | None
     dz: Node
 
 
@@ -87,27 +81,25 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     follow too, with their gradients; None where these cannot be told apart."""
     pattern = (NORMS[norm.target], norm.name)
     deferred = statistics(Put(graph, like=norm, pattern=pattern), norm, found.dtype, found.pivot)
-    gradients = found.gradients(biased=found.pivot is not None)
-    made: dict[Node, tuple[Node, Shift | None]] = {}
+    gradients = found.gradients()
+    made: dict[Node, Node] = {}
     for gemm in found.gemms:
         with graph.inserting_before(gemm):
             shift = _shift(Put(graph, like=gemm), gemm, deferred)
             z = _scale(Put(graph, like=gemm, pattern=pattern), gemm, deferred, shift)
-        made[gemm] = z, shift
+        made[gemm] = z
         gemm.replace_all_uses_with(z)
         prune([gemm])
     if gradients is None:
         return deferred, None
     # The order in which epilogues add their parts up, and so the keys of programs, hang on it.
-    order = gradients if found.pivot is None else sorted(gradients)
-    return deferred, [Product(*made[gemm], gradients[gemm]) for gemm in order]
+    return deferred, [Product(made[gemm], dz) for gemm, dz in gradients.items()]
 
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:
     """What takes the place of ``norm`` for GEMMs that read it in ``dtype``; see the module."""
     x, gamma = norm.args[:2]
     beta, eps = norm.args[2:4] if norm.target is layer_norm else (None, norm.args[2])
-    radial = None
     wide, m, mean, center = statistics_dtype(fake(x).dtype), None, None, None
     with put.graph.inserting_before(norm):
         if pivot is not None and not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
@@ -116,31 +108,16 @@ def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> 
         if pivot is not None:
             v = put.sub(v, pivot)
             m = put(aten.mean.dim, v, [-1], True)
-        if norm.target is l2_norm:
-            rstd, radial = _over_length(put, norm, put.row_sum(put.mul(v, v)))
-        else:
-            variance = put(aten.mean.dim, put.mul(v, v), [-1], True)
-            if m is not None:
-                variance = _centered(put, variance, m, dtype)
-            rstd = put(aten.rsqrt.default, put.add(variance, eps))
+        variance = put(aten.mean.dim, put.mul(v, v), [-1], True)
+        if m is not None:
+            variance = _centered(put, variance, m, dtype)
+        rstd = put(aten.rsqrt.default, put.add(variance, eps))
         h = v if gamma is None else put.mul(v, put.cast(gamma, wide))
         h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
         flat = put.reshape(rstd, [-1, 1])
         if m is not None:
             mean, center = put.add(m, pivot), put.reshape(m, [-1, 1])
-    return Deferred(gamma, beta, h, rstd, flat, mean, center, radial)
-
-
-def _over_length(put: Put, norm: Node, total: Node) -> tuple[Node, Node | None]:
-    """The rstd of an l2 norm whose rows' squares sum to ``total``; and ``radial``, if read."""
-    scale, floor = norm.args[2:4]
-    length = put(aten.sqrt.default, total)
-    inverse = put(aten.reciprocal.default, put(aten.clamp_min.default, length, floor))
-    rstd = inverse if scale == 1 else put.mul(inverse, scale)
-    if all(user.args[1] != 2 for user in norm.users):
-        return rstd, None
-    free = put(aten.ge.Scalar, length, floor)
-    return rstd, put(aten.where.ScalarOther, free, put.mul(inverse, inverse), 0.0)
+    return Deferred(gamma, beta, h, rstd, flat, mean, center)
 
 
 def _centered(put: Put, moment: Node, mean: Node, dtype: torch.dtype) -> Node:

@@ -15,19 +15,12 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.collectives import ahead, behind, between
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs, plain_bias, producer, terms
+from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.semantic.l2_norm import l2_norm_backward
 from coda_inductor.semantic.norms import layer_norm_backward, rms_norm_backward
-
-#: The gradient of a norm -> what counts when it is rewritten.
-GRADIENTS = {
-    rms_norm_backward: "rms_norm_backward", l2_norm_backward: "l2_norm_backward",
-    layer_norm_backward: "layer_norm_backward",
-}  # fmt: skip
 
 
 @dataclass
@@ -40,7 +33,6 @@ class Uses:
             else it is their B.
         backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        apart: no epilogue makes its input and statistics, but a kernel of Inductor's.
         pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
 
@@ -48,7 +40,6 @@ class Uses:
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
-    apart: bool = False
     pivot: Node | None = None
 
     @property
@@ -61,10 +52,9 @@ class Uses:
         """Does a GEMM make every dz, so that its epilogue can scale it?"""
         return all(producer(dgrad.args[0]) is not None for dgrad in self.dgrads)
 
-    def gradients(self, *, biased: bool) -> dict[Node, Node] | None:
+    def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
-        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias;
-        ``biased``: a plain bias hides nothing, for the caller subtracts it."""
+        None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
         found: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = dgrad.args
@@ -74,8 +64,7 @@ class Uses:
             if len(same_weight) != 1 or same_weight[0] in found:
                 return None
             (gemm,) = same_weight
-            known = gemm.target is aten.mm.default or (biased and plain_bias(gemm))
-            if not known or not same(fake(gemm).shape, fake(dz).shape):
+            if gemm.target is not aten.mm.default or not same(fake(gemm).shape, fake(dz).shape):
                 return None
             found[gemm] = dz
         return found
@@ -146,7 +135,7 @@ def _gradient(statistics: list[Node], found: Uses) -> Refusal | None:
     if not readers:
         return None
     (found.backward, *others) = readers
-    if others or found.backward.target not in GRADIENTS:
+    if others or found.backward.target not in (rms_norm_backward, layer_norm_backward):
         return refuse("norm-statistics-read", "its rstd is read")
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:

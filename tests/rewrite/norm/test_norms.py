@@ -191,6 +191,10 @@ def not_a_gemm(x, w, gamma, w2):
     return F.linear(F.rms_norm(x.sin(), (D,), gamma, EPS), w2)
 
 
+def behind_softmax(x, w, gamma, w2):
+    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), w2)
+
+
 def read_twice(x, w, gamma, w2):
     n = F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
     return F.linear(n, w2), n + 1
@@ -222,6 +226,7 @@ def rows_reshaped(x, w, gamma, w2):
 
 REFUSALS = {
     not_a_gemm: "norm-input-no-gemm",
+    behind_softmax: "norm-input-elsewhere",
     read_twice: "norm-read-elsewhere",
     returned: "norm-read-elsewhere",
     never_multiplied: "norm-read-elsewhere",
