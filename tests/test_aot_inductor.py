@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import Block, D
 from checking import leave_custom_ops
-from layers import Block, D
 from torch._dynamo.utils import counters
 
 import coda_inductor

@@ -18,9 +18,9 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import Block, D
 from checking import replace_pass
 from functorch.compile import make_boxed_func
-from layers import Block, D
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import Block, D
+from blocks import Block, D
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -67,7 +67,7 @@ import torch._inductor.compile_fx
 from apart import apart
 from dataclasses import replace
 from torch._dynamo.utils import counters
-from layers import Block, D
+from blocks import Block, D
 import coda_inductor
 from coda_inductor import pipeline
 from coda_inductor.backend import coda

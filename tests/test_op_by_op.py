@@ -7,11 +7,11 @@ import contextlib
 import copy
 import logging
 
-import layers
+import blocks
 import pytest
 import torch
+from blocks import D
 from checking import leave_custom_ops
-from layers import D
 from torch._inductor.exc import InductorError
 
 import coda_inductor
@@ -23,7 +23,7 @@ from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
 
 
-class Block(layers.Block):
+class Block(blocks.Block):
     """With a buffer that is changed in place."""
 
     def __init__(self):

@@ -16,9 +16,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import Block, D
 from checking import assert_same, replace_pass
 from functorch.compile import make_boxed_func
-from layers import Block, D
 from test_backend import UsersPass, inner
 from torch import nn
 from torch._dynamo.utils import counters

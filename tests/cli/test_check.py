@@ -50,7 +50,6 @@ FAILING = {
         "proof",
         "pattern mish_glu: spelled_out = mish_glu: they differ",
     ),
-    "more than a pattern": (f"import os\n{MISH}", "proof", "it imports os"),
     "missing": (None, "proof", "no such pattern file"),
     "a taken name": (
         SQUARED_SIGMOID.replace('"squared_sigmoid"', '"swiglu"'),

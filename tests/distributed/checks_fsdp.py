@@ -140,8 +140,8 @@ def products():
 
 
 def check_blocks_of_which_products_are_kept():
-    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is; of a
-    block's two norms the one behind a GEMM waits although Inductor's kernel makes its input."""
+    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is, so
+    that no norm waits."""
     fresh()
     model = decoder(LAYERS)
     for block in model.layers:
@@ -152,7 +152,7 @@ def check_blocks_of_which_products_are_kept():
 
         block.forward = torch.compile(again, **HOW)
     trained(shard(model, True))
-    assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 1, "rms_norm_backward": 1})
+    assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 0})
 
 
 def check_checkpointed_blocks_as_torchtitan_wraps_them():
@@ -165,7 +165,7 @@ def check_checkpointed_blocks_as_torchtitan_wraps_them():
             wrapped.compile(fullgraph=True, **HOW)
             model.layers[number] = wrapped
         trained(shard(model, True))
-        assert_fired(BLOCK)
+        assert_fired({"swiglu": 1, "rms_norm": 0} if how else BLOCK)
 
 
 def check_parameters_that_lie_on_the_cpu():

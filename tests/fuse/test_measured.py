@@ -210,19 +210,6 @@ class Queries(nn.Module):
         return F.scaled_dot_product_attention(q, q, q)
 
 
-def test_norms_of_heads_run_where_one_was_measured_to_win(plan):
-    """Measured once, they run by default, with whatever else they were measured."""
-    unknown = plan(model=Queries)
-    assert unknown.fused == {"up"}
-    assert "heads-unmeasured" in codes(unknown.record)
-    for us, fused in ((120.0, set()), (50.0, {"up", "q"})):
-        measured = plan(lambda _, us=us: us, model=Queries, tune="always")
-        assert measured.fused == fused
-        again = plan(model=Queries, store=measured.measurer.store)
-        assert again.fused == fused
-        assert ("heads-unmeasured" in codes(again.record)) == (not fused)
-
-
 class Rotated(nn.Module):
     """Queries and keys of a Llama 1B, so often that the graph is not too small. Linear layers read
     them: attention on the meta device computes in float32."""
