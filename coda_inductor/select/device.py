@@ -30,7 +30,7 @@ class Gpu:
         bytes_per_us: what an elementwise kernel of Inductor's reaches.
         launch_us: what launching one takes the GPU.
         host_call_us, host_gemm_us: a call of a graph takes the host so long (guards), and each GEMM
-            that is fused, with all around it, so much longer (``benchmarks/host_steps.py``).
+            that is fused, with all around it, so much longer.
         host_step_us, host_trained_us: the same of a training step, with autograd.
         op_us: one multiplication for each million accumulator elements, on the whole GPU.
         op_shows, op_shows_lean: the share of it that shows where one warpgroup's epilogue runs

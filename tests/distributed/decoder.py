@@ -23,7 +23,7 @@ OPTIONS = {"gate": "always", "reference": True, "strict": True}
 
 class Block(nn.Module):
     """Norm, causal attention, residual; norm, SwiGLU, residual. ``turns``: each head of queries and
-    keys is normalized and rotated."""
+    keys is rotated."""
 
     def __init__(self, width: int, bias: bool, turns: bool):
         super().__init__()
@@ -38,8 +38,6 @@ class Block(nn.Module):
         q, k, v = self.q(n), self.k(n), self.v(n)
         heads = (*q.shape[:2], -1, self.width // HEADS)  # those of this rank
         q, k, v = (t.view(heads) for t in (q, k, v))
-        if self.turns:  # without weights, of whose gradients a rank would have a part
-            q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.turns:
             q, k = rotated(q), rotated(k)
