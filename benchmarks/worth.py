@@ -4,8 +4,9 @@
 ``python -m benchmarks worth measure OUT.json`` compiles each workload once with everything and once
 without each feature that did something to it, and times the two sustained, A B B A: milliseconds,
 peak GiB of a step, host milliseconds (until the step's last launch) and kernels. A pass that leaves
-a workload's graphs as they are is worth nothing there and is not run again. Workloads compile side
-by side, in processes that take turns on the GPU. OUT.json is written after every feature; what it
+a workload's graphs as they are is worth nothing there and is not run again, nor is one that saved
+``ENOUGH`` of a step elsewhere. Workloads compile side by side, in processes that take turns on the
+GPU. OUT.json is written after every feature; what it
 has is not measured again. ``python -m benchmarks worth render OUT.json`` writes docs/worth.md.
 """
 
@@ -40,6 +41,8 @@ SAMPLE = 0.5
 SETTLE = 0.3
 #: Two samples of one step further apart than this were disturbed, and are taken again.
 CALM = 1.005
+#: A feature that saves this part of a step on one workload is not taken away from another.
+ENOUGH = 0.03
 
 
 def main(arguments: list[str]) -> None:
@@ -99,6 +102,12 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
     return failed
 
 
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """In one step, for others read it."""
+    path.with_suffix(".new").write_text(json.dumps(found))
+    path.with_suffix(".new").replace(path)
+
+
 def part(name: str, path: Path, end: float) -> None:
     """Measure one workload into ``path``, feature by feature, until ``end``."""
     torch._dynamo.config.recompile_limit = 512
@@ -115,13 +124,16 @@ def part(name: str, path: Path, end: float) -> None:
         found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
         found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
     found.setdefault("without", {})
-    path.write_text(json.dumps(found))
-    for feature in features:
+    _write(path, found)
+    start = list(WORKLOADS).index(name) * len(features) // len(WORKLOADS)  # not all the same first
+    for feature in features[start:] + features[:start]:
         if feature in found["without"] or time.monotonic() > end - 30:
+            continue
+        if feature in earned(path.parent):
             continue
         known = {"whole": found["whole"], **found["without"]}
         found["without"][feature] = compared(workload, whole, feature, lock, known)
-        path.write_text(json.dumps(found))
+        _write(path, found)
 
 
 def compared(
@@ -143,6 +155,13 @@ def compared(
     except (RuntimeError, ImportError, TypeError) as error:
         return {"error": environment.scrub(f"{type(error).__name__}: {error}")[:300]}
     return found | {"ms_whole": min(times[0], times[3]), "ms": min(times[1:3])}
+
+
+def earned(folder: Path) -> set[str]:
+    """Features that saved ``ENOUGH`` on a workload of this run."""
+    parts = [json.loads(path.read_text() or "{}") for path in folder.glob("*.json")]
+    tried = [each for part in parts for each in part.get("without", {}).items()]
+    return {name for name, f in tried if f.get("ms", 0) > (1 + ENOUGH) * f.get("ms_whole", 1)}
 
 
 def watched() -> tuple[set[str], Counter[str]]:
