@@ -5,7 +5,7 @@
 without each feature that did something to it, and times the two sustained, A B B A: milliseconds,
 peak GiB of a step, host milliseconds (until the step's last launch) and kernels. A pass that leaves
 a workload's graphs as they are is worth nothing there and is not run again, nor is one that saved
-``ENOUGH`` of a step elsewhere. Workloads compile side by side, in processes that take turns on the
+enough elsewhere. Workloads compile side by side, in processes that take turns on the
 GPU. OUT.json is written after every feature; what it
 has is not measured again. ``python -m benchmarks worth render OUT.json`` writes docs/worth.md.
 """
@@ -41,8 +41,9 @@ SAMPLE = 0.5
 SETTLE = 0.3
 #: Two samples of one step further apart than this were disturbed, and are taken again.
 CALM = 1.005
-#: A feature that saves this part of a step on one workload is not taken away from another.
-ENOUGH = 0.03
+#: A feature that saves this part of a step, or of the peak, on one workload is not taken away from
+#: another.
+ENOUGH, ENOUGH_PEAK = 0.015, 0.06
 
 
 def main(arguments: list[str]) -> None:
@@ -79,12 +80,14 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
     found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.worth")
     folder = options.file.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
+    for name, part in found["workloads"].items():
+        _write(folder / f"{name}.json", part)
     waiting, running, failed = list(names), {}, 0
     while waiting or running:
         while waiting and len(running) < options.jobs and time.monotonic() < end - 40:
             name = waiting.pop(0)
             path = folder / f"{name}.json"
-            path.write_text(json.dumps(found["workloads"].get(name, {})))
+            _write(path, found["workloads"].get(name, {}))
             command = [sys.executable, "-m", "benchmarks", "worth", "part", str(path)]
             command += ["--workloads", name, "--seconds", str(end - time.monotonic())]
             log = (folder / f"{name}.log").open("w")
@@ -158,10 +161,17 @@ def compared(
 
 
 def earned(folder: Path) -> set[str]:
-    """Features that saved ``ENOUGH`` on a workload of this run."""
-    parts = [json.loads(path.read_text() or "{}") for path in folder.glob("*.json")]
-    tried = [each for part in parts for each in part.get("without", {}).items()]
-    return {name for name, f in tried if f.get("ms", 0) > (1 + ENOUGH) * f.get("ms_whole", 1)}
+    """Features that saved enough on a workload that is already measured."""
+    names = set()
+    for path in folder.glob("*.json"):
+        part = json.loads(path.read_text())
+        for name, without in part.get("without", {}).items():
+            if "error" not in without and (
+                without["ms"] > (1 + ENOUGH) * without["ms_whole"]
+                or without["peak"] > (1 + ENOUGH_PEAK) * part["whole"]["peak"]
+            ):
+                names.add(name)
+    return names
 
 
 def watched() -> tuple[set[str], Counter[str]]:
