@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+
+from .environment import REPOSITORY
 
 #: A feature stays if it saves this part of a step, or that part of a peak, on one workload.
 STEP, PEAK = 0.01, 0.03
@@ -14,7 +18,10 @@ _HEAD = """# What each feature is worth
 For maintainers. Each row takes one pass, pattern or counter away from a stock model and says where
 that costs most: the longer step (sustained), the higher peak, host time and kernels beside those of
 the whole. A feature earns its lines with 1 % of a step or 3 % of a peak on one workload, if another
-one needs it, or as one of the method's primitives. Written by `python -m benchmarks worth render`.
+one needs it, or as one of the method's primitives. One that saved 1.5 % or 6 % somewhere was not
+measured on every other workload. Differences under 1 % are noise. Lines are those of the module or
+folder that the feature stands in, which several may share, and of the test files that name it or
+import that module. Written by `python -m benchmarks worth render`.
 """
 
 
@@ -37,6 +44,37 @@ def gains(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
+def lines(feature: str) -> tuple[int, int]:
+    """Lines of the code that ``feature`` stands in, and of the tests that name it."""
+    home = _home(feature)
+    if home is None:
+        return 0, 0
+    files = sorted(home.rglob("*.py")) if home.is_dir() else [home]
+    module = ".".join(home.relative_to(REPOSITORY).with_suffix("").parts)
+    names = (module, f'"{feature}"')
+    tests = [path.read_text() for path in sorted((REPOSITORY / "tests").rglob("*.py"))]
+    tests = [text for text in tests if any(name in text for name in names)]
+    return sum(len(_lines(path.read_text())) for path in files), sum(map(len, map(_lines, tests)))
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines()
+
+
+def _home(feature: str) -> Path | None:
+    """The module of the pass or pattern that ``feature`` is or counts under; its folder where a
+    room has one for it."""
+    from coda_inductor.pipeline import ON_ATEN, ON_DYNAMO
+
+    pattern = REPOSITORY / "patterns" / f"{feature.removesuffix('_backward')}.py"
+    for each in (*ON_DYNAMO, *ON_ATEN):
+        if feature == each.name or feature in each.counts:
+            path = Path(inspect.getfile(each.run))
+            inside = path.relative_to(REPOSITORY / "coda_inductor").parts
+            return path.parent if len(inside) > 2 else path
+    return pattern if pattern.exists() else None
+
+
 def earns(rows: list[dict[str, Any]]) -> bool:
     """Does a feature with these rows save enough anywhere?"""
     return any(row.get("step", 0) >= STEP or row.get("peak", 0) >= PEAK for row in rows)
@@ -49,7 +87,7 @@ def page(found: dict[str, Any]) -> str:
     for feature in sorted(rows, key=lambda name: -max(r.get("step", 0) for r in rows[name])):
         good = [row for row in rows[feature] if not row["error"]]
         if not good:
-            table.append([f"`{feature}`", "no", *[""] * 5, rows[feature][0]["error"][:60]])
+            table.append([f"`{feature}`", "no", *[""] * 7, rows[feature][0]["error"][:60]])
             continue
         best, peak = good[0], max(good, key=lambda row: row["peak"])
         table.append([
@@ -60,10 +98,11 @@ def page(found: dict[str, Any]) -> str:
             f"{peak['peak']:+.1%} ({peak['workload']})",
             f"{best['host']:+.2f}",
             f"{best['kernels']:+d}",
+            *lines(feature),
             len(good),
         ])  # fmt: skip
     head = ("feature", "earns its lines", "step without it, worst", "least", "peak, worst",
-            "host ms", "kernels", "workloads")  # fmt: skip
+            "host ms", "kernels", "lines", "of tests", "workloads")  # fmt: skip
     environment = found["environment"]
     packages = ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items() if v)
     where = f"\nMeasured on one {environment.get('gpu', 'GPU')}: {packages}.\n"
