@@ -275,3 +275,11 @@ def test_a_pair_reads_no_tile():
     assert site.program.paired
     assert not site.program.operands
     assert "paired-tile-operand" in [stop.code for stop in site.stops]
+
+
+def test_convolution_and_batched_products_have_no_gemm_site():
+    def function(x, w):
+        y = F.conv1d(x, w, padding=1)
+        return torch.relu(y @ x) + 1
+
+    assert check(function, randn(B, K, K), randn(K, K, 3)).report.sites == []

@@ -33,17 +33,20 @@ def as_good(mine, model, xs):
         assert 0 < ours <= 1.2 * theirs
 
 
-def test_inference_has_the_backends_kernels():
+def test_inference_and_an_exported_program_have_the_backends_kernels():
     model, xs = make(), inputs()
     with torch.no_grad():
         compiled(model, strict=True)(*xs)
         want = kernels()
         torch._dynamo.reset()
         with coda_inductor.enabled(gate="always", strict=True):
-            mine = torch.compile(model)(*xs)
+            as_good(torch.compile(model)(*xs), model, xs)
+        assert kernels() == want
+        torch._dynamo.reset()
+        program = torch.export.export(model, xs).module()
+        as_good(compiled(program, strict=True)(*xs), model, xs)
     assert kernels() == want
     assert {how for *_, how in want} == {"kernel"}
-    as_good(mine, model, xs)
 
 
 def gradients(call, model, xs):
@@ -65,17 +68,6 @@ def test_training_has_the_backends_kernels():
     # o, gate and up, down, q; the gradients of q, of down, of up and gate: the inputs need none.
     assert sum(how == "kernel" for *_, how in sites) == 7
     assert max(errors(mine, want)) < 1e-3
-
-
-def test_an_exported_program_has_the_models_kernels():
-    model, xs = make(), inputs()
-    with torch.no_grad():
-        compiled(model, strict=True)(*xs)
-        want = kernels()
-        program = torch.export.export(model, xs).module()
-        mine = compiled(program, strict=True)(*xs)
-    assert kernels() == want
-    as_good(mine, model, xs)
 
 
 @pytest.mark.parametrize("aot", [False, True])

@@ -61,19 +61,15 @@ def kernels() -> set[str]:
     return {s.how for s in coda_inductor.reports()[-1].sites if s.fused}
 
 
-@pytest.mark.parametrize("rows", [8, 120, 1024, 4104])
+@pytest.mark.parametrize("rows", [1, 7, 8, 120, 127, 1024, 4104])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_no_worse_than_torch_compiles(rows, dtype):
+    if rows % 8 and dtype == torch.float16:
+        pytest.skip("ragged rows are tried in bfloat16")
     model = make(dtype)
-    ours = compiled(model, strict=True, fp16_norms=True)
+    ours = compiled(model, strict=True, fp16_norms=dtype == torch.float16)
     assert_as_good(model, ours, inputs(rows, dtype))
     assert kernels() == {"kernel"}
-
-
-@pytest.mark.parametrize("rows", [1, 7, 127])
-def test_ragged_rows(rows):
-    model = make()
-    assert_as_good(model, compiled(model, strict=True), inputs(rows))
 
 
 def test_biases_and_weights_in_either_order():

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from float8 import convert, products
 from harness import Harness, Stock
 from transformers import LlamaConfig, LlamaForCausalLM
 
-LAYERS, VOCABULARY = 2, 256
+LAYERS, VOCABULARY = 1, 256
 ALL = {"gate": "always", "reference": True}
 
 
@@ -47,21 +46,20 @@ def error(have, want):
     return (square / sum(b.norm() ** 2 for b in want)).sqrt().item()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise"])
-def test_a_training_step(recipe):
+def test_a_training_step():
     ids = torch.randint(0, VOCABULARY, (2, 32))
     true = copy.deepcopy(llama()).float()
     loss, want = step(true, true, ids)
     found = {}
     for backend in (Harness(**ALL), Stock()):
-        model = convert(llama(), recipe, not_the_head)
+        model = convert(llama(), "rowwise", not_the_head)
         found[backend] = step(model, torch.compile(model, backend=backend), ids)
     (harness, (ours, have)), (_, (theirs, other)) = found.items()
     assert abs(ours - loss) < 2 * abs(theirs - loss) + 1e-3
     assert 0 < error(have, want) < 1.1 * error(other, want)
     linears = 7 * LAYERS
     fired = harness.record.fired + torch._dynamo.utils.counters["coda"]
-    assert fired["fp8_product"] == products(recipe, linears)
+    assert fired["fp8_product"] == products("rowwise", linears)
     assert fired["rms_norm"] == 2 * LAYERS  # the last one too, whose product is in 16 bits
     assert fired["swiglu"] == LAYERS
     down = [s for s in harness.fused if s.site.endswith("mlp.down_proj") and s.role == "forward"]
