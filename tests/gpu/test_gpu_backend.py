@@ -14,7 +14,6 @@ from torch import nn
 
 import coda_inductor
 from coda_inductor.errors import FallbackError
-from coda_inductor.mainloop import availability
 from coda_inductor.runtime import pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
@@ -105,13 +104,6 @@ def test_odd_width_falls_back_alone():
     with torch.no_grad():
         assert max(errors([compiled(model)(x)], [model(x)])) < 1e-2
     assert all("multiples of 8" in site.reason for site in coda_inductor.reports()[-1].sites)
-
-
-def test_without_a_kernel_stack_the_model_runs(monkeypatch):
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: "quack-kernels is not installed")
-    model, xs = make(), inputs(256)
-    assert_as_good(model, compiled(model), xs)
-    assert not any(site.fused for site in coda_inductor.reports()[-1].sites)
 
 
 def test_kernel_that_does_not_compile_is_expanded_for_inductor(monkeypatch, caplog):

@@ -13,7 +13,7 @@ from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import inputs, legal
 from torch._inductor.utils import run_and_get_code
 
-from coda_inductor.runtime.launch import Kernel, kernel
+from coda_inductor.runtime.launch import Kernel
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
@@ -68,19 +68,6 @@ def test_as_right_as_the_first(prepared, name):
             assert torch.equal(x, y)
             assert not x.numel() or x.data_ptr() != y.data_ptr()
             assert x.is_contiguous()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_thousand_sizes_are_one_kind_of_call(prepared, name):
-    prepared(name)
-    program, as_, bs, operands = case(name, 1200)
-    entry = kernel(program.to_json(), str(config_for(program)))
-    before = len(entry._prepared)
-    whole = [o.kind == "row" for o in program.operands]
-    for m in range(1, 1001):
-        some = [x if w else x[:m] for w, x in zip(whole, operands, strict=True)]
-        launched([a[:m] for a in as_], bs, some, program, config_for(program))
-    assert len(entry._prepared) == before
 
 
 def off(x: torch.Tensor) -> torch.Tensor:

@@ -78,13 +78,6 @@ def test_biases_and_weights_in_either_order():
         assert_as_good(model, compiled(model, strict=True), inputs(304))
 
 
-def test_frozen_weights():
-    model = make()
-    for frozen in (model.gate.weight, model.norm1.weight, model.o.weight):
-        frozen.requires_grad_(False)
-    assert_as_good(model, compiled(model, strict=True), inputs(512))
-
-
 def test_dynamic_rows():
     model = make()
     ours = torch.compile(model, backend="coda", dynamic=True, options={"gate": "always"})

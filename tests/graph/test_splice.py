@@ -118,10 +118,9 @@ def within(change, inside, outside):
         lambda: within(torch.use_deterministic_algorithms, True, False),
         torch.no_grad,
         lambda: torch.device("meta"),
-        lambda: torch._inductor.config.patch(coordinate_descent_tuning=True),
         lambda: torch._inductor.config.patch(fallback_random=True),
     ],
-    ids=["dtype", "deterministic", "no_grad", "device", "inductor", "decompositions"],
+    ids=["dtype", "deterministic", "no_grad", "device", "inductor"],
 )
 def test_other_settings_are_traced_anew(traces, setting):
     for where in (contextlib.nullcontext, setting, contextlib.nullcontext):

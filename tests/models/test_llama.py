@@ -11,6 +11,7 @@ import copy
 
 import pytest
 import torch
+from float8 import convert, products
 from harness import Harness, Stock
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,16 +19,12 @@ VOCABULARY = 128
 aten = torch.ops.aten
 
 
-def llama(layers: int, dtype: torch.dtype = torch.float32, attention: str = "sdpa"):
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        attn_implementation=attention,
-    )
+def llama(layers: int, dtype: torch.dtype = torch.float32, **how):
+    widths = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    config = LlamaConfig(**widths | how)
     model = LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide a gamma in the wrong place
@@ -64,7 +61,7 @@ def run(model, ids, dynamic=None, **kwargs):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_counts_operands_and_logits(attention):
-    harness, ours, eager = run(llama(2, attention=attention), tokens())
+    harness, ours, eager = run(llama(2, attn_implementation=attention), tokens())
     assert harness.counts == expected_counts(2, 2 if attention == "sdpa" else 0)
     assert relative_error(ours, eager) < 1e-5
     # v of the first layer has nothing to absorb; gate and up are one site.
@@ -176,3 +173,33 @@ def test_nothing_around_attention_is_laid_out_anew():
 def lays_out_anew(node) -> bool:
     source, have = node.args[0], node.meta["val"]
     return node.target is aten.cat.default or source.meta["val"].stride() != have.stride()
+
+
+def test_rowwise_float8_trains_as_exactly_as_torchaos():
+    """Of one layer and a head in 16 bits, against float32."""
+    model = llama(1, torch.bfloat16, hidden_size=64, intermediate_size=128).train()
+    ids, found = tokens(2, 32), []
+    ours, stock = Harness(gate="always", reference=True), Stock()
+    for backend in (None, ours, stock):
+        own = copy.deepcopy(model)
+        if backend is None:
+            call = own = own.float()
+        else:
+            own = convert(own, "rowwise", lambda _, name: "lm_head" not in name)
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            call = torch.compile(own, backend=backend)
+        loss = call(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = torch.cat([p.grad.float().flatten() for p in own.parameters()])
+        found.append((loss.item(), gradients))
+        if backend is ours:
+            fired = dict(torch._dynamo.utils.counters["coda"])
+    (loss, want), (our_loss, have), (their_loss, theirs) = found
+    assert abs(our_loss - loss) < 2 * abs(their_loss - loss) + 1e-3
+    assert 0 < relative_error(have, want) < 1.1 * relative_error(theirs, want)
+    assert fired["fp8_product"] == products("rowwise", 7)
+    assert fired["rms_norm"] == 2  # the last one too, whose product is in 16 bits
+    assert fired["swiglu"] == 1
+    (down,) = [s for s in ours.fused if s.site.endswith("down_proj") and s.role == "forward"]
+    assert "amax" in down.absorbed
