@@ -3,37 +3,29 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import compiled, either_order, errors, make
+from layers import assert_as_good, compiled, either_order, errors, make
 from torch import nn
 
 import coda_inductor
 from coda_inductor.errors import FallbackError
 from coda_inductor.runtime import pool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh", "inference")]
+
+
+@pytest.fixture
+def inference():
+    with torch.no_grad():
+        yield
 
 
 def inputs(rows: int, dtype=torch.bfloat16, d: int = 256):
     return [torch.randn(1, rows, d, device="cuda").to(dtype) for _ in range(2)]
-
-
-def assert_as_good(model, ours, xs) -> None:
-    """Our error to fp32 is at most that of torch.compile or of eager, whichever is larger, times
-    1.2 of measurement slack. Eager counts because it rounds the residual stream between its GEMMs,
-    as we do; torch.compile recomputes it in so small a model."""
-    with torch.no_grad():
-        exact = copy.deepcopy(model).float()(*[x.float() for x in xs])
-        theirs = errors(torch.compile(copy.deepcopy(model))(*xs), exact)
-        eager = errors(model(*xs), exact)
-        mine = errors(ours(*xs), exact)
-    for mine_, theirs_, eager_ in zip(mine, theirs, eager, strict=True):
-        assert 0 < mine_ <= 1.2 * max(theirs_, eager_), (mine, theirs, eager)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 127, 1024, 8191])
