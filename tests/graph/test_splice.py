@@ -154,14 +154,12 @@ def test_other_tensors_are_traced_anew(traces, other):
     assert traces.count == 2
 
 
-def test_one_memory_twice_is_traced_each_time(traces):
+def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
     graph, (x, _), output = graph_of(X, Y)
     for _ in range(2):
         splice(graph, output, function, (x, x, 2.0), like=x)
     assert traces.count == 2
 
-
-def test_symbolic_sizes_are_traced_each_time(traces):
     def dynamic(x, y):
         return x + y
 
@@ -181,7 +179,7 @@ def test_symbolic_sizes_are_traced_each_time(traces):
     with tensors[0].meta["val"].fake_mode:
         for _ in range(2):
             splice(graphs[0], output, function, (*tensors, 2.0), like=tensors[0])
-    assert traces.count == 2
+    assert traces.count == 4
 
 
 def test_nothing_outlives_its_graph(traces):
