@@ -64,18 +64,7 @@ COUNTS = {
 #: its biases are learned; the others come without a mask, or write attention out (transformers
 #: 5.23; 5.17 builds masks for them too).
 MASKED = COUNTS.keys() - {"Gemma 2", "OPT", "BERT", "ViT"}
-TRAINED = (
-    "Qwen3",
-    "Phi-3",
-    "Gemma 2",
-    "OLMo 2",
-    "Mixtral",
-    "StableLM",
-    "GPT-2",
-    "BERT",
-    "ViT",
-    "T5",
-)
+TRAINED = ("Qwen3", "Phi-3", "Gemma 2", "OLMo 2", "Mixtral", "GPT-2", "T5")
 
 
 def make(family, layers):
