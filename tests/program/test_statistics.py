@@ -67,6 +67,12 @@ def test_what_is_not_stored_is_not_rounded():
     assert verify(consistent(original)) == original
     elsewhere = replace(NORM, stores=NORM.stores[1:], reduces=NORM.reduces[:1])
     assert verify(consistent(elsewhere)) == elsewhere
+    by_itself = program(
+        Step("x", "round_bfloat16", ("acc",)),
+        stores=(Store("out0", "x", "bfloat16"),),
+        reduces=(Reduce("part0", "x"),),
+    )
+    assert verify(consistent(by_itself)) == by_itself
 
 
 def test_a_long_chain_needs_no_recursion():
