@@ -123,7 +123,7 @@ def all_pairs(x, y, v, w):
 
 
 def two_dtypes(x, y, v, w):
-    return torch.relu((x.float() @ v.float().t()).double() + y @ w.t())
+    return torch.relu((x.bfloat16() @ v.bfloat16().t()).float() + y.float() @ w.float().t())
 
 
 def of_their_sums_dtype(x, y, v, w):
@@ -137,7 +137,8 @@ def of_their_sums_dtype(x, y, v, w):
 )
 def test_what_is_no_plain_sum_does_not_join(function, monkeypatch):
     leave_custom_ops(monkeypatch)
-    harness = check(function, *products(8, 8), tolerance=1e-5)
+    tolerance = 3e-2 if function is two_dtypes else 1e-5
+    harness = check(function, *products(8, 8), tolerance=tolerance)
     assert all(len(terms) == 1 for terms in calls(harness))
 
 

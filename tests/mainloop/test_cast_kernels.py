@@ -37,7 +37,7 @@ def test_kernels_compute_what_plain_torch_does():
         [sys.executable, str(here / "interpreted_casts.py")],
         env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout == "98 tensors agree\n", done.stderr
+    assert done.stdout == "68 tensors agree\n", done.stderr
 
 
 def compiled(kernel, types: Mapping[str, str], constants: Mapping[str, object], **options) -> str:

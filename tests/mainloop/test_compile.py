@@ -32,8 +32,7 @@ BLACKWELL = "swiglu,norm_bwd/straight,fp8_residual,everything"
 HOPPER = (
     "paired_rows,norm_bwd/crossed,"
     "select//64x32:1x1:co:np,swiglu//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
-    "rms_partial//64x64:1x1:co:dyn:k4,dswiglu//128x160:2x1:pp:lean:dyn,"
-    "rms_partial//128x208:2x1:pp:lean,"
+    "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
     "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
     "halves_80,halves_64//64x64:1x1:co:k2,everything"
 )
