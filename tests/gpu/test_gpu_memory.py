@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import kinds
 from layers import Layer, compiled, errors, make
 from oracle import check, config_for, launched
 from programs import inputs, legal
 
 from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.runtime import tensors
-from coda_inductor.select.kinds import kinds
 
 pytestmark = [
     pytest.mark.gpu,

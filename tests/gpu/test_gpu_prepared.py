@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kinds import B_MAJOR, TERMS, kinds
 from layers import compiled, make
 from oracle import check, config_for, launched
 from programs import inputs, legal
@@ -18,7 +19,6 @@ from coda_inductor.runtime.launch import Kernel, kernel
 from coda_inductor.runtime.pool import wait
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 pytestmark = [
     pytest.mark.gpu,

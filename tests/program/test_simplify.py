@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
@@ -16,7 +17,6 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
-from coda_inductor.select.kinds import kinds
 
 
 def program(*steps: Step, values: tuple[str, ...], reduces: tuple[Reduce, ...] = ()):
