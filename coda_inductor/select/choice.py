@@ -44,7 +44,7 @@ class Choice:
 
     @property
     def measured(self) -> bool:
-        """Was the very site measured?"""
+        """Was it?"""
         return self.ground in ("here", "shipped")
 
 

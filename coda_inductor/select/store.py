@@ -105,10 +105,9 @@ class Store:
 
     def _alike(self, site: Site) -> list[tuple[str, Figures]]:
         """The shipped rows of programs like that of ``site``, with its layout and terms."""
-        words = key_of(site).split(" ")[2:]
-        wanted = [word for word in words if not word.startswith("copied=")]
+        wanted = _how(key_of(site))
         rows = self._by_signature.get(signature(site.program), ())
-        return [row for row in rows if row[0].split(" ")[2 : 2 + len(wanted)] == wanted]
+        return [row for row in rows if _how(row[0]) == wanted]
 
     def own(self) -> Mapping[str, Figures]:
         """This user's measurements, by key."""
@@ -194,6 +193,11 @@ def merged(texts: Iterable[str]) -> dict[str, Figures]:
 @functools.lru_cache(maxsize=16)
 def _shipped_sites(table: Path) -> dict[str, Figures]:
     return _sites(json.loads(table.read_text()))
+
+
+def _how(key: str) -> list[str]:
+    """The words of ``key`` that say how operands lie; copied weights lie as one."""
+    return [word for word in key.split(" ")[2:] if not word.startswith("copied=")]
 
 
 def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:
