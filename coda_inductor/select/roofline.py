@@ -29,8 +29,8 @@ START_US = 6.0
 #: The part of what processors idle at the end that shows: cuBLAS has tiles of more sizes.
 IDLE = 0.2
 #: What rotating heads in an epilogue takes, as bytes an element: an H200's projections of 1B, 8B
-#: and 70B widths took 0.8 to 1.3 us more for a million elements.
-EXCHANGED = 4
+#: and 70B widths took 3.6 to 5.5 (docs/patterns.md), so that it saves nothing unless measured.
+EXCHANGED = 6
 #: Products in FP8 are so many times as fast as in 16 bits (cuBLAS's, scales included).
 FP8_RATE = 1.75
 
