@@ -59,8 +59,8 @@ from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.rewrite.widened import compute_for_each
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
+from coda_inductor.select.rank import MANY, SOME
 from coda_inductor.select.store import Store
-from coda_inductor.tune.rank import MANY, SOME
 from coda_inductor.tune.tuner import Tuner
 
 

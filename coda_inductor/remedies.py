@@ -37,8 +37,6 @@ _DO = {
     "old-gpu": "Kernels need Hopper or newer.",
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
-    "heads-unmeasured": f"mode='max-autotune' measures it; {_ALWAYS}.",
-    "turned-unmeasured": f"options={{'tune': 'auto'}} measures it; {_ALWAYS}.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import torch
+from kinds import TERMS, kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
@@ -18,7 +19,6 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
-from coda_inductor.select.kinds import TERMS, kinds
 
 
 def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:

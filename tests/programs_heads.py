@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from kinds import kinds
 from programs import legal
 
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
-from coda_inductor.select.kinds import kinds
 
 
 def rotary(

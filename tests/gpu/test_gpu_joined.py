@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import activation_chain, inputs
 
@@ -12,7 +13,6 @@ from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.pool import KernelRequest, wait
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import arch_of
-from coda_inductor.select.kinds import kinds
 
 pytestmark = NEEDS_KERNELS
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import kinds
 from layers import Layer, compiled, errors, make
 from oracle import NEEDS_KERNELS, check, config_for, launched
 from programs import inputs, legal
 
 from coda_inductor.runtime import tensors
-from coda_inductor.select.kinds import kinds
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
 HERE = Path(__file__).parent

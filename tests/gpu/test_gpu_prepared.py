@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kinds import B_MAJOR, TERMS, kinds
 from layers import compiled, make
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import inputs, legal
@@ -16,7 +17,6 @@ from torch._inductor.utils import run_and_get_code
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from kinds import kinds
 from oracle import NEEDS_KERNELS, build
 from programs import inputs
 
 from coda_inductor.runtime.launch import requests
+from coda_inductor.select import rank
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import from_row
-from coda_inductor.select.kinds import kinds
 from coda_inductor.select.site import Site
-from coda_inductor.tune import rank, worker
+from coda_inductor.tune import worker
 from coda_inductor.tune.worker import Worker, site_text
 
 pytestmark = NEEDS_KERNELS
@@ -59,7 +60,7 @@ with torch.no_grad():
     exact = model.float()(*(x.float() for x in xs))
 store = store_of(gpu_of())
 print(json.dumps({
-    "measured": measured, "left": left, "known": store.gpu.table is not None,
+    "measured": measured, "left": left, "known": store.gpu.sites is not None,
     "sites": {s.site: s.how for s in coda_inductor.reports()[-1].sites},
     "own": {key: [f.name, min(f.us.values(), default=None), f.unfused, f.failed]
             for key, f in store.own().items()},
@@ -136,7 +137,7 @@ def test_the_next_process_measures_nothing(folder, both):
 def candidates():
     """(site, three configs, compiled)."""
     site = Site(kinds()["rms_partial"], 1024, 1024, 1024)
-    found = [str(config) for config in rank.candidates(site, gpu_of(), 3)]
+    found = [str(config) for config in rank.candidates(site, gpu_of())[:3]]
     as_, bs, _ = inputs(site.program, 8, 64, 64)
     wanted = [r for config in found for r in requests(as_, bs, site.program.to_json(), config)]
     build(wanted)

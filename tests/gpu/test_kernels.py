@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import B_MAJOR, TERMS, kinds
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import inputs, one_op, paired_sums, programs
 
@@ -14,7 +15,6 @@ from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.pool import KernelRequest
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import arch_of
-from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 pytestmark = NEEDS_KERNELS
 

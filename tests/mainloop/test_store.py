@@ -24,12 +24,12 @@ pytest.importorskip("quack")
 
 import quack.cache
 import quack.cache.jit
+from kinds import kinds
 
 from coda_inductor import cache_contents
 from coda_inductor.cache_dir import TAG
 from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
-from coda_inductor.select.kinds import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 

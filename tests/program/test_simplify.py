@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
