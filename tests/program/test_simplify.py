@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
