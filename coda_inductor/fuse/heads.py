@@ -24,7 +24,6 @@ from coda_inductor.fuse.elementwise import Emit, Value
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import fake
-from coda_inductor.program import Step
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 
@@ -55,25 +54,27 @@ def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | 
 def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
     """What stands at the other column of the pair of ``x``, or why that is not known."""
     assert region.heads is not None
-    swap = ("swap", region.accs[0], *map(float, region.heads[1:]))
+    made = {step.name: step for step in region.steps}
     loaded = {o.name: key for key, o in region.operands.items()}
-    rotation = Step("rotation", "", (x,))
-    steps, needed = [*region.steps, rotation], {rotation.name}
-    for step in reversed(steps):
-        if step.name in needed:
-            needed.update(a for a in step.args if isinstance(a, str))
     other: dict[Value, Value] = {}
-    for step in (step for step in steps if step.name in needed):
-        for name in (a for a in reversed(step.args) if isinstance(a, str) and a not in other):
-            node, kind = loaded.get(name, (None, "acc"))
+    todo = [x]
+    while todo:  # not recursive: a chain of steps may be longer than Python's stack
+        top = todo[-1]
+        args = made[top].args if top in made else ()
+        if more := [a for a in args if isinstance(a, str) and a not in other]:
+            todo += more
+            continue
+        todo.pop()
+        if top in other:
+            continue
+        if top in made:
+            new = tuple(other[a] if isinstance(a, str) else a for a in args)
+            other[top] = top if new == args else emit(made[top].op, *new)
+        elif top in region.accs:
+            other[top] = emit("swap", top, *map(float, region.heads[1:]))
+        else:
+            node, kind = loaded[top]
             if kind in ("tile", "table", SWAPPED):
                 return refuse("heads-tile", f"{node.name} is read at every place of the tile")
-            if kind == "row":
-                other[name] = region.operand(node, SWAPPED)
-            else:
-                other[name] = emit(*swap) if kind == "acc" else name
-        args = tuple(other[a] if isinstance(a, str) else a for a in step.args)
-        if step is rotation:
-            return args[0]
-        other[step.name] = step.name if args == step.args else emit(step.op, *args)
-    raise AssertionError("the rotation is the last step")
+            other[top] = region.operand(node, SWAPPED) if kind == "row" else top
+    return other[x]

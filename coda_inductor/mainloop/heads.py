@@ -18,6 +18,8 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from quack.epilogue.ops import EpiOp, GroupedColStatsBase
 
+from coda_inductor.program import Step
+
 #: (row, column) of one of the tiles that an epilogue moves at a time.
 Subtile = tuple[int, int]
 
@@ -28,8 +30,9 @@ class Swap(EpiOp):
 
     fn_port = "value"
 
-    def __init__(self, name: str, width: float, distance: float):
-        super().__init__(name)
+    def __init__(self, step: Step):
+        super().__init__(step.name)
+        _, width, distance = step.args
         self.pairs = int(width), int(distance)
 
     def config_key(self):

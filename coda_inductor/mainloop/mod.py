@@ -69,7 +69,7 @@ class CodaEpiMod(EpiMod):
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),
-            ops=ops | {step.name: Swap(step.name, *step.args[1:]) for step in mapping.across},
+            ops=ops | {step.name: Swap(step) for step in mapping.across},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
             extra_ops=self.distances,

@@ -141,10 +141,10 @@ def _heads(program: EpilogueProgram) -> None:
     if program.head and (program.paired or program.fp8 or program.reduces):
         raise ProgramError("heads are known of one accumulator, of 16 bits and more, and no sums")
     for step in swaps:
-        x, width, distance = step.args
+        x, width, distance = step.args[0], *map(float, step.args[1:])
         if x not in program.accs:
             raise ProgramError(f"step {step.name!r}: swap reads {x!r}, which is no accumulator")
-        whole = float(width).is_integer() and float(distance).is_integer()
+        whole = width.is_integer() and distance.is_integer()
         if not whole or not 0 < 2 * distance <= width <= program.head or width % (2 * distance):
             raise ProgramError(
                 f"step {step.name!r}: columns {distance!r} apart of the first {width!r} of "

@@ -47,6 +47,8 @@ from coda_inductor.semantic.rotary import each_column, rotate, rotate_heads, tur
 #: Views of any layout.
 _MOVES = (aten.unsqueeze.default, aten.expand.default, aten.permute.default)
 
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
 #: What is rotated: rows (..., H * d); as heads (..., H, d); and how these are permuted.
 Place = tuple[Node, Node, list[int]]
 #: Tables, which belong to no layer, by what they are made of.
@@ -60,10 +62,9 @@ def rotate_rows(graph: Graph, record: Record) -> None:
     made: Made = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
         found = _place(node.args[0], scope, record)
-        if not isinstance(found, Refusal):
-            found = _rewrite(graph, node, found, made)
-        if isinstance(found, Refusal):
-            record.refuse("rotary", place(node), found)
+        why = found if isinstance(found, Refusal) else _rewrite(graph, node, found, made)
+        if why is not None:
+            record.refuse("rotary", place(node), why)
         scope.refresh(graph)
 
 
@@ -72,14 +73,14 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
         heads, order = heads.args[0], list(heads.args[1])
-    *_, count, size = (1, *fake(heads).shape)
+    shape = fake(heads).shape[-2:]
     rows = heads
-    while renames(rows) and not same(fake(rows).shape[-1], count * size):
+    while renames(rows) and not same(fake(rows).shape[-1], shape.numel()):
         rows = rows.args[0]
-    symbolic = any(isinstance(n, torch.SymInt) for n in (count, size))
+    symbolic = any(isinstance(n, torch.SymInt) for n in shape)
     views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
-    if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], count * size):
+    if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("heads-no-gemm", "no GEMM makes rows of the heads that it reads")
     if (why := record.policy.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
@@ -98,14 +99,15 @@ def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | No
     after = torch.empty_like(fake(heads), memory_format=torch.contiguous_format).permute(order)
     if not laid_out_alike(after, fake(root)) and not _any_layout(root):
         return refuse("heads-layout", "its readers count on another layout of its result")
+    of_head = order.index(len(order) - 2) - len(order)
+    for table in (cos, sin):
+        if fake(table).dim() >= -of_head and not same(fake(table).shape[of_head], 1):
+            return refuse("heads-tables", f"{table.name} differs between heads")
+        if fake(table).dtype == torch.float64 != fake(rows).dtype:
+            return refuse("float64-mixed", f"{table.name} is float64, what it rotates is not")
     key = (_spelled(cos), _spelled(sin), *order, *form, size, str(fake(heads).shape[:-2]))
     like = max(_spelled(cos)[0], _spelled(sin)[0])  # its meta: tables belong to no layer
     tables = splice(graph, node, _as_rows, (cos, sin, order), like=like)
-    for table in tables:
-        if not same(fake(table).shape[-2], 1):
-            return refuse("heads-tables", "its tables differ between heads")
-        if fake(table).dtype == torch.float64 != fake(rows).dtype:
-            return refuse("float64-mixed", "its tables are float64, what it rotates is not")
     put, free = Put(graph, like=node), Put(graph, like=like)
     with graph.inserting_before(node):
         lead = _lead(put, heads)
@@ -134,6 +136,8 @@ def _any_layout(node: Node) -> bool:
             name = str(user.target)
             if user.target in _MOVES:
                 todo.append(user)
+            elif user.target is aten.clone.default and user.kwargs == _CONTIGUOUS:
+                continue
             elif "scaled_dot_product" not in name and "flex_attention" not in name:
                 return False
     return not leaves(node)
