@@ -189,8 +189,8 @@ def _gradient_role(
     node: Node, linears: list[Linear], scope: Scope
 ) -> tuple[Role | None, int | None]:
     """Which gradient of a quantized one of ``linears`` ``node`` makes, and which of its factors is
-    one; None for other products. Autograd numbers a product and its gradients alike, and what is not
-    differentiated as the last product before it."""
+    one; None for other products. Autograd numbers a product and its gradients alike, and what it
+    does not differentiate as the op before."""
     graded = [x in scope.graded for x in gemm_inputs(node)]
     if node.target is not aten.mm.default or sum(graded) != 1:
         return None, None
