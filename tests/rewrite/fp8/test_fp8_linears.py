@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_layers_that_were_chosen(name, recipe):
 
 
 class Frozen(nn.Module):
-    """A trained layer and a frozen one of one input without gradient: autograd numbers both alike."""
+    """A trained layer and a frozen one of one input: autograd numbers both alike."""
 
     def __init__(self):
         super().__init__()
