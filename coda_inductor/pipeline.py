@@ -54,7 +54,6 @@ from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
-from coda_inductor.rewrite.widened import compute_for_each
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
 from coda_inductor.select.rank import MANY, SOME
@@ -154,7 +153,6 @@ ON_ATEN = (
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
-    Pass("widened", compute_for_each, _fuses_gradients),
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
     Pass("fp8_rest", finish_fp8),

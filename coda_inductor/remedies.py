@@ -207,7 +207,6 @@ _NOTHING = {
     "operand-depends": "the operand is computed from this GEMM's own result over a full row or "
     "column, which is only known when all tiles are done",
     "store-needless": "Inductor computes it for free in the kernel that reads it",
-    "store-widened": "what it is computed from is stored, in half the bytes",
     "epilogue-full": "the epilogue is full; the rest stays with Inductor",
     "paired-tile-operand": "a tensor of the tile's size meets gate or up; the unpaired form reads "
     "it",

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
-from coda_inductor.fuse.region import Region, narrowest
+from coda_inductor.fuse.region import Region
 from coda_inductor.graph.nodes import (
     base,
     elementwise,
     fake,
     renames,
-    renames_or_casts,
     row_major,
 )
-from coda_inductor.graph.sizes import same
-from coda_inductor.program.dtypes import HALF, dtype_name
+from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.program.ops import STORE_DTYPES
 from coda_inductor.refusal import Refusal, refuse
 
@@ -38,9 +35,6 @@ def unstorable(region: Region) -> tuple[Node, Refusal] | None:
         if _only_adds_a_store(value, region, stored):
             text = "only a store more: its readers are elementwise too"
             return _owner(node, region), refuse("store-needless", text)
-        if widened(node) and all(_computes(user) for user in node.users):
-            text = "its readers compute it from 16 bits, which are stored instead"
-            return node, refuse("store-widened", text)
     if len(stored) > MAX_STORES:
         last = max((nodes[0] for nodes in stored.values()), key=order.index)
         text = f"more than {MAX_STORES} tiles would be stored"
@@ -58,18 +52,6 @@ def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[No
     inside = {*region.values, *region.reduces}
     users = [u for n, v in region.values.items() if v == value for u in n.users]
     return all(u in inside or _computes(u) for u in users)
-
-
-def widened(node: Node) -> bool:
-    """Is ``node`` computed in more than 16 bits from a widened tensor of 16, and vectors?"""
-    if node.op != "call_function" or not elementwise(node) or renames_or_casts(node):
-        return False
-    tensor = fake(node)
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() < 2:
-        return False
-    inputs = [n for n in node.all_input_nodes if isinstance(fake(n), torch.Tensor)]
-    tiles = [n for n in inputs if same(fake(n).numel(), tensor.numel())]
-    return len(inputs) > 1 and len(tiles) == 1 and narrowest(tiles[0]) in HALF
 
 
 def _computes(node: Node) -> bool:
