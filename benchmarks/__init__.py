@@ -8,6 +8,6 @@ report        results -> tables
 account       where a step goes, to the last kernel
 distributed_run, distributed_job, wrapped    several GPUs
 masks         attention with masks from data
-sweep, sites  measure and fit the tables that ship
+sweep, sites  measure what the shipped tables hold
 measure, energy, environment    timers, joules, versions
 """

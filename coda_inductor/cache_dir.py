@@ -186,7 +186,7 @@ def _default() -> Path:
     if why is None and writable(path):
         return path
     instead = private_dir()
-    if why is not None and path.is_dir():
+    if why is not None and os.path.isdir(path):  # Path.is_dir raises below another user's home
         _warn(f"{path} is not used: {why}. Kernels are kept in {instead}")
     return instead
 

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.compat import list_mode_options, list_options
+from coda_inductor.compat import inductor_config, list_mode_options, list_options
 from coda_inductor.errors import OptionError, PatternError
 
 GATES = ("auto", "always", "never")
@@ -104,6 +106,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         own["tune"] = _check("tune", chosen, "CODA_TUNE")
     if mode in _MEASURING:
         own["tune"] = "always"
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(
+            f"options is a dict of names and values, as {{'debug': True}}, got {options!r}"
+        )
     inductor = dict(_mode_options(mode))
     known_to_inductor = set(list_options())
     for key, value in (options or {}).items():
@@ -112,12 +118,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         elif key in _OWN:
             own[key] = _check(key, value)
         elif key in known_to_inductor:
-            inductor[key] = value
+            inductor[key] = _check_inductor(key, value)
         else:
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'. Its own options are "
-                f"{', '.join(sorted(_OWN))}; Inductor's options (torch._inductor.list_options()) "
-                "are accepted too"
+                f"unknown option {key!r} for backend='coda'{_meant(key, _OWN)}. Its own options "
+                f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
+                "accepted too"
             )
     for key in ("fp8_skip", "fp8_small"):
         if key in own and "fp8" not in own:
@@ -128,9 +134,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             )
     for path in own["patterns"]:
         if not Path(path).exists():
-            raise PatternError(
-                f"option 'patterns': no such file {path!r}; give paths of .py files or folders"
-            )
+            ours = path in (options or {}).get("patterns", ())
+            what = "option 'patterns'" if ours else "CODA_PATTERNS"
+            raise PatternError(f"{what}: no such file {path!r}; give paths of .py files or folders")
     return Options(**own, inductor=inductor)
 
 
@@ -151,8 +157,25 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
     known = list_mode_options()
     if mode not in known:
         names = ", ".join(dict.fromkeys(("default", *known)))
-        raise OptionError(f"unknown mode {mode!r}; known modes are {names}")
+        raise OptionError(f"unknown mode {mode!r}{_meant(mode, known)}; known modes are {names}")
     return known[mode]
+
+
+def _meant(name: Any, known: Iterable[str]) -> str:
+    """Did the user mean one of ``known``?"""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _check_inductor(key: str, value: Any) -> Any:
+    """An option of Inductor's own has that setting's type, as torch.compile asks of its backend."""
+    if (get_type := getattr(inductor_config, "get_type", None)) is None:
+        return value
+    wanted = get_type(key.replace("-", "_"))
+    if typing.get_origin(wanted) is None and not isinstance(value, wanted):
+        text = f"option {key!r}, which is Inductor's, takes {wanted.__name__}, got {value!r}"
+        raise OptionError(text)
+    return value
 
 
 def _check(key: str, value: Any, name: str = "") -> Any:

@@ -45,8 +45,7 @@ from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
-from coda_inductor.rewrite.fp8.rest import read_columns_once
-from coda_inductor.rewrite.fp8.unfused import scale_in_products
+from coda_inductor.rewrite.fp8.rest import finish_fp8
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
@@ -54,13 +53,12 @@ from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
-from coda_inductor.rewrite.turned import turn_back
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.rewrite.widened import compute_for_each
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
+from coda_inductor.select.rank import MANY, SOME
 from coda_inductor.select.store import Store
-from coda_inductor.tune.rank import MANY, SOME
 from coda_inductor.tune.tuner import Tuner
 
 
@@ -156,12 +154,10 @@ ON_ATEN = (
     Pass("fp8_casts", expand_quantizations),
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
-    Pass("turned", turn_back, _fuses_gradients),
     Pass("widened", compute_for_each, _fuses_gradients),
     Pass("recompute", recompute_in_backward, _recomputes),
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
-    Pass("fp8_rest", read_columns_once),
-    Pass("fp8_unfused", scale_in_products),
+    Pass("fp8_rest", finish_fp8),
     Pass("decompose_rest", decompose, needed=True),
     Pass("tables_rest", keep_tables, _fuses),
     Pass("views", reshapes_to_views, _trains, needed=True),

@@ -37,8 +37,6 @@ _DO = {
     "old-gpu": "Kernels need Hopper or newer.",
     "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
     "fuses all the same.",
-    "heads-unmeasured": f"mode='max-autotune' measures it; {_ALWAYS}.",
-    "turned-unmeasured": f"options={{'tune': 'auto'}} measures it; {_ALWAYS}.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
@@ -218,13 +216,11 @@ _NOTHING = {
     "logits-form": "the logits are not one linear layer's",
     "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
     "heads-no-gemm": "only a projection's own epilogue can rotate queries and keys",
-    "heads-normed": "a norm over all heads at once is applied by a kernel of Inductor's, from "
-    "statistics that leave the GEMM, and that kernel rotates while it is at it",
     "heads-tables": "tables that differ between heads are read by no epilogue",
     "heads-layout": "a reader counts on the layout that torch.cat gives",
-    "heads-tile": "an epilogue reads a tile at its own place only",
-    "heads-reduce": "an epilogue's sums are made before it rotates",
-    "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, once",
+    "heads-tile": "an epilogue reads tiles and tables at their own place only, and so rotates once",
+    "heads-reduce": "no epilogue both rotates and sums",
+    "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, in one way",
     "heads-apart": "the GEMM is expected to win without the rotation, or has no kernel with it; a "
     "kernel of Inductor's rotates",
     "rotary-width": "only rotations of whole halves, or of all neighbouring pairs, are raised",

@@ -18,14 +18,7 @@ RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfu
 GROUNDS = {
     "here": "measured here",
     "shipped": "measured",
-    "measured": "measured (its kind)",
-    "modelled": "modelled",
-    "halved": "about: by GEMMs in bfloat16, none in FP8 was measured",
-    "larger": "about: larger than anything measured",
-    "smaller": "a guess: smaller than anything measured",
-    "unlike": "a guess: no program that knows heads was measured",
-    "turned": "a guess: no left operand with its columns in memory was measured",
-    "borrowed": "about: by another GPU of its generation",
+    "roofline": "about: a roofline, not measured",
     "unknown": "a guess: no GPU of its generation was measured",
 }
 #: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
@@ -39,15 +32,14 @@ class Estimate:
     Attributes:
         unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
         fused_us: the generated kernel; None where there can be none, or nothing is fused.
-        ground: what the times rest on, a key of :data:`GROUNDS`; those of "smaller" are a guess,
-            and not to be shown.
+        ground: what the times rest on, a key of :data:`GROUNDS`.
         config: the config that the kernel would have.
         refusal: why it would not run as a kernel there; None if it would.
     """
 
     unfused_us: float
     fused_us: float | None = None
-    ground: str = "modelled"
+    ground: str = "roofline"
     config: str = ""
     refusal: Refusal | None = None
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from kinds import B_MAJOR, TERMS, kinds
+
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import H100, Gpu, read
 from coda_inductor.select.figures import Figures, key_of, to_row
-from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 from coda_inductor.select.site import Site
 
 #: One that has no table, and of whose generation there is none either.
@@ -36,10 +37,10 @@ def figures(us: Mapping[str, float], unfused: float = 100.0, plain: float = 80.0
 
 
 def table(folder: Path, name: str = "NVIDIA H900", found: Mapping[str, Figures] | None = None):
-    """A table for the GPU model ``name`` with the measurements of an H100's and of the sites
-    ``found``; the GPU that it is of."""
+    """A table for the GPU model ``name`` with an H100's constants and the sites ``found``; the GPU
+    that it is of."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = json.loads(H100.table.read_text()) | {"device": name}
+    data = json.loads(H100.sites.read_text()) | {"device": name}
     data["sites"] = [to_row(key, figures) for key, figures in (found or {}).items()]
     path = folder / f"{replace(H100, name=name).file}.json"
     path.write_text(json.dumps(data))
@@ -47,8 +48,8 @@ def table(folder: Path, name: str = "NVIDIA H900", found: Mapping[str, Figures] 
 
 
 def borrowing(lender: Gpu, name: str = "NVIDIA H901") -> Gpu:
-    """Another model of the generation of ``lender``, with the table of that."""
-    return replace(lender, name=name, borrowed=True, sites=None)
+    """Another model of the generation of ``lender``, with the constants of that."""
+    return replace(lender, name=name, sites=None)
 
 
 def keyed(of: Site, found: Figures) -> dict[str, Figures]:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from coda_inductor.compat import select_decomp_table
 from coda_inductor.graph.edit import fake_mode
 from coda_inductor.options import parse
 from coda_inductor.record import Record
@@ -17,9 +18,11 @@ from coda_inductor.refusal import Refusal
 from coda_inductor.select.policy import Policy
 
 
-def aten_graph(function: Callable[..., Any], *args: torch.Tensor) -> Graph:
-    """The aten graph of ``function``, with recorded values as AOTAutograd leaves them."""
-    graph = make_fx(function, tracing_mode="fake")(*args).graph
+def aten_graph(function: Callable[..., Any], *args: torch.Tensor, decomposed=False) -> Graph:
+    """The aten graph of ``function``, with recorded values as AOTAutograd leaves them;
+    ``decomposed`` as Inductor asks for."""
+    table = select_decomp_table() if decomposed else None
+    graph = make_fx(function, table, tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()  # outputs of an op that nobody reads
     return graph
 

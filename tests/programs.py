@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import torch
+from kinds import TERMS, kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
@@ -18,7 +19,6 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
-from coda_inductor.select.kinds import TERMS, kinds
 
 
 def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:
@@ -132,27 +132,6 @@ def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
     )
 
 
-def layer_partial(dtype: str = "bfloat16") -> EpilogueProgram:
-    """In front of a LayerNorm: residual in, residual and centered operand out, both row sums."""
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(
-            Operand("residual", "tile", dtype),
-            Operand("pivot", "col", "float32"),
-            Operand("weight", "row", dtype),
-        ),
-        steps=(
-            Step("x", "add", ("acc", "residual")),
-            Step("v", "sub", ("x", "pivot")),
-            Step("h", "mul", ("v", "weight")),
-            Step("sq", "mul", ("v", "v")),
-        ),
-        stores=(Store("out0", "x", dtype), Store("out1", "h", dtype)),
-        reduces=(Reduce("part0", "v"), Reduce("part1", "sq")),
-    )
-
-
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
 _DOMAIN = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log1p", "reciprocal"), "positive"),
@@ -201,7 +180,6 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
         "paired_sums": paired_sums(dtype),
         "row_statistics": row_statistics(dtype),
         "paired_rows": paired_rows(dtype),
-        "layer_partial": layer_partial(dtype),
     }
     return {name: legal(program) for name, program in named.items()}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from kinds import kinds
 from programs import legal
 
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
-from coda_inductor.select.kinds import kinds
+from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 
 
 def rotary(
@@ -62,8 +62,7 @@ def rotated_product(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
 
 
 def everything(dtype: str = "bfloat16") -> EpilogueProgram:
-    """Two swaps beside each kind of operand, and reductions both ways of what knows no
-    heads."""
+    """Two swaps beside each kind of operand."""
     steps = (
         Step("scaled", "mul", ("acc", "scale")),
         Step("x", "add", ("scaled", "bias")),
@@ -75,7 +74,6 @@ def everything(dtype: str = "bfloat16") -> EpilogueProgram:
         Step("rated", "mul", ("both", "log")),
         Step("later", "add", ("rated", "residual")),
         Step("y", "mul", ("later", "table")),
-        Step("xx", "mul", ("x", "x")),
     )
     return EpilogueProgram(
         accs=("acc",),
@@ -88,7 +86,6 @@ def everything(dtype: str = "bfloat16") -> EpilogueProgram:
         ),
         steps=steps,
         stores=(Store("out0", "y", dtype), Store("out1", "x", dtype)),
-        reduces=(Reduce("rows", "xx"), Reduce("columns", "x", "col")),
         head=64,
     )
 
@@ -97,11 +94,7 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     """By name: halves, neighbours and parts of a head, and what models have besides."""
     named = {
         **{name: program for name, program in kinds(dtype).items() if program.head},
-        "halves_64": rotary(64, dtype=dtype),
-        "halves_80": rotary(80, dtype=dtype),
-        "halves_96": rotary(96, dtype=dtype),
-        "halves_128": rotary(128, dtype=dtype),
-        "halves_256": rotary(256, dtype=dtype),
+        **{f"halves_{n}": rotary(n, dtype=dtype) for n in (64, 80, 96, 128, 256)},
         "neighbours_64": rotary(64, distance=1, dtype=dtype),
         "neighbours_in_part": rotary(128, 64, 1, dtype=dtype),  # GPT-J
         "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia

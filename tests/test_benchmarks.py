@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import HOPPER, figures
+from measured import HOPPER, figures, site
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+
 from benchmarks import (  # noqa: E402
     __main__,
     account,
@@ -38,7 +39,6 @@ from coda_inductor.select import policy  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 from coda_inductor.select.figures import key_of  # noqa: E402
-from coda_inductor.select.model import same_kind  # noqa: E402
 from coda_inductor.select.store import Device, as_text  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
@@ -237,32 +237,27 @@ def test_a_model_with_masks_from_data(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("sources", "table", "lender"),
+    ("sources", "table"),
     [
-        (["h100_sweep"], "nvidia_h100_80gb_hbm3.json", ""),
-        (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json",
-         "nvidia_h100_80gb_hbm3"),
+        (["h100_sweep"], "nvidia_h100_80gb_hbm3.json"),
+        (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json"),
     ],
-)  # fmt: skip
-def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, lender, tmp_path):
-    shipped = json.loads((H100.table.parent / table).read_text())
-    made = tmp_path / table
-    made.write_text(json.dumps(shipped))
-    sweep.fit([RESULTS / f"{name}.json" for name in sources], made, lender)
-    found = json.loads(made.read_text())
-    parts = ("device", "constants", "processors", "models", "cublas", "shapes", "model_of", "sites")
-    assert {p: found.get(p) or [] for p in parts} == {p: shipped.get(p) or [] for p in parts}
+)
+def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, tmp_path):
+    shipped, made = H100.sites.parent / table, tmp_path / table
+    made.write_text(shipped.read_text())
+    sweep.ship([RESULTS / f"{name}.json" for name in sources], made)
+    assert json.loads(made.read_text()) == json.loads(shipped.read_text())
 
 
 def test_a_measured_site_ships_with_its_best_configs(tmp_path):
-    site = sweep.sites()[0]
-    us = {str(config): 50.0 + i for i, config in enumerate(legal_configs(site.program))}
-    kind = same_kind(site.program, site.terms)
-    known = {key_of(site): figures(us, 80.0, m=site.m, name=site.name, kind=kind)}
+    one = site()
+    us = {str(config): 50.0 + i for i, config in enumerate(legal_configs(one.program))}
+    known = {key_of(one): figures(us, 80.0, m=one.m, name=one.name)}
     source, target = tmp_path / "out.json", tmp_path / "nvidia_h900.json"
     source.write_text(as_text(HOPPER, known, Device(3.3e6, 1.9)))
-    target.write_text(H100.table.read_text())
-    sweep.fit([source], target, "nvidia_h100_80gb_hbm3")
+    target.write_text(H100.sites.read_text())
+    sweep.ship([source], target)
     (row,) = json.loads(target.read_text())["sites"]
     assert row["us"] == dict(list(us.items())[: sweep._BEST])
 

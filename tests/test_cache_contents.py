@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kinds import kinds
 
 from coda_inductor import OptionError, cache_contents
 from coda_inductor.__main__ import main
@@ -81,7 +82,6 @@ def test_the_real_files_are_recognised(tmp_path, monkeypatch):
     from coda_inductor.mainloop import mod
     from coda_inductor.patterns import verdict
     from coda_inductor.patterns.source import Source
-    from coda_inductor.select.kinds import kinds
 
     monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path)

@@ -251,3 +251,22 @@ def test_a_full_disk_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write(target, "text")
     assert list(target.parent.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_home_that_belongs_to_somebody_else_is_not_used(place):
+    """As in a container that runs under another uid: nothing below it can even be looked at."""
+    for outer in (place, *place.parents[:-1]):  # pytest's own folders are root's alone
+        outer.chmod(outer.stat().st_mode | 0o011)
+    (place / "home").chmod(0o700)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        try:
+            os.write(writer, str(find()).encode())
+        except OSError as error:
+            os.write(writer, repr(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert str(place / "temp") in os.read(reader, 4096).decode()

@@ -59,7 +59,7 @@ NEEDED = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if each
 OTHERS = [name for name in PASSES if name not in NEEDED]
 #: Those that do nothing without a backward pass.
 BACKWARD = [
-    "late_gradients", "loss", "embedding", "turned", "widened",
+    "late_gradients", "loss", "embedding", "widened",
     "recompute", "views", "borders",
 ]  # fmt: skip
 

@@ -71,7 +71,7 @@ def report(kept: dict[str, dict[str, Figures]]) -> str:
     if not kept:
         return f"nothing was measured yet (it would be in {cache_dir() / store.FOLDER})\n"
     parts = []
-    heads = ("site", "M x N x K", "kind", "best kernel", "us", "unfused us", "gain", "+-")
+    heads = ("site", "M x N x K", "best kernel", "us", "unfused us", "gain", "+-")
     for name, sites in kept.items():
         rows = [_row(key, found) for key, found in sorted(sites.items(), key=_by_name)]
         parts.append(f"{name}: {len(rows)} sites\n\n{tabulate(rows, heads)}\n")
@@ -159,7 +159,7 @@ def _row(key: str, found: Figures) -> tuple[object, ...]:
     best = (config, f"{found.us[config]:.1f}") if config else ("none works", "")
     gain = f"{found.unfused / found.us[config]:.3f}" if config else ""
     sure = f"{100 * found.tolerance:.1f} %"
-    return found.name, _size(key, found), found.kind, *best, f"{found.unfused:.1f}", gain, sure
+    return found.name, _size(key, found), *best, f"{found.unfused:.1f}", gain, sure
 
 
 def _bar(key: str, found: Figures) -> tuple[str, float, float]:

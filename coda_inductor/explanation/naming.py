@@ -107,13 +107,10 @@ def traffic_words(site: SiteReport) -> tuple[str, str]:
 
 
 def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "modelled"). No
-    number where the model has no ground."""
+    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "measured")."""
     found = site.estimate
     if found is None:
         return "unknown", ""
-    if found.ground == "smaller":
-        return "unknown", "smaller than anything measured"
     rests_on = GROUNDS[found.ground]
     if not site.fused:
         return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"

@@ -115,9 +115,8 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region, before: Node) 
         return node
     if kind == SWAPPED:
         assert region.heads is not None, "rows are swapped for a rotation"
-        h, row = region.heads, _operand(graph, node, "row", region, before)
-        args = (row, h.size, h.width, h.distance)
-        return splice(graph, before, swap, args, like=region.anchors[-1])
+        row = _operand(graph, node, "row", region, before)
+        return splice(graph, before, swap, (row, *region.heads), like=region.anchors[-1])
     sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
     if kind == "row" and len(region.accs) == 2:
         return _twice(graph, node, region)

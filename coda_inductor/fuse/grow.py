@@ -318,7 +318,7 @@ class _Grower:
         if not isinstance(value, str) or fake(node).dtype not in FLOATS:
             text = f"{node.target} is not a reduction of floating values"
             return refuse("reduction-dtype", text)
-        if self.region.heads is not None and heads.late(value, self.region):
+        if self.region.heads is not None:
             return heads.UNREDUCED
         what = (value, axis, REDUCTIONS[node.target])
         known = {(r.value, r.axis, r.combine): r for r in self.region.reduces.values()}

@@ -12,26 +12,22 @@ After::
 Why it is valid: a swap permutes columns, so that it goes through every elementwise step down to the
 accumulator; one value a row is its own, and one a column is permuted once, outside the kernel.
 
-Refuses: tiles, which would have to be read at another column; a second rotation of what is rotated;
-two accumulators, and products of FP8, whose kernels know no heads.
+Refuses: what is read at every place of the tile, as the tables of another rotation are; reductions
+in the same kernel; two accumulators, and products of FP8, whose kernels know no heads.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Emit, Value
-from coda_inductor.fuse.region import SWAPPED, Heads, Region
+from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 
-UNREDUCED = refuse("heads-reduce", "kernels reduce no value behind a rotation or a tile of heads")
-
-_TWICE = refuse("heads-kernel", "what is rotated is rotated already")
+UNREDUCED = refuse("heads-reduce", "kernels that rotate heads reduce nothing")
 
 
 def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | Refusal:
@@ -39,78 +35,46 @@ def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | 
     ``region``, whose operands and steps may have grown then."""
     if not isinstance(x, str):
         return refuse("not-elementwise", "no value of the tile is rotated")
-    if len(region.accs) > 1:
-        return refuse("heads-kernel", "kernels of two products know no heads")
-    if dtype_name(fake(gemm_inputs(region.anchors[0])[0]).dtype) in FP8:
-        return refuse("heads-kernel", "kernels of FP8 know no heads")
-    _, cos, _, even, odd, distance = node.args[:6]
-    heads = Heads(fake(even).shape[-1], fake(cos).shape[-1], distance)
+    if len(region.accs) > 1 or dtype_name(fake(gemm_inputs(region.anchors[0])[0]).dtype) in FP8:
+        return refuse("heads-kernel", "kernels of two products, or of FP8, know no heads")
+    if region.reduces:
+        return UNREDUCED
+    _, cos, _, even, odd, distance, paired = node.args[:7]
+    heads = fake(even).shape[-1], fake(cos).shape[-1] * (2 if paired else 1), distance
     if region.heads not in (None, heads):
         return refuse("heads-kernel", "its GEMM has heads of another form already")
     region.heads = heads
-    if any(late(reduce.value, region) for reduce in region.reduces.values()):
-        return UNREDUCED
-    other = _Swapped(region, emit)(x)
+    other = _swapped(x, region, emit)
     if isinstance(other, Refusal):
         return other
     even, odd = (region.operand(table, "table") for table in (even, odd))
     return emit("add", emit("mul", x, even), emit("mul", other, odd))
 
 
-def late(value: Value, region: Region) -> bool:
-    """Does ``value`` depend on a tile, a table, or another column of the tile?"""
-    found = {o.name for o in region.operands.values() if o.kind in ("tile", "table")}
-    for step in region.steps:
-        if step.op == "swap" or found.intersection(step.args):
-            found.add(step.name)
-    return value in found
-
-
-class _Swapped:
-    """From a value to what stands at the other column of its pair."""
-
-    def __init__(self, region: Region, emit: Emit):
-        assert region.heads is not None
-        self.region, self.emit, self.heads = region, emit, region.heads
-        self.made = {step.name: step for step in region.steps}
-        self.loaded = {o.name: key for key, o in region.operands.items()}
-        self.known: dict[Value, Value] = {}
-
-    def __call__(self, value: Value) -> Value | Refusal:
-        # Not recursive: a chain of elementwise steps may be longer than Python's stack.
-        todo = [value]
-        while todo:
-            top = todo[-1]
-            step = self.made.get(str(top))
-            args: tuple[Any, ...] = () if step is None or step.op == "swap" else step.args
-            if more := [a for a in args if a not in self.known]:
-                todo += more
-                continue
-            todo.pop()
-            if top not in self.known:
-                found = self._swapped(top)
-                if isinstance(found, Refusal):
-                    return found
-                self.known[top] = found
-        return self.known[value]
-
-    def _swapped(self, value: Value) -> Value | Refusal:
-        """``value`` at the other column, its arguments being known there."""
-        if not isinstance(value, str):
-            return value
-        if value in self.region.accs:
-            return self.emit("swap", value, float(self.heads.width), float(self.heads.distance))
-        if value in self.loaded:
-            node, kind = self.loaded[value]
-            if kind == "row":
-                return self.region.operand(node, SWAPPED)
-            if kind in ("col", "scalar"):
-                return value
-            if kind == "tile":
+def _swapped(x: str, region: Region, emit: Emit) -> Value | Refusal:
+    """What stands at the other column of the pair of ``x``, or why that is not known."""
+    assert region.heads is not None
+    made = {step.name: step for step in region.steps}
+    loaded = {o.name: key for key, o in region.operands.items()}
+    other: dict[Value, Value] = {}
+    todo = [x]
+    while todo:  # not recursive: a chain of steps may be longer than Python's stack
+        top = todo[-1]
+        args = made[top].args if top in made else ()
+        if more := [a for a in args if isinstance(a, str) and a not in other]:
+            todo += more
+            continue
+        todo.pop()
+        if top in other:
+            continue
+        if top in made:
+            new = tuple(other[a] if isinstance(a, str) else a for a in args)
+            other[top] = top if new == args else emit(made[top].op, *new)
+        elif top in region.accs:
+            other[top] = emit("swap", top, *map(float, region.heads[1:]))
+        else:
+            node, kind = loaded[top]
+            if kind in ("tile", "table", SWAPPED):
                 return refuse("heads-tile", f"{node.name} is read at every place of the tile")
-            return _TWICE
-        step = self.made[value]
-        if step.op == "swap":
-            return _TWICE
-        args = tuple(self.known[a] for a in step.args)
-        return value if args == step.args else self.emit(step.op, *args)
+            other[top] = region.operand(node, SWAPPED) if kind == "row" else top
+    return other[x]

@@ -45,15 +45,6 @@ SWAPPED = "swapped row"
 _LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w"}
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Columns of an attention head, and which of them change places: see ``program.heads``."""
-
-    size: int
-    width: int
-    distance: int
-
-
 @dataclass
 class Region:
     """One or more GEMMs and what their epilogue absorbs, in graph order.
@@ -64,7 +55,8 @@ class Region:
         values: absorbed nodes, the anchors included, and their values in the program.
         pulled: nodes of which a copy runs on the tile, while they stay where they are for others.
         operands: what is read, and as what kind: one of ``OPERAND_KINDS``, or ``SWAPPED``.
-        heads: of a region that normalizes or rotates heads.
+        heads: of a region that rotates heads, their columns, how many of these are rotated, and
+            how far apart those of a pair are (``program.heads``).
     """
 
     anchors: tuple[Node, ...]
@@ -75,7 +67,7 @@ class Region:
     steps: list[Step] = field(default_factory=list)
     reduces: dict[Node, Reduce] = field(default_factory=dict)
     refusals: dict[Node, Refusal] = field(default_factory=dict)
-    heads: Heads | None = None
+    heads: tuple[int, int, int] | None = None
 
     @property
     def shape(self) -> tuple[Any, int, int]:
@@ -147,7 +139,7 @@ class Region:
             tuple(dict.fromkeys(self.reduces.values())),  # one may have several readers
             dtype_name(fake(b).dtype),
             fast_accumulation(self.anchors[0]),
-            0 if self.heads is None else self.heads.size,
+            0 if self.heads is None else self.heads[0],
         )
         return verify(simplify(consistent(simplify(program), self._apart())))
 

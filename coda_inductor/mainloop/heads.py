@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What epilogues do across the columns of a head (``program.heads``), as QuACK resources.
+"""Columns of a head that change places (``program.heads.swap``), as a QuACK resource.
 
-A *table* is staged through shared memory as tiles are, under every head (``Table``).
-
-A *swap* moves nothing through shared memory. On Hopper the accumulator is in registers, and a
-thread has of each row the same columns of every eight: what lies a multiple of eight columns
-further, or is the neighbour, is another register of the same thread. On Blackwell a thread has
-whole rows in tensor memory. So a subtile's exchanged columns are accumulators that the same thread
-loads from this subtile or another one, and which is known when the kernel is traced: ``Swap`` asks
-QuACK's own partition which columns each thread has, and refuses to trace where one is another's.
+Nothing moves through shared memory. On Hopper the accumulator is in registers, and a thread has of
+each row the same columns of every eight: what lies a multiple of eight columns further, or is the
+neighbour, is another register of the same thread. On Blackwell a thread has whole rows in tensor
+memory. So a subtile's exchanged columns are accumulators that the same thread loads from this
+subtile or another one, and which is known when the kernel is traced: ``Swap`` asks QuACK's own
+partition which columns each thread has, and refuses to trace where one is another's.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections.abc import Iterable
 import cutlass.cute as cute
 from cutlass import const_expr
 from quack.epilogue.ops import EpiOp, GroupedColStatsBase
-from quack.epilogue.rotary import RotaryCosSinTMALoad
 
 from coda_inductor.program import Step
 
@@ -27,37 +24,19 @@ from coda_inductor.program import Step
 Subtile = tuple[int, int]
 
 
-class Table(RotaryCosSinTMALoad):
-    """(M, head), read under every head. QuACK's resource for interleaved cosines and sines, which
-    does not mind what is in it.
-
-    It has a second one, whose threads load from global memory: no shared memory, but QuACK measured
-    3 to 5 % more time of a ping-pong kernel, in which staging overlaps with the main loop of the
-    other tile. In a cooperative one neither wins everywhere.
-    """
-
-    def to_params(self, gemm, args):
-        """Raises ValueError: a tile of the epilogue has columns of two places, and a head has not
-        (data-centre Blackwell, 64 rows)."""
-        columns = gemm.epi_tile[1]
-        if isinstance(columns, cute.Layout) and cute.coalesce(columns).stride != 1:
-            raise ValueError(f"tiles with columns {columns} do not read the table {self.name!r}")
-        return super().to_params(gemm, args)
-
-
 class Swap(EpiOp):
-    """The accumulator with columns of each head exchanged, see ``program.heads.swap``. Launch
-    argument: the columns of a head, which are compiled in."""
+    """The accumulator with columns of each head exchanged. Launch argument: the columns of a head,
+    which are compiled in."""
 
     fn_port = "value"
 
-    def __init__(self, name: str, width: int, distance: int):
-        super().__init__(name)
-        self.width = width
-        self.distance = distance
+    def __init__(self, step: Step):
+        super().__init__(step.name)
+        _, width, distance = step.args
+        self.pairs = int(width), int(distance)
 
     def config_key(self):
-        return self.width, self.distance
+        return self.pairs
 
     # A number that is compiled in, as QuACK's grouped statistics have it.
     host_arg_key = GroupedColStatsBase.host_arg_key
@@ -71,30 +50,20 @@ class Swap(EpiOp):
         return {self.name: getattr(args, self.name)}
 
     def begin(self, gemm, param, smem_tensor, ctx):
-        """Subtile -> where each of its registers finds its partner: (subtile, register)."""
-        offsets, firsts = _columns(ctx)
-        return partners(offsets, firsts, param, self.width, self.distance)
+        """Tells ``HeadAccumulator`` where each register finds its partner."""
+        found = partners(*_columns(ctx), param, *self.pairs)
+        vars(gemm).setdefault("partners", {})[self.name] = found
 
     def begin_loop(self, gemm, state, epi_coord):
         """A fragment like the accumulator's: ``HeadAccumulator`` has loaded it."""
         return gemm.swapped[self.name]
 
 
-def across_columns(step: Step) -> EpiOp:
-    """The resource of a step across the columns of a head."""
-    _, width, distance = step.args
-    return Swap(step.name, int(width), int(distance))
-
-
 class HeadAccumulator:  # a mixin for QuACK kernel classes
     """Loads with each subtile of the accumulator what its swaps need of this one and others. Before
     it: with the last one Blackwell hands its tensor memory to the next tile."""
 
-    def epi_begin(self, *args, **others):
-        states = super().epi_begin(*args, **others)  # type: ignore[misc]
-        swaps = [op.name for op in self._epi_ops if isinstance(op, Swap)]  # type: ignore[attr-defined]
-        self._partners = {name: states[name] for name in swaps}
-        return states
+    partners: dict[str, dict[Subtile, list[tuple[Subtile, int]]]]
 
     def epilogue(self, *args, **others):
         *bound, load = args  # what QuACK leaves open of a call is how the accumulator is loaded
@@ -102,7 +71,7 @@ class HeadAccumulator:  # a mixin for QuACK kernel classes
         def load_with_partners(fragment, subtile, **how):
             self.swapped = {
                 name: _swapped(found[subtile], load, fragment)
-                for name, found in self._partners.items()
+                for name, found in self.partners.items()
             }
             load(fragment, subtile, **how)
 
@@ -125,29 +94,25 @@ def partners(
         ValueError: another thread has it, or which one it is depends on the thread.
     """
     where = {at: (subtile, i) for subtile, each in offsets.items() for i, at in enumerate(each)}
-    found: dict[Subtile, list[tuple[Subtile, int]]] = {}
-    for subtile, each in offsets.items():
-        found[subtile] = []
-        for row, column in each:
-            moves = {_move((first + column) % head, width, distance) for first in firsts}
-            partner = where.get((row, column + min(moves)))
-            if len(moves) > 1 or partner is None:
-                raise ValueError(
-                    f"columns {distance} apart of the first {width} of {head} are not one thread's"
-                )
-            found[subtile].append(partner)
-    return found
 
+    def move(column: int) -> int:
+        back = column // distance % 2
+        return 0 if column >= width else -distance if back else distance
 
-def _move(column: int, width: int, distance: int) -> int:
-    """How far away the partner of a head's column is."""
-    if column >= width:
-        return 0
-    return -distance if column // distance % 2 else distance
+    def partner(row: int, column: int) -> tuple[Subtile, int]:
+        moves = {move((first + column) % head) for first in firsts}
+        found = where.get((row, column + min(moves)))
+        if len(moves) > 1 or found is None:
+            raise ValueError(
+                f"columns {distance} apart of the first {width} of {head} are not one thread's"
+            )
+        return found
+
+    return {subtile: [partner(*at) for at in each] for subtile, each in offsets.items()}
 
 
 def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
-    """What ``partners`` takes of QuACK's partition of a tile."""
+    """``offsets`` and ``firsts`` of QuACK's partition of a tile."""
     shape = ctx.tile_M, ctx.tile_N
 
     def partition(**thread):
@@ -170,10 +135,7 @@ def _columns(ctx) -> tuple[dict[Subtile, list[tuple[int, int]]], set[int]]:
         offsets[y, x] = [(cute.crd2idx(i, rows), cute.crd2idx(i, columns)) for i in every]
     # Coordinates are linear in the bits of a thread's number.
     steps = [partition(tidx=1 << bit)[0][1] for bit in range(ctx.num_epi_threads.bit_length() - 1)]
-    firsts = {0}
-    for step in steps:
-        firsts |= {first + step for first in firsts}
-    return offsets, firsts
+    return offsets, {sum(each) for each in itertools.product(*((0, step) for step in steps))}
 
 
 def _swapped(found: list[tuple[Subtile, int]], load, like):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
+from quack.epilogue.rotary import RotaryCosSinTMALoad
 from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
 
 from coda_inductor.cache_dir import cache_dir, write
@@ -27,7 +28,7 @@ from coda_inductor.codegen.render import RENDERER_VERSION, render
 from coda_inductor.mainloop import join, pair, store
 from coda_inductor.mainloop.environment import environment
 from coda_inductor.mainloop.fast import FastAccumulation
-from coda_inductor.mainloop.heads import HeadAccumulator, Table, across_columns
+from coda_inductor.mainloop.heads import HeadAccumulator, Swap
 from coda_inductor.mainloop.lean import LeanEpilogue
 from coda_inductor.mainloop.resources import DeviceScalar, reduction
 from coda_inductor.program import EpilogueProgram
@@ -45,7 +46,7 @@ _LOADS = {
     "row": RowVecLoad,
     "col": ColVecLoad,
     "scalar": DeviceScalar,
-    "table": Table,
+    "table": RotaryCosSinTMALoad,  # which does not mind what is in it
 }
 
 
@@ -68,7 +69,7 @@ class CodaEpiMod(EpiMod):
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),
-            ops=ops | {step.name: across_columns(step) for step in mapping.across},
+            ops=ops | {step.name: Swap(step) for step in mapping.across},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
             extra_ops=self.distances,

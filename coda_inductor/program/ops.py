@@ -32,6 +32,24 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
+def _to_nearest(dtype: torch.dtype) -> OpSpec:
+    """To ``dtype`` of 16 bits and back, computed in float32: Inductor drops a cast down and up."""
+    dropped = 16 if dtype == torch.bfloat16 else 13  # bits of the mantissa
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            return x.to(dtype).to(x.dtype)
+        bits = x.view(torch.int32)
+        even = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+        y = (even & -(1 << dropped)).view(torch.float32)
+        if dtype == torch.float16:  # below 2**-14 the last place is 2**-24, as it is of 0.75
+            y = torch.where(x.abs() < 2**-14, (x + 0.75) - 0.75, y)
+            y = torch.where(y.abs() > 65504.0, y * torch.inf, y)
+        return torch.where(x == x, y, x)
+
+    return OpSpec(1, rounded)
+
+
 def _rounding(dtype: torch.dtype) -> OpSpec:
     return OpSpec(1, lambda x: saturated(x, dtype).to(x.dtype))
 
@@ -48,8 +66,8 @@ OPS: dict[str, OpSpec] = {
     "maximum": OpSpec(2, torch.maximum),
     "minimum": OpSpec(2, torch.minimum),
     # to the precision of a store, and back
-    "round_bfloat16": OpSpec(1, lambda x: x.to(torch.bfloat16).to(x.dtype)),
-    "round_float16": OpSpec(1, lambda x: x.to(torch.float16).to(x.dtype)),
+    "round_bfloat16": _to_nearest(torch.bfloat16),
+    "round_float16": _to_nearest(torch.float16),
     **{f"round_{name}": _rounding(getattr(torch, name)) for name in FP8},
     # powers and roots
     "sqrt": OpSpec(1, torch.sqrt),

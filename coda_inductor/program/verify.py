@@ -133,35 +133,20 @@ def _outputs(
 
 def _heads(program: EpilogueProgram) -> None:
     """See ``program.heads``. Kernels read the accumulators alone at another column."""
-    across = [step for step in program.steps if step.op == "swap"]
-    tables = {o.name for o in program.operands if o.kind == "table"}
-    if not program.head:
-        if across or tables:
-            what = across[0].op if across else f"table {min(tables)!r}"
-            raise ProgramError(f"{what} needs a program that knows the columns of a head")
-        return
-    if program.head < 0 or not (across or tables):
-        raise ProgramError(f"heads of {program.head} columns, and nothing that concerns heads")
-    if program.paired or program.fp8:
-        raise ProgramError("heads are known of one accumulator, of 16 bits and more")
-    late = tables | {o.name for o in program.operands if o.kind == "tile"}
-    for step in program.steps:
-        if step.op == "swap":
-            _swap(step, program)
-        if step.op == "swap" or late.intersection(step.args):
-            late.add(step.name)
-    for reduce in program.reduces:
-        if reduce.value in late:
-            raise ProgramError(f"reduce {reduce.name!r}: of a program with heads, not of its heads")
-
-
-def _swap(step, program: EpilogueProgram) -> None:
-    x, width, distance = step.args
-    if x not in program.accs:
-        raise ProgramError(f"step {step.name!r}: swap reads {x!r}, which is no accumulator")
-    whole = float(width).is_integer() and float(distance).is_integer()
-    if not whole or not 0 < 2 * distance <= width <= program.head or width % (2 * distance):
-        raise ProgramError(
-            f"step {step.name!r}: columns {distance!r} apart of the first {width!r} of "
-            f"{program.head} are no pairs"
-        )
+    swaps = [step for step in program.steps if step.op == "swap"]
+    tables = [o for o in program.operands if o.kind == "table"]
+    if bool(program.head) != bool(swaps or tables):
+        count = f"{len(swaps)} swaps, {len(tables)} tables"
+        raise ProgramError(f"heads of {program.head} columns in a program with {count}")
+    if program.head and (program.paired or program.fp8 or program.reduces):
+        raise ProgramError("heads are known of one accumulator, of 16 bits and more, and no sums")
+    for step in swaps:
+        x, width, distance = step.args[0], *map(float, step.args[1:])
+        if x not in program.accs:
+            raise ProgramError(f"step {step.name!r}: swap reads {x!r}, which is no accumulator")
+        whole = width.is_integer() and distance.is_integer()
+        if not whole or not 0 < 2 * distance <= width <= program.head or width % (2 * distance):
+            raise ProgramError(
+                f"step {step.name!r}: columns {distance!r} apart of the first {width!r} of "
+                f"{program.head} are no pairs"
+            )

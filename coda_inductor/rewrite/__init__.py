@@ -8,7 +8,6 @@ heads      queries and keys are rotated in the rows of their projection (R8)
 packed     a projection whose halves meet becomes two (R6)
 embedding  its gradient touches only the rows that were looked up
 recompute  the backward pass computes elementwise values anew
-turned     a weight's gradient that is turned twice is not turned
 tables     sines and cosines are computed once
 views      reshapes are views, which the partitioner does not save
 borders    what one checkpointed block hands to the next is saved

@@ -26,7 +26,6 @@ be copied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,29 +47,13 @@ _MASKED = unsafe_masked_index_put_accumulate
 _PLAIN = (aten.index_put.default, unsafe_index_put)
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """A gradient (V, d) in ``dtype`` that is ``other`` (V, d), if there is one, plus the rows of
-    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds. ``rows``
-    is V, a node where it is symbolic."""
-
-    result: Node
-    rows: Node | int
-    dtype: torch.dtype
-    tokens: Node
-    dy: Node
-    mask: Node | None
-    other: Node | None
-
-
 def gather_lookup_gradients(graph: Graph, record: Record) -> None:
     """Apply the rewrite to a joint graph, in place."""
     if not record.enabled("embedding_backward"):
         return
     for node in [n for n in graph.nodes if n.target is _MASKED or n.target in _PLAIN]:
         if (found := _lookup(node)) is not None:
-            old = found.result
-            args = (found.tokens, found.dy, found.mask, found.other, found.rows, found.dtype)
+            old, args = found
             old.replace_all_uses_with(splice(graph, old, _gradient, args, like=old))
             prune([old])
             record.fire("embedding_backward")
@@ -84,6 +67,8 @@ def _gradient(
     rows: int | torch.SymInt,
     dtype: torch.dtype,
 ) -> Tensor:
+    """The gradient (rows, d) in ``dtype``: ``other`` (rows, d), if there is one, plus the rows of
+    ``dy`` (..., d) at ``tokens`` (...), where ``mask`` (..., 1), if there is one, holds."""
     d = dy.shape[-1]
     if mask is not None:  # what does not count adds zero to a row that exists
         tokens = torch.where(mask.squeeze(-1), tokens, 0)
@@ -98,8 +83,9 @@ def _gradient(
     return other.index_put((tokens,), other[tokens] + values)
 
 
-def _lookup(node: Node) -> Lookup | None:
-    """The gradient that ``node`` scatters into zeros, if it pays to gather it first."""
+def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
+    """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if it
+    pays to gather it first."""
     if node.target is _MASKED:
         zeros, mask, indices, dy = node.args
     elif node.target in _PLAIN and len(node.args) == 4 and node.args[3] is True:
@@ -120,13 +106,16 @@ def _lookup(node: Node) -> Lookup | None:
         return None
     result = _only_reader(node) if is_cast(_only_reader(node)) else node
     assert result is not None
-    dtype = fake(result).dtype
     added = _only_reader(result)
+    other = None
     if added is not None and added.target is aten.add.Tensor and not added.kwargs:
-        others = [a for a in added.args if a is not result]
-        if len(others) == 1 and _can_take(others[0], result, added):
-            return Lookup(added, rows, dtype, tokens, dy, mask, others[0])
-    return Lookup(result, rows, dtype, tokens, dy, mask, None) if result is not node else None
+        other = next(
+            (a for a in added.args if a is not result and _can_take(a, result, added)), None
+        )
+    if other is None and result is node:
+        return None
+    made = result if other is None else added
+    return made, (tokens, dy, mask, other, rows, fake(result).dtype)
 
 
 def _can_take(other: Any, result: Node, added: Node) -> bool:

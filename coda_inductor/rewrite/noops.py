@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full slices and clones that change nothing would hide idioms from us. Inductor removes them, but
 after our hook. So would sizes that are asked of a tensor in the middle of the graph, as programs of
-AOTInductor's do: they are asked of an input that has the same."""
+AOTInductor's do: they are asked of an input that has the same. A product that is transposed twice,
+as autograd makes a weight's gradient, is read as it is: what follows, the cast to a float32
+weight's dtype above all, then lies on the tile."""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import SymInt, Tensor
 from torch.fx import Graph
 
 from coda_inductor.compat import remove_noop_ops
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.edit import prune
+from coda_inductor.graph.gemms import TRACED
+from coda_inductor.graph.nodes import aten, fake, is_transpose
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger
@@ -17,11 +21,16 @@ from coda_inductor.record import Record
 
 
 def remove_noops(graph: Graph, _record: Record) -> None:
-    """Apply Inductor's own pass, and ask inputs for sizes, in place."""
+    """Apply Inductor's own pass, transpose nothing twice, and ask inputs for sizes, in place."""
     try:
         remove_noop_ops(graph)
     except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
         logger.debug("remove_noop_ops failed", exc_info=True)
+    for back in graph.find_nodes(op="call_function", target=aten.permute.default):
+        once = back.args[0]
+        if is_transpose(back) and is_transpose(once) and once.args[0].target in TRACED:
+            back.replace_all_uses_with(once.args[0])
+            prune([back])
     _ask_inputs(graph)
 
 

@@ -5,9 +5,10 @@ device        which GPU a decision is for
 config        kernel configs, and which are legal for a program
 division      how a config divides a site's work among the processors
 legality      can a site be a kernel at all
-kinds         the programs that were measured
-model         expected times, from the measurements and a model fitted to them
-instructions  what an epilogue costs beyond its traffic
+figures       what was measured of one site; store: where that is kept
+roofline      expected times of what was not measured
+rank          which config first
 gate          is a fused site expected to win
+choice        how one site runs
 policy        all of it, asked of a graph
 """

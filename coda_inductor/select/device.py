@@ -16,6 +16,8 @@ import torch
 _SHIPPED = Path(__file__).parent / "tables"
 #: Bytes a microsecond of a GPU that nobody has measured yet; nothing is decided by it alone.
 _ASSUMED = 1.0e6
+#: The same of a processor's multiplications, by generation: says whether the host is the limit.
+_ASSUMED_FLOPS = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,15 @@ class Gpu:
         capability: its compute capability, (major, minor).
         processors: its multiprocessors.
         smem_bytes: shared memory that one CTA may have.
+        processor_flops: of cuBLAS's large 16-bit products, what one processor does a microsecond.
         bytes_per_us: what an elementwise kernel of Inductor's reaches.
         launch_us: what launching one takes the GPU.
         host_call_us, host_gemm_us: a call of a graph takes the host so long (guards), and each GEMM
             that is fused, with all around it, so much longer.
         host_step_us, host_trained_us: the same of a training step, with autograd.
-        op_us: one multiplication for each million accumulator elements, on the whole GPU.
-        op_shows, op_shows_lean: the share of it that shows where one warpgroup's epilogue runs
-            beside the other's main loop: more with small buffers, at which the warps wait for each
-            other twice as often.
-        cached_instructions: of an epilogue, that the instruction cache holds.
-        miss_us, misses_us: what each beyond costs, for a million elements, and all at most.
-        table: the file with the constants of the cost model and what they were fitted to; None
-            where there is none for a GPU of this generation: every site has to be measured.
-        borrowed: the table is of another model of the same generation.
-        sites: the file with what was measured of single sites on this very model; None for none.
+        rated: were its constants measured, on it or on another model of its generation? If not,
+            every site has to be measured.
+        sites: the file with what was measured of sites on this very model; None for none.
     """
 
     name: str
@@ -54,20 +50,19 @@ class Gpu:
     host_gemm_us: float = 21.0
     host_step_us: float = 630.0
     host_trained_us: float = 40.0
-    op_us: float = 0.03
-    op_shows: float = 0.5
-    op_shows_lean: float = 0.9
-    cached_instructions: float = 7900.0
-    miss_us: float = 0.01
-    misses_us: float = 24.0
-    table: Path | None = None
-    borrowed: bool = False
+    processor_flops: float = 5.6e6
+    rated: bool = False
     sites: Path | None = None
 
     @property
     def arch(self) -> int:
         """The compute capability, major."""
         return self.capability[0]
+
+    @property
+    def flops_per_us(self) -> float:
+        """Of large 16-bit products through cuBLAS; a multiplication and its addition are two."""
+        return self.processors * self.processor_flops
 
     @property
     def short(self) -> str:
@@ -86,8 +81,7 @@ class Gpu:
 
 
 def read(path: Path) -> Gpu:
-    """The GPU that a table is of. One without a cost model of its own names the table whose model
-    it borrows, a file beside it, under "model_of".
+    """The GPU that a table is of.
 
     Raises:
         OSError: it cannot be read.
@@ -96,15 +90,7 @@ def read(path: Path) -> Gpu:
     data = json.loads(path.read_text())
     constants: dict[str, Any] = data["constants"]
     constants["capability"] = tuple(constants["capability"])
-    lender = data.get("model_of")
-    return Gpu(
-        data["device"],
-        processors=data["processors"],
-        table=path if lender is None else path.with_name(f"{lender}.json"),
-        borrowed=lender is not None,
-        sites=path,
-        **constants,
-    )
+    return Gpu(data["device"], processors=data["processors"], rated=True, sites=path, **constants)
 
 
 #: What is decided for where there is no GPU: explain, and tests.
@@ -148,16 +134,16 @@ def known(
     smem_bytes: int,
     shipped: dict[str, Gpu],
 ) -> Gpu:
-    """The GPU of these properties: as its table says, or one of the same generation's with its own
-    number of processors; without either what the driver says, and no expected times."""
+    """The GPU of these properties: as its table says, or with the constants of one of the same
+    generation and its own number of processors; without either what the driver says."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
     mine = {"name": name, "capability": capability, "processors": processors}
-    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0] and not gpu.borrowed]
-    if alike:
-        mine |= {"smem_bytes": smem_bytes, "borrowed": True, "sites": None}
-        return replace(alike[0], **mine)  # type: ignore[arg-type]
-    return Gpu(smem_bytes=smem_bytes, bytes_per_us=_ASSUMED, **mine)  # type: ignore[arg-type]
+    for gpu in shipped.values():
+        if gpu.arch == capability[0]:
+            return replace(gpu, smem_bytes=smem_bytes, sites=None, **mine)  # type: ignore[arg-type]
+    flops = _ASSUMED_FLOPS.get(capability[0], 4e6)
+    return Gpu(smem_bytes=smem_bytes, bytes_per_us=_ASSUMED, processor_flops=flops, **mine)  # type: ignore[arg-type]
 
 
 def arch_of(device=None) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.site import Site
 
 #: Two times of one run closer than this are equal, whatever their spread says.
@@ -31,7 +33,7 @@ class Figures:
         failed: why a config has no time: it does not compile, is wrong, crashes or hangs.
         m: the rows that were measured.
         name: of a site that was measured, for readers.
-        kind: which of ``select.kinds`` it moves as many bytes as; "" for none.
+        like: the :func:`signature` of its program.
     """
 
     us: Mapping[str, float]
@@ -41,7 +43,7 @@ class Figures:
     failed: Mapping[str, str] = field(default_factory=dict)
     m: int = 0
     name: str = ""
-    kind: str = ""
+    like: str = ""
 
     @property
     def tolerance(self) -> float:
@@ -79,6 +81,17 @@ def key_of(site: Site) -> str:
     return f"{site.program.key} {size_of(site.m, site.n, site.k)} {layout}{terms}{copied}"
 
 
+def signature(program: EpilogueProgram) -> str:
+    """What programs have in common that take about as long: products, bytes of tiles loaded and
+    stored an element, reductions, heads. Releases of torch spell one gradient in several ways."""
+    loads = sum(WIDTHS[o.dtype] for o in program.loads)
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    dtypes = dict.fromkeys((program.a_dtype, program.b_dtype))
+    parts = [str(len(program.accs)), *dtypes, *["fast"] * program.fast, f"{loads}+{stores}"]
+    parts += sorted({f"{reduce.axis}-{reduce.combine}" for reduce in program.reduces})
+    return " ".join(parts + ["heads"] * bool(program.head))
+
+
 def size_of(m: int, n: int, k: int) -> str:
     """The second word of a key."""
     return f"{rows_class(m)}x{n}x{k}"
@@ -86,7 +99,7 @@ def size_of(m: int, n: int, k: int) -> str:
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:
     """As it stands in a file. Inverse: :func:`from_row`."""
-    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name, "kind": found.kind}
+    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name, "like": found.like}
     row |= {"unfused": found.unfused, "plain": found.plain, "spread": found.spread}
     return row | {"us": dict(found.us)} | ({"failed": dict(found.failed)} if found.failed else {})
 
@@ -106,7 +119,7 @@ def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
         {str(name): str(why) for name, why in row.get("failed", {}).items()},
         int(row["m"]),
         str(row.get("name", "")),
-        str(row.get("kind", "")),
+        str(row.get("like", "")),
     )
     if not all(0 < x < math.inf for x in (*us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
-from coda_inductor.graph.gemms import TRACED, b_major, fast_accumulation, gemm_inputs
+from coda_inductor.graph.gemms import TRACED, b_major, gemm_inputs
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.sizes import hint, same
@@ -30,7 +30,7 @@ from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import Choice, select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
-from coda_inductor.select.model import ground, product_us
+from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
 
@@ -76,7 +76,7 @@ class Tuning:
 
     Attributes:
         measurer: measures.
-        every: also where the model's measurements reach.
+        every: also where a kernel is expected to lose by far.
         asked: sites that were judged without a measurement since the last :meth:`again`.
         optimistic: whatever has no expected time wins, until it is measured.
     """
@@ -87,13 +87,12 @@ class Tuning:
     optimistic: bool = True
 
     def wants(self, choice: Choice) -> bool:
-        """Would a measurement of it change anything? Not where there is no kernel, where the model
-        was fitted to this very size, and where it expects to lose by far. Little is to be won by
-        heads: they are measured where everything is."""
+        """Would a measurement of it change anything? Not where there is no kernel, and hardly where
+        it is expected to lose by far."""
         if choice.measured or not choice.config:
             return False
         hopeless = choice.fused_us is not None and choice.fused_us > _FAR * choice.unfused_us
-        return self.every or not (hopeless or choice.ground in ("measured", "unlike"))
+        return self.every or not hopeless
 
     def again(self) -> bool:
         """Measure what was asked; True if the graph's sites must be planned again."""
@@ -280,15 +279,15 @@ class Policy:
         return Estimate(found.unfused_us, found.fused_us, found.ground, found.config, found.refusal)
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
-        """Expected time of a GEMM alone, in cuBLAS; None for what the model does not know."""
+        """Expected time of a GEMM alone, in cuBLAS; None for what no kernel is for."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
-        bare = EpilogueProgram(("acc",), dtype_name(a.dtype), fast=fast_accumulation(gemm))
+        bare = EpilogueProgram(("acc",), dtype_name(a.dtype))
         if symbolic or not (a.dtype in HALF or bare.fp8):
             return None
         (m, k), n = a.shape, b.shape[1]
-        rests_on = ground(bare if bare.fp8 else None, None, m, n, k, gpu=self.gpu)
-        return Estimate(product_us(bare, m, n, k, self.gpu), ground=rests_on)
+        ground = "roofline" if self.gpu.rated else "unknown"
+        return Estimate(product_us(m, n, k, self.gpu, fp8=bare.fp8), ground=ground)
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""

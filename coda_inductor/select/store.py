@@ -23,11 +23,11 @@ import torch
 
 from coda_inductor.cache_dir import cache_dir, folder, prewarmed, write
 from coda_inductor.codegen.render import RENDERER_VERSION
+from coda_inductor.graph.sizes import hint
 from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
 from coda_inductor.select.device import Gpu
-from coda_inductor.select.figures import Figures, from_row, key_of, to_row
-from coda_inductor.select.model import same_kind
+from coda_inductor.select.figures import Figures, from_row, key_of, signature, to_row
 from coda_inductor.select.site import Site
 
 FOLDER = "measured"
@@ -61,12 +61,16 @@ class Store:
         self._others = {} if gpu.sites is None else dict(_shipped_sites(gpu.sites))
         if base is None and (read_only := prewarmed()) is not None:
             self._others |= _read(read_only / FOLDER / name)[0]
+        self._by_signature: dict[str, list[tuple[str, Figures]]] = {}
+        for row in self._others.items():
+            if row[1].like and row[1].us:
+                self._by_signature.setdefault(row[1].like, []).append(row)
 
     @property
     def gpu(self) -> Gpu:
         self._refresh()
         given, measured = self._given, self._device
-        if measured is None or (given.table is not None and not given.borrowed):
+        if measured is None or given.sites is not None:
             return given
         return replace(given, bytes_per_us=measured.bytes_per_us, launch_us=measured.launch_us)
 
@@ -77,18 +81,33 @@ class Store:
         return self._device
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
-        """What was measured of ``site``, and where: "here" (by this user) or "shipped"; or
-        "measured", of another program of its kind at this size. Releases of torch spell one
-        gradient in several ways, so that a shipped program may be another one here."""
+        """What was measured of ``site``, and where: "here" (by this user) or "shipped". That may be
+        of another program that is alike (``figures.signature``); of several the slowest counts."""
         self._refresh()
         key = key_of(site)
         if (own := self._own.get(key)) is not None:
             return own, "here"
         if (other := self._others.get(key)) is not None:
             return other, "shipped"
-        kind = same_kind(site.program, site.terms)
-        alike = _by_kind(self._given.sites).get(_placed(kind, key)) if kind else None
-        return None if alike is None else (alike, "measured")
+        place = key.partition(" ")[2]
+        at = [found for name, found in self._alike(site) if name.partition(" ")[2] == place]
+        return (max(at, key=lambda found: min(found.us.values())), "shipped") if at else None
+
+    def nearest(self, site: Site) -> Figures | None:
+        """Of what is shipped of programs like that of ``site``, what is nearest in size."""
+
+        def distance(row: tuple[str, Figures]) -> tuple[float, str]:
+            sizes = map(int, row[0].split(" ")[1].split("x"))
+            pairs = zip(sizes, (hint(site.m), site.n, site.k), strict=True)
+            return sum(abs(math.log(one / other)) for one, other in pairs), row[0]
+
+        return min(self._alike(site), key=distance, default=("", None))[1]
+
+    def _alike(self, site: Site) -> list[tuple[str, Figures]]:
+        """The shipped rows of programs like that of ``site``, with its layout and terms."""
+        wanted = _how(key_of(site))
+        rows = self._by_signature.get(signature(site.program), ())
+        return [row for row in rows if _how(row[0]) == wanted]
 
     def own(self) -> Mapping[str, Figures]:
         """This user's measurements, by key."""
@@ -176,23 +195,9 @@ def _shipped_sites(table: Path) -> dict[str, Figures]:
     return _sites(json.loads(table.read_text()))
 
 
-def _placed(kind: str, key: str) -> str:
-    """The size and layout of ``key``, with a kind in place of its program."""
-    return f"{kind} {key.partition(' ')[2]}"
-
-
-@functools.lru_cache(maxsize=16)
-def _by_kind(table: Path | None) -> dict[str, Figures]:
-    """The shipped sites that are of a kind; of several, the one that moves the same bytes slowest
-    counts: it computes most."""
-    found: dict[str, Figures] = {}
-    for key, figures in ({} if table is None else _shipped_sites(table)).items():
-        place = _placed(figures.kind, key)
-        if figures.kind and figures.us:
-            slower = found.get(place)
-            if slower is None or min(slower.us.values()) < min(figures.us.values()):
-                found[place] = figures
-    return found
+def _how(key: str) -> list[str]:
+    """The words of ``key`` that say how operands lie; copied weights lie as one."""
+    return [word for word in key.split(" ")[2:] if not word.startswith("copied=")]
 
 
 def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:

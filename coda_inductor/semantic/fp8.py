@@ -34,11 +34,16 @@ def quantize_definition(
     """
     magnitude = torch.abs(x)
     amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
+    return quantize_by(x.to(torch.float32), amax, dtype, power_of_two, divides)
+
+
+def quantize_by(
+    wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of float32 ``wide``, whose maxima are ``amax``."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
-    wide = x.to(torch.float32)
-    q = (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype)
-    return q, scale
+    return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool = False) -> Tensor:

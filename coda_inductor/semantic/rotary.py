@@ -10,34 +10,6 @@ from torch import Tensor
 from coda_inductor.semantic.define import compose, define, statistics_dtype
 
 
-def rotate_pairs_definition(
-    x: Tensor, turns: Tensor, inverse: bool, out_dtype: torch.dtype
-) -> Tensor:
-    """Columns 2j and 2j + 1 of ``x`` (..., D) as a complex number, times ``turns`` (complex,
-    broadcastable to (..., D / 2)), or with ``inverse`` times its conjugate.
-
-    Computed in float32 (float64 for float64), cast to ``out_dtype``. Source: Su et al., "RoFormer"
-    (arXiv 2104.09864), section 3.2.
-    """
-    pairs = x.to(statistics_dtype(x.dtype)).unflatten(-1, (-1, 2))
-    a, b = pairs.unbind(-1)
-    cos, sin = torch.view_as_real(turns).unbind(-1)
-    sin = -sin if inverse else sin
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(out_dtype)
-
-
-def _rotate_back(dy: Tensor, x: Tensor, turns: Tensor, inverse: bool) -> Tensor:
-    return rotate_pairs(dy, turns, not inverse, x.dtype)
-
-
-rotate_pairs = define(
-    "rotate_pairs(Tensor x, Tensor turns, bool inverse, ScalarType out_dtype) -> Tensor",
-    rotate_pairs_definition,
-    gradient=_rotate_back,
-    of=("x",),
-)
-
-
 def rotate_definition(
     x: Tensor,
     cos: Tensor,
@@ -124,6 +96,22 @@ rotate = define(
 )
 
 
+def rotate_pairs_composition(
+    x: Tensor, turns: Tensor, inverse: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """Columns 2j and 2j + 1 of ``x`` (..., D) as a complex number, times ``turns`` (complex,
+    broadcastable to (..., D / 2)), or with ``inverse`` times its conjugate."""
+    cos, sin = torch.view_as_real(turns).unbind(-1)
+    return rotate(x, cos, sin, 1, True, inverse, True, out_dtype)
+
+
+rotate_pairs = compose(
+    "rotate_pairs(Tensor x, Tensor turns, bool inverse, ScalarType out_dtype) -> Tensor",
+    rotate_pairs_composition,
+    name="rotary",
+)
+
+
 def rotate_apart_composition(
     x: Tensor, cos: Tensor, sin: Tensor, paired: bool, out_dtype: torch.dtype
 ) -> Tensor:
@@ -153,25 +141,26 @@ def rotate_heads_definition(
     even: Tensor,
     odd: Tensor,
     distance: int,
+    paired: bool,
+    inverse: bool,
     joined: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product.
 
-    ``cos`` and ``sin`` (..., 1, W) broadcast against (..., H, D). ``even`` and ``odd``, each (rows,
-    D), hold the same as kernels read it: y = x * even + s * odd, where s is x with the columns of
-    each pair exchanged. They are not read here, so that nobody makes them for what stays unfused.
+    ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), hold
+    the same as kernels read it: y = x * even + s * odd, where s is x with the columns of each pair
+    exchanged. They are not read here, so that nobody makes them for what stays unfused.
     """
     assert even.shape == odd.shape, "two tables of one form"
     each = x.unflatten(-1, (-1, even.shape[-1]))
-    return rotate_definition(
-        each, cos, sin, distance, paired=False, inverse=False, joined=joined, out_dtype=out_dtype
-    ).flatten(-2)
+    form = distance, paired, inverse, joined
+    return rotate_definition(each, cos, sin, *form, out_dtype).flatten(-2)
 
 
 rotate_heads = define(
     "rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor even, Tensor odd, int distance, "
-    "bool joined, ScalarType out_dtype) -> Tensor",
+    "bool paired, bool inverse, bool joined, ScalarType out_dtype) -> Tensor",
     rotate_heads_definition,
     name="rotary",
 )

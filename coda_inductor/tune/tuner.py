@@ -24,12 +24,12 @@ from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.select import rank
 from coda_inductor.select.config import Config
-from coda_inductor.select.figures import Figures, from_row, key_of
-from coda_inductor.select.model import same_kind
+from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Device, Store
-from coda_inductor.tune import inputs, lock, rank
+from coda_inductor.tune import inputs, lock
 from coda_inductor.tune.client import DeadError, Process
 from coda_inductor.tune.worker import site_text
 
@@ -85,7 +85,7 @@ class Tuner:
         self._processes.clear()
 
     def _configs(self, site: Site) -> list[Config]:
-        return rank.candidates(site, self.store.gpu, self.most)
+        return rank.candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
         """The largest first. Several processes: while one compiles what is not fused, which takes
@@ -107,7 +107,7 @@ class Tuner:
                     if figures is not None:
                         self._keep({key: figures})
                     progress.advance(progress.task_ids[0])
-        except Exception as error:  # never in the way: what is not measured is modelled
+        except Exception as error:  # never in the way: what is not measured is estimated
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
 
@@ -141,8 +141,12 @@ class Tuner:
                     return None
                 _, found = from_row({"key": "", **answer["figures"]})
                 known = {c: why for c, why in failed.items() if why != _LATE}
-                return replace(found, failed={**found.failed, **known}, name=site.name,
-                               kind=same_kind(site.program, site.terms))  # fmt: skip
+                return replace(
+                    found,
+                    failed={**found.failed, **known},
+                    name=site.name,
+                    like=signature(site.program),
+                )
         except Exception as error:  # it costs this site alone
             logger.debug("%s was not measured: %r", key_of(site), error)
             return None

@@ -20,7 +20,7 @@ from coda_inductor.select import store as measurements
 from coda_inductor.select.store import FOLDER, Device, Store
 
 WON = figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 40.0}, m=8192, spread=0.012,
-              name="layers.0.mlp.gate_proj + up_proj", kind="swiglu")  # fmt: skip
+              name="layers.0.mlp.gate_proj + up_proj")  # fmt: skip
 LOST = figures({"128x128:2x1:pp": 125.0}, m=8192, name="layers.0.o_proj")
 BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
 
@@ -54,7 +54,7 @@ def test_a_report_says_what_won_and_by_how_much(full, capsys):
     assert said.startswith(f"{full.path.stem}: 3 sites\n")
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if "8192x" in line}
     won = rows["layers.0.mlp.gate_proj + up_proj"]
-    assert {"8192x8192x2048", "swiglu", "128x192:2x1:pp", "40", "100", "2.5", "1.2"} <= set(won)
+    assert {"8192x8192x2048", "128x192:2x1:pp", "40", "100", "2.5", "1.2"} <= set(won)
     assert {"8192x2048x2048", "0.8", "128x128:2x1:pp"} <= set(rows["layers.0.o_proj"])
     assert "none works" in " ".join(rows["lm_head"])
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kinds import kinds
 from programs import paired_sums, programs, row_statistics, select
 from programs_heads import programs as programs_heads
 
@@ -16,7 +17,6 @@ from coda_inductor.codegen.render import TEMPLATES, render
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
 from coda_inductor.program.ops import OPS
-from coda_inductor.select.kinds import kinds
 
 GOLDENS = Path(__file__).parent / "goldens"
 

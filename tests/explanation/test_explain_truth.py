@@ -82,27 +82,13 @@ def test_a_block_with_more_kernels_says_so():
     assert "kernels (more than before)" in words(found.html())
 
 
-def test_times_of_sizes_that_nobody_measured_are_not_shown():
-    """512 x 1408 x 512 as a pair: 3.4 us, and 512 x 512 x 512 alone 6.4."""
-    with torch.no_grad():
-        model = nn.Sequential(nn.Linear(512, 1408, bias=False), nn.ReLU()).bfloat16()
-        x = torch.ones(512, 512, dtype=torch.bfloat16)
-        found = explain(model, x, options={"gate": "always"})
-    (only,) = found.sites
-    assert only.estimate.ground == "smaller"
-    assert time_words(only) == ("unknown", "smaller than anything measured")
-    for text in (str(found), words(found.html())):
-        assert "unknown" in text
-        assert f"{only.estimate.fused_us:.1f}" not in text
-
-
 def test_what_a_time_rests_on_is_said():
     slow = refuse("expected-slower", "expected 9 us fused, 8 us unfused")
-    modelled = Estimate(8.0, 6.0, "modelled")
-    assert time_words(site(estimate=modelled)) == ("8.0 -> 6.0", "modelled")
-    larger = dataclasses.replace(modelled, ground="larger")
-    assert time_words(site(estimate=larger))[1] == "about: larger than anything measured"
-    left = dataclasses.replace(modelled, fused_us=9.0, refusal=slow)
+    measured = Estimate(8.0, 6.0, "shipped")
+    assert time_words(site(estimate=measured)) == ("8.0 -> 6.0", "measured")
+    roofline = dataclasses.replace(measured, ground="roofline")
+    assert time_words(site(estimate=roofline))[1] == "about: a roofline, not measured"
+    left = dataclasses.replace(measured, fused_us=9.0, refusal=slow)
     assert "slower: the gate leaves it to cuBLAS" in time_words(site(estimate=left))[1]
     asked = dataclasses.replace(left, refusal=None)
     assert "slower: the gate was not asked" in time_words(site(estimate=asked))[1]

@@ -29,7 +29,7 @@ def test_a_cast_behind_its_clamp_is_a_store(dtype):
     harness = Harness()
     ours = harness.run(quantized, x, dtype)
     (site,) = harness.fused
-    assert [store.dtype for store in site.program.stores] == [str(dtype).removeprefix("torch.")]
+    assert [f"torch.{store.dtype}" for store in site.program.stores] == [str(dtype)]
     eager = quantized(x, dtype)
     assert ours.dtype == dtype
     assert torch.equal(ours.isnan(), eager.isnan())
@@ -62,14 +62,13 @@ def test_who_reads_it_widened_sees_it_rounded():
     torch.testing.assert_close(total, q.float().sum(1))
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_products_that_are_summed_in_two_ways_share_no_tile(alike, monkeypatch):
+def test_products_that_are_summed_in_two_ways_share_no_tile(monkeypatch):
     def gated(x, w, v):
         return torch.sigmoid(x @ w) * (x @ v)
 
     ways = {}  # of GEMMs, as they are first asked about
-    asked = lambda gemm: False if alike else ways.setdefault(gemm, len(ways) % 2 == 0)  # noqa: E731
+    asked = lambda gemm: ways.setdefault(gemm, len(ways) % 2 == 0)  # noqa: E731
     monkeypatch.setattr("coda_inductor.fuse.pair.fast_accumulation", asked)
     harness = Harness()
     harness.run(gated, *(torch.randn(64, 64) for _ in range(3)))
-    assert any(site.program.paired for site in harness.fused) == alike
+    assert not any(site.program.paired for site in harness.fused)

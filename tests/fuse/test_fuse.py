@@ -38,27 +38,19 @@ ELEMENTWISE = {
     "gelu": (F.gelu, {"erf"}),
     "gelu tanh": (lambda z: F.gelu(z, approximate="tanh"), {"tanh"}),
     "relu": (F.relu, {"relu"}),
-    "relu squared": (lambda z: F.relu(z) ** 2, {"relu", "mul"}),
     "tanh": (torch.tanh, {"tanh"}),
     "silu": (F.silu, {"sigmoid", "mul"}),
-    "sigmoid": (torch.sigmoid, {"sigmoid"}),
-    "exp": (lambda z: (z * 0.1).exp(), {"exp"}),
     "exp2": (lambda z: torch.exp2(z * 0.1), {"exp2"}),
     "log": (lambda z: torch.log(z.abs() + 1), {"log", "abs"}),
     "log2": (lambda z: torch.log2(z * z + 1), {"log2"}),
-    "erf": (torch.erf, {"erf"}),
     "sin and cos": (lambda z: z.sin() - z.cos(), {"sin", "cos", "sub"}),
     "clamp": (lambda z: z.clamp(-0.5, 1.5), {"maximum", "minimum"}),
     "clamp below": (lambda z: z.clamp(min=-0.5), {"maximum"}),
     "clamp above": (lambda z: z.clamp(max=0.5), {"minimum"}),
     "relu6": (F.relu6, {"minimum"}),
-    "hardtanh": (F.hardtanh, {"maximum", "minimum"}),
-    "hardswish": (F.hardswish, {"mul"}),
     "leaky relu": (lambda z: F.leaky_relu(z, 0.2), {"where"}),
     "softplus": (F.softplus, {"where", "exp"}),
     "elu": (F.elu, {"where"}),
-    "selu": (F.selu, {"where"}),
-    "mish": (F.mish, {"tanh"}),
     "neg": (torch.neg, {"neg"}),
     "abs": (torch.abs, {"abs"}),
     "square": (torch.square, {"mul"}),
@@ -71,10 +63,9 @@ ELEMENTWISE = {
     "scalar arithmetic": (lambda z: 3 - (z * 2 + 1) / 7, {"mul", "div"}),
     "integer scalars": (lambda z: (z + 5) * 3, {"add", "mul"}),
     "where": (lambda z: torch.where(z > 0, z, z * 0.01), {"gt", "where"}),
-    "where with constants": (lambda z: torch.where(z <= 0.25, 1.0, z), {"le", "where"}),
     "comparisons": (
-        lambda z: torch.where(z >= -1, z, 0.0) + torch.where(z < 0, 1.0, 2.0),
-        {"ge", "lt", "where"},
+        lambda z: torch.where(z >= -1, z, 0.0) + torch.where(z < 0, (z <= -2) * z, 2.0),
+        {"ge", "lt", "le", "where"},
     ),
     "masked fill": (lambda z: z.masked_fill(z < 0, float("-inf")), {"where"}),
     "masked by a product": (lambda z: z * (z > 0), {"gt"}),
@@ -112,34 +103,18 @@ def test_other_operands_broadcast(name):
     def function(a, b, other):
         return other - (a @ b).view(2, M // 2, N) * other
 
-    program = fused(function, *matrices(), randn(*shape))
-    assert [o.kind for o in program.operands] == [kind]
+    program = fused(function, *matrices(), randn(*shape, dtype=torch.float32))
+    assert [(o.kind, o.dtype) for o in program.operands] == [(kind, "float32")]
 
 
-def test_column_of_a_matrix():
-    program = fused(lambda a, b, c: (a @ b) * c, *matrices(), randn(M, 1))
-    assert [o.kind for o in program.operands] == ["col"]
-
-
-def test_operand_of_another_float_dtype_is_read_as_it_is():
-    def function(a, b, other):
-        return a @ b + other
-
-    program = fused(function, *matrices(), randn(N, dtype=torch.float32))
-    assert program.operands[0].dtype == "float32"
-
-
-@pytest.mark.parametrize("shape", [(N,), (1, N), (M, N), (M, 1), ()], ids=str)
+@pytest.mark.parametrize("shape", [(1, N), (M, N), (M, 1), ()], ids=str)
 def test_addmm_adds_any_broadcast_of_its_bias(shape):
     fused(lambda a, b, c: torch.relu(torch.addmm(c, a, b)), *matrices(), randn(*shape))
 
 
-@pytest.mark.parametrize("lead", [(), (M,), (2, 3), (2, 1, 3)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_with_any_leading_dimensions(lead, bias):
-    linear = nn.Linear(K, N, bias=bias).double()
-    harness = check(lambda x: torch.tanh(linear(x)) + 1, randn(*lead, K))
-    assert all(site.fused for site in harness.report.sites)
+@pytest.mark.parametrize("lead", [(M,), (2, 1, 3)], ids=str)
+def test_linear_with_any_leading_dimensions(lead):
+    fused(lambda x, w, b: torch.tanh(F.linear(x, w, b)), randn(*lead, K), randn(N, K), randn(N))
 
 
 def test_all_values_that_others_read_are_stored_once():
@@ -153,57 +128,48 @@ def test_all_values_that_others_read_are_stored_once():
     assert len(program.stores) == 3
 
 
-def test_output_in_another_dtype_leaves_the_tile_unrounded():
-    def function(a, b):
-        return (a @ b).float() * 2
+# Name -> (function of the product, what reads it, dtype of the one tile that is stored).
+STORED = {
+    "only read widened": (lambda z: z.float() * 2, lambda y: y, "float32"),
+    "read before it is rounded": (
+        lambda z: z.float() * 3, lambda y: (y.cumsum(0), y.bfloat16().cumsum(0)), "float32",
+    ),
+    "also read rounded": (
+        torch.relu, lambda y: (y.cumsum(0), y.float().cumsum(0)), "bfloat16",
+    ),
+    "in two half types": (torch.sigmoid, lambda y: (y, y.half()), "float32"),
+    "rounded, then widened": (
+        lambda z: z.sigmoid().float(), lambda y: (y.amax(1), y.flip(0)), "bfloat16",
+    ),
+}  # fmt: skip
 
-    a, b = randn(M, 512, dtype=torch.bfloat16), randn(512, N, dtype=torch.bfloat16)
-    program = fused(function, a, b, tolerance=1e-2)
-    assert [s.dtype for s in program.stores] == ["float32"]
 
-
-def test_value_that_is_read_before_it_is_rounded_is_stored_wide():
-    def function(a, b):
-        z = (a @ b).float() * 3.0
-        return z.cumsum(0), z.bfloat16().cumsum(0)
-
+@pytest.mark.parametrize("name", STORED)
+def test_a_value_is_stored_as_its_readers_have_it(name):
+    """Unrounded if one reads it so, and no wider than the value is."""
+    function, readers, dtype = STORED[name]
     a, b = randn(M, K, dtype=torch.bfloat16), randn(K, N, dtype=torch.bfloat16)
-    program = fused(function, a, b, tolerance=3e-2)
-    assert [s.dtype for s in program.stores] == ["float32"]
-
-
-def test_value_that_is_also_read_rounded_is_stored_rounded():
-    def function(a, b):
-        z = torch.relu(a @ b)
-        return z.cumsum(0), z.float().cumsum(0)
-
-    a, b = randn(M, K, dtype=torch.bfloat16), randn(K, N, dtype=torch.bfloat16)
-    program = fused(function, a, b, tolerance=3e-2)
-    assert [s.dtype for s in program.stores] == ["bfloat16"]
+    program = fused(lambda a, b: readers(function(a @ b)), a, b, tolerance=3e-2)
+    assert [s.dtype for s in program.stores] == [dtype]
 
 
 REDUCTIONS = {
     "sum": lambda z, keep: z.sum(-1, keepdim=keep),
-    "sum, positive dim": lambda z, keep: z.sum(z.dim() - 1, keepdim=keep),
-    "mean": lambda z, keep: z.mean(-1, keepdim=keep),
+    "mean, positive dim": lambda z, keep: z.mean(z.dim() - 1, keepdim=keep),
     "amax": lambda z, keep: z.amax(-1, keepdim=keep),
 }
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
-@pytest.mark.parametrize("keepdim", [True, False])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_row_reductions_leave_as_partials(name, keepdim, tiles, monkeypatch):
+def test_row_reductions_leave_as_partials(name, tiles, monkeypatch):
     if tiles > 1:
         leave_custom_ops(monkeypatch, "64x32:1x1:co")
 
     def function(x, w):
         z = F.linear(x, w) - 3.0  # mostly negative: a maximum of 0 would be wrong
-        return (
-            z,
-            REDUCTIONS[name](z, keepdim),
-            REDUCTIONS[name](z.flatten(0, 1) * z.flatten(0, 1), keepdim),
-        )
+        squares = z.flatten(0, 1) * z.flatten(0, 1)
+        return z, REDUCTIONS[name](z, True), REDUCTIONS[name](squares, False)
 
     program = fused(function, randn(2, 35, K), randn(70, K))
     assert [r.combine for r in program.reduces] == ["max" if name == "amax" else "add"] * 2
@@ -221,45 +187,23 @@ def test_one_sum_serves_all_its_readers():
     assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
 
 
-def test_reduction_of_a_half_tile_is_summed_in_float32():
-    def function(a, b):
-        z = a @ b
-        return z, z.float().sum(-1), z.sum(-1)
-
-    a, b = randn(M, K, dtype=torch.bfloat16), randn(K, 512, dtype=torch.bfloat16)
-    fused(function, a, b, tolerance=3e-2)
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_both_weight_layouts(transposed):
-    w = randn(N, K).t() if transposed else randn(K, N)
-    assert w.is_contiguous() != transposed
-    fused(lambda a, w: torch.relu(a @ w), randn(M, K), w)
-
-
 def gate_up(x, wg, wu):
     return F.silu(F.linear(x, wg)) * F.linear(x, wu)
 
 
-def test_gate_and_up_meet_in_one_tile():
-    program = fused(gate_up, randn(2, 3, K), randn(N, K), randn(N, K))
-    assert program.paired
+def up_gate(x, wg, wu):
+    up = x @ wu.t()
+    return up * F.silu(x @ wg.t())
 
 
-def test_up_before_gate_meets_too():
-    def function(x, wg, wu):
-        up = F.linear(x, wu)
-        return up * F.silu(F.linear(x, wg))
+def condition(x, wg, wu):
+    g, u = F.linear(x, wg), F.linear(x, wu)
+    return torch.where(g > u, g, u.tanh() * 0.5)
 
+
+@pytest.mark.parametrize("function", [gate_up, up_gate, condition], ids=lambda f: f.__name__)
+def test_any_function_of_two_products_is_a_pair(function):
     assert fused(function, randn(2, 3, K), randn(N, K), randn(N, K)).paired
-
-
-def test_any_function_of_two_products_is_a_pair():
-    def function(x, wg, wu):
-        g, u = x @ wg, x @ wu
-        return torch.where(g > u, g, u.tanh() * 0.5)
-
-    assert fused(function, randn(M, K), randn(K, N), randn(K, N)).paired
 
 
 def test_gate_that_others_read_is_stored_and_loaded_by_up():
@@ -272,7 +216,7 @@ def test_gate_that_others_read_is_stored_and_loaded_by_up():
     assert [o.kind for o in harness.fused[0].program.operands] == ["tile"]
 
 
-@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("biases", [(True, True), (False, True)], ids=str)
 def test_gate_and_up_with_biases_meet_too(biases, monkeypatch):
     leave_custom_ops(monkeypatch)
     gate, up = (nn.Linear(K, N, bias).double() for bias in biases)
@@ -282,12 +226,12 @@ def test_gate_and_up_with_biases_meet_too(biases, monkeypatch):
     assert [o.kind for o in site.program.operands] == ["row"] * sum(biases)
 
 
-def test_gate_and_up_of_different_widths_are_no_pair():
+def test_gate_and_up_of_different_layouts_are_no_pair():
     def function(x, wg, wu):
-        return F.linear(x, wg).relu(), F.linear(x, wu).relu()
+        return F.silu(x @ wg) * (x @ wu)
 
-    harness = check(function, randn(M, K), randn(N, K), randn(N + 2, K))
-    assert [site.program.paired for site in harness.fused] == [False, False]
+    harness = check(function, randn(M, K), randn(K, N), randn(N, K).t())
+    assert not any(site.program.paired for site in harness.fused)
 
 
 def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
@@ -304,23 +248,16 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
 
 
 def test_only_what_is_read_once_is_a_residual():
-    """The gradient of a GELU reads x twice; a mean that is taken away is no residual either."""
+    """The gradient of a GELU reads x twice; a mean that is taken away is no residual either. What
+    has no name is an epilogue."""
 
     def function(a, b, x, mean):
         return (a @ b) * (x + 0.5 * x**3), (a @ b) * (x - mean)
 
     harness = check(function, *matrices(), randn(M, N), randn(M, 1))
-    assert harness.counts["residual"] == 0
-
-
-def test_residual_is_counted_by_name():
+    assert harness.counts == {"epilogue": 2}
     harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
     assert harness.counts == {"residual": 1}
-
-
-def test_epilogue_without_a_named_pattern_is_counted_as_such():
-    harness = check(lambda x, w: F.linear(x, w).relu(), randn(2, 3, K), randn(K, K))
-    assert harness.counts == {"epilogue": 1}
 
 
 CUSTOM = {
@@ -333,18 +270,12 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CUSTOM)
-def test_custom_op_in_the_graph_computes_the_same(name, dynamic, monkeypatch):
+def test_custom_op_in_the_graph_computes_the_same(name, monkeypatch):
     leave_custom_ops(monkeypatch)
     function = Weights(CUSTOM[name], randn(136, K), randn(136, K))
-    harness = check(function, randn(2, 70, K), dynamic=dynamic)
+    harness = check(function, randn(2, 70, K), dynamic=True)
     assert harness.ops()["coda_inductor.gemm_epilogue.default"] == len(harness.fused) > 0
-
-
-def test_pass_is_idempotent(monkeypatch):
-    leave_custom_ops(monkeypatch)
-    harness = check(gate_up, randn(2, 3, K), randn(N, K), randn(N, K))
     before = str(harness.graph)
     on_aten(harness.graph, harness.record)
     assert str(harness.graph) == before

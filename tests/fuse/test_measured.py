@@ -18,7 +18,7 @@ from coda_inductor.compat import BackendCompilerFailed
 from coda_inductor.fuse import driver
 from coda_inductor.select.device import tables
 from coda_inductor.select.figures import key_of
-from coda_inductor.tune.rank import MANY, SOME
+from coda_inductor.select.rank import MANY, SOME
 
 PAIR, DOWN, OUT = "gate + up", "down", "out"
 
@@ -160,24 +160,27 @@ def test_what_fails_while_planning_still_ends_the_processes(plan, monkeypatch, t
 
 
 class Llama(nn.Module):
-    """Of a size that the table has, often enough that the host is not the limit."""
+    """Pairs of a size that the table has, often enough that the host is not the limit."""
 
     def __init__(self):
         super().__init__()
-        self.o, self.p = (nn.Linear(2048, 2048, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(2048, eps=1e-6)
+        self.gate, self.up = (nn.Linear(2048, 8192, bias=False) for _ in range(2))
+        self.down = nn.Linear(8192, 2048, bias=False)
 
     def forward(self, x):
-        x = x + self.o(x)
-        return x + self.p(x)
+        x = self.norm(x)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def test_auto_asks_where_no_measurement_reaches(plan):
-    """Llama's sizes were measured for the table, the block's were not."""
+    """Llama's sites were measured for the table, the block's were not."""
     assert PAIR in plan().measurer.names
-    known = {"model": Llama, "m": 8192, "d": 2048}
-    assert plan(**known).fused == {"o", "p"}
-    assert plan(**known).measurer.asked == []
-    assert plan(tune="always", **known).measurer.asked == [["o", "p"]]
+    known = {"model": Llama, "m": 8192, "d": 2048, "gpu": tables(None)["NVIDIA H200"]}
+    for tune in ("auto", "always"):
+        found = plan(tune=tune, **known)
+        assert found.fused == {"gate + up"}
+        assert found.measurer.asked == []
 
 
 def test_a_mode_that_measures_measures_everything(plan):
@@ -234,9 +237,8 @@ class Rotated(nn.Module):
         return x * cos + torch.cat((-second, first), -1) * sin
 
 
-@pytest.mark.parametrize("rows", [8192, 16384])
-def test_heads_are_rotated_where_the_shipped_figures_say_so(plan, rows):
-    gpu, measured = tables(None)["NVIDIA H200"], rows == 8192
-    found = plan(gpu=gpu, model=Rotated, m=rows, d=2048, tune="never")
-    assert found.fused & {"q", "k"} == ({"q", "k"} if measured else set())
-    assert ("heads-unmeasured" in codes(found.record)) == (not measured)
+def test_heads_are_rotated_where_the_shipped_figures_say_so(plan):
+    gpu = tables(None)["NVIDIA H200"]
+    found = plan(gpu=gpu, model=Rotated, m=8192, d=2048, tune="never")
+    assert found.fused >= {"q", "k"}
+    assert "expected-slower" not in codes(found.record)

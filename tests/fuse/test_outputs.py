@@ -15,7 +15,7 @@ W = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 def several(x):
     y = torch.relu(x @ W)
-    return y, y.clone(), y.float().bfloat16(), y.float(), y.view(2, 2, 8)
+    return y, y.clone(), y.float().bfloat16(), y.float(), torch.pow(y, 1), y.view(2, 2, 8)
 
 
 def test_copies_are_copies_and_views_are_views():
@@ -30,64 +30,14 @@ def test_copies_are_copies_and_views_are_views():
         assert view.abs().sum() == 0
 
 
-def test_a_step_that_does_nothing_is_not_absorbed():
-    def twice(x):
-        y = torch.relu(x @ W)
-        return y, torch.pow(y, 1)
-
-    first, second = Harness().run(twice, torch.randn(4, 16).bfloat16())
-    assert first.data_ptr() != second.data_ptr()
-
-
-def test_one_value_in_two_half_types_is_stored_wide():
-    def both(x):
-        y = torch.sigmoid(x @ W)
-        return y, y.to(torch.float16)
-
-    x = torch.randn(4, 16).bfloat16()
-    harness = Harness()
-    ours = harness.run(both, x)
-    assert [s.dtype for s in harness.fused[0].program.stores] == ["float32"]
-    assert [t.dtype for t in ours] == [torch.bfloat16, torch.float16]
-    exact = torch.sigmoid((x @ W).float())
-    assert (ours[1].float() - exact).abs().max() < 1e-3  # a detour over bfloat16 costs 4e-3
-
-
-def test_a_value_that_was_rounded_is_stored_so_though_its_readers_widen_it():
-    """As an FP8 quantization does: it reads float32 of what is bfloat16."""
-
-    def widened(x):
-        y = torch.sigmoid(x @ W).float()
-        return y.amax(1), y.flip(0)
-
-    x = torch.randn(4, 16).bfloat16()
-    harness = Harness()
-    (top, flipped), (want, turned) = harness.run(widened, x), widened(x)
-    assert [s.dtype for s in harness.fused[0].program.stores] == ["bfloat16"]
-    assert flipped.dtype == torch.float32
-    torch.testing.assert_close(flipped, turned, atol=1e-2, rtol=0)
-    assert torch.equal(top, flipped.flip(0).amax(1))
-    torch.testing.assert_close(top, want, atol=1e-2, rtol=0)
-
-
 def halves(x, w):
     g, u = (x @ w.t()).chunk(2, -1)
-    return F.silu(g) * u, g, u
-
-
-def one_half(x, w):
-    g, u = (x @ w.t()).chunk(2, -1)
-    return F.silu(g) * u, u
+    return F.silu(g) * u, u, g + 0, u.t().contiguous()
 
 
 def views_of_halves(x, w):
     g, u = (x @ w.t()).chunk(2, -1)
     return F.silu(g) * u, u[None].transpose(1, 2), g.unflatten(-1, (-1, 2)).detach()
-
-
-def a_copy_of_a_half(x, w):
-    g, u = (x @ w.t()).chunk(2, -1)
-    return F.silu(g) * u, g + 0, u.t().contiguous()
 
 
 def turned_and_reduced(x, w):
@@ -96,7 +46,7 @@ def turned_and_reduced(x, w):
     return y.t(), y.sum(-1, keepdim=True), z.sum(0), y[None]
 
 
-FUNCTIONS = [halves, one_half, views_of_halves, a_copy_of_a_half, turned_and_reduced]
+FUNCTIONS = [halves, views_of_halves, turned_and_reduced]
 
 
 def layout(results):
@@ -107,22 +57,12 @@ def layout(results):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize(("m", "n"), [(6, 8), (1, 8), (6, 0), (0, 4)])
+@pytest.mark.parametrize(("m", "n"), [(6, 8), (1, 8), (0, 4)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_layouts_are_those_of_torch_compile(function, m, n, training):
     x, w = randn(m, 16), randn(n, 16).requires_grad_(training)
     have, want = (backend.train(function, x, w) for backend in (Harness(), Stock()))
     assert layout(have) == layout(want)
-
-
-def test_halves_that_stay_inside_still_meet_in_one_tile():
-    def inside(x, w):
-        g, u = (x @ w.t()).chunk(2, -1)
-        return F.silu(g) * u + u.sin()
-
-    harness = Harness()
-    harness.run(inside, randn(6, 16), randn(8, 16))
-    assert [site.program.paired for site in harness.fused] == [True]
 
 
 def test_the_backward_pass_leaves_returned_logits_alone(monkeypatch):

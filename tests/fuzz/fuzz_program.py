@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 HEADER = """\
@@ -25,17 +25,7 @@ def randn(*shape):
     return torch.randn(shape, dtype=torch.float64).to(low)
 """
 
-#: Thresholds below which a rewrite does not pay; small programs would never reach them.
-THRESHOLDS = """\
-from coda_inductor.dynamo import late_gradients
-from coda_inductor.rewrite import tables
-from coda_inductor.runtime import linear_cross_entropy
-
-late_gradients.LEAST_BYTES = linear_cross_entropy.SLICE_BYTES = 0
-tables.LEAST_READS = 2
-"""
-
-#: What a script does with the program; ``{backend}`` is text.
+#: A failure, to be run again.
 SCRIPT = '''\
 """{title}
 
@@ -44,51 +34,17 @@ Run it from the root of the repository.
 
 import sys
 
-import pytest
+sys.path[:0] = [".", "tests", "tests/fuzz"]
+import fuzz_seeds
+from fuzz_program import Program
 
-sys.path[:0] = [".", "tests"]
-
-{program}
-
-{thresholds}
-from harness import Harness
-
-
-def run(backend):
-    torch._dynamo.reset()
-    tensors = make()
-    call, arguments = build(tensors)
-    if backend is not None:
-        call = torch.compile(call, **backend, dynamic={dynamic})
-    with torch.set_grad_enabled({training}):
-        values = [*call(*arguments)]
-    values += differentiate(values, tensors) if {training} else []
-    return values + [*tensors.values()]
-
-
-def show(t):
-    return t if t is None else (t.dtype, tuple(t.shape), t.stride(), t.detach())
-
-{custom}
-wrong = False
-for ours, eager in zip(run({backend}), run(None), strict=True):
-    alike = (ours is None) == (eager is None) and (
-        ours is None
-        or (ours.dtype, ours.shape, ours.stride()) == (eager.dtype, eager.shape, eager.stride())
-        and torch.allclose(ours, eager, {tolerance}, {tolerance}, equal_nan=True)
-    )
-    wrong |= not alike
-    if not alike:
-        print("ours ", show(ours), "eager", show(eager), sep="\\n")
-sys.exit(wrong)
+program = Program(
+{settings}
+)
+found = fuzz_seeds.judged("{mode}", program)
+print(program.source(), found.failure or found.invalid or "as eager has it", sep="\\n")
+sys.exit(bool(found.failure))
 '''
-#: Every fused site stays a custom op, as with a kernel on CUDA.
-CUSTOM = """
-from checking import leave_custom_ops
-
-leave_custom_ops(pytest.MonkeyPatch(), "64x32:1x1:co")
-"""
-
 DIFFERENTIATE = '''
 def differentiate(outputs, tensors):
     """Gradients of the inputs, random numbers being those of the outputs."""
@@ -177,19 +133,13 @@ class Program:
         exec(compile(self.source(low, high), "<program>", "exec"), namespace)  # noqa: S102
         return namespace
 
-    def script(
-        self, title: str, backend: str = "dict(backend=Harness())", tolerance: float = 1e-7
-    ) -> str:
-        """A file that runs the program and shows what differs from eager."""
+    def script(self, title: str, mode: str) -> str:
+        """A file that judges the program again, as ``mode`` does, and shows its source."""
+        body = self.body.replace("\\", "\\\\").replace('"""', "'''")
+        settings = [f"    {f.name}={getattr(self, f.name)!r}," for f in fields(self)]
+        settings[1] = f'    body="""\\\n{body}""",'
         return SCRIPT.format(
-            title=title.replace("\\", "/"),
-            program=self.source().strip(),
-            thresholds=THRESHOLDS.strip(),
-            dynamic=self.dynamic,
-            training=self.training,
-            custom=CUSTOM if self.custom else "",
-            backend=backend,
-            tolerance=tolerance,
+            title=title.replace("\\", "/"), mode=mode, settings="\n".join(settings)
         )
 
     def size(self) -> int:

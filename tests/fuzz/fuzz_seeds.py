@@ -50,10 +50,8 @@ def report(mode: str, seed: int, seconds: float = 90) -> str:
 
     small = reduced(program, fails, seconds)
     title = f"{mode} {seed}: {found.failure[:300]}"
-    how = {"end_to_end": 'dict(backend="coda", options={"strict": True})'}
-    tolerance = {"bfloat16": 3e-2, "float32": 1e-5, "float64": fuzz_oracle.TOLERANCE}[small.low]
     head = f"{title}\nreduced from {program.size()} to {small.size()} statements:\n"
-    return head + small.script(title, how.get(mode, "dict(backend=Harness())"), tolerance)
+    return head + small.script(title, mode)
 
 
 def totals(mode: str, seeds: Iterable[int]) -> Counter:

@@ -9,8 +9,8 @@ from fuzz_seeds import outcome, report, totals
 PROGRAMS = 48
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
-    "rms_norm": 50, "layer_norm": 25, "swiglu": 25, "residual": 110, "epilogue": 75, "pair": 33,
-    "sum": 3, "cross_entropy": 28, "constant_mask": 16, "raised rotate_pairs": 12,
+    "rms_norm": 10, "layer_norm": 5, "swiglu": 5, "residual": 22, "epilogue": 15, "pair": 6,
+    "sum": 1, "cross_entropy": 5, "constant_mask": 3, "raised rotate_pairs": 2,
 }  # fmt: skip
 
 
@@ -20,14 +20,9 @@ def test_program(seed):
     assert not found.failure, report("inference", seed)
 
 
-def test_most_programs_say_something():
+def test_programs_say_something_and_reach_what_is_rewritten():
+    """Outcomes are kept in this process, so that this costs nothing where all were run."""
     invalid = [s for s in range(PROGRAMS) if outcome("inference", s).invalid]
     assert len(invalid) <= PROGRAMS // 20
-
-
-def test_programs_reach_what_is_rewritten():
-    """Outcomes are kept in this process, so that this costs nothing where all were run. FIRES is
-    what 230 programs reach at least."""
     fired = totals("inference", range(PROGRAMS))
-    least = {name: max(1, times * PROGRAMS // 230) for name, times in FIRES.items()}
-    assert not {name: fired[name] for name in FIRES if fired[name] < least[name]}, fired
+    assert not {name: fired[name] for name, least in FIRES.items() if fired[name] < least}, fired

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import fuzz_rounding
+import fuzz_seeds
 import pytest
 import torch
-from fuzz_oracle import Result, TooSlowError, differences, judge, run, time_limit
+from fuzz_oracle import Outcome, Result, TooSlowError, differences, judge, run, time_limit
 from fuzz_program import Program
 from fuzz_reduce import reduced
 from fuzz_writer import write
 from harness import Harness
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 INPUTS = (("x", "randn(4, 8)"), ("w", "randn(8, 8)"), ("g", "1 + randn(8)"))
 BODY = """\
 a = F.rms_norm(x, (8,), g, 1e-3)
@@ -29,8 +26,6 @@ with torch.autocast("cpu", enabled=False):
 d = c * (1 + torch.relu(a))
 return [a, d + b]"""
 PLAIN = BODY.format(factor="1")
-#: Wrong in every compiled form, so that a script shows it.
-COMPILING = "torch.compiler.is_compiling()"
 
 
 class Planted(Harness):
@@ -73,26 +68,25 @@ def test_a_wrong_value_is_found_and_reduced():
 
 
 def test_what_torch_compile_does_without_us_is_not_ours():
-    program = Program(INPUTS, BODY.format(factor=f"(2 if {COMPILING} else 1)"))
+    program = Program(INPUTS, BODY.format(factor="(2 if torch.compiler.is_compiling() else 1)"))
     assert not judge(program).failure
 
 
-def test_the_script_of_a_failure_runs_by_itself(tmp_path):
-    for factor, status in ((f"(2 if {COMPILING} else 1)", 1), ("1", 0)):
-        program = Program(INPUTS, BODY.format(factor=factor), trained=("x",), custom=True)
-        script = tmp_path / "script.py"
-        script.write_text(program.script("planted"))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ran = subprocess.run(
-            [sys.executable, script],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == status, ran.stderr
-        assert ("eager" in ran.stdout) == bool(status)
+@pytest.mark.parametrize("failure", ["", "value: planted"])
+def test_the_script_of_a_failure_judges_its_program(failure, monkeypatch):
+    asked = []
+
+    def judged(mode, program):
+        asked.append((mode, program))
+        return Outcome(failure)
+
+    monkeypatch.setattr(fuzz_seeds, "judged", judged)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program = write(3, training=True)
+    with pytest.raises(SystemExit) as ended:
+        exec(program.script("planted", "training"), {})  # noqa: S102  our own text
+    assert ended.value.code == bool(failure)
+    assert asked == [("training", program)]
 
 
 @pytest.mark.parametrize(
@@ -158,27 +152,12 @@ def test_an_error_of_ours_is_said():
     )
 
 
-def test_rounding_out_of_bounds_is_found(monkeypatch):
-    """The passes of the plant round the left operand once more, to 4 bits."""
-
-    class Coarse(Harness):
-        def __call__(self, gm, inputs):
-            call = super().__call__(gm, inputs)
-            return lambda *a: [t.to(torch.float8_e4m3fn).to(t) for t in call(*a)]
-
-    program = Program(
-        (("x", "randn(16, 32)"), ("w", "randn(32, 32)")), "return [x @ w]", low="bfloat16"
-    )
-    assert not fuzz_rounding.judge(program).failure
-    monkeypatch.setattr(fuzz_rounding, "Harness", Coarse)
-    assert fuzz_rounding.judge(program).kind == "rounding"
-
-
 def test_rounding_is_judged_in_both_numerics(monkeypatch):
     """A fault of one must not hide behind the other."""
     program = Program(
         (("x", "randn(16, 32)"), ("w", "randn(32, 32)")), "return [x @ w]", low="bfloat16"
     )
+    assert not fuzz_rounding.judge(program).failure
     for faulty in (True, False):
 
         class Coarse(Harness):

@@ -1,34 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward passes of random programs. A file a mode: one process has it."""
+"""Random programs that train, their rounding errors, and a sample through Inductor's code. A file
+apart from those of inference: pytest gives a file to one process."""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 16
-#: Rewrite -> in how many of them it fires at least.
+#: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
+PROGRAMS = {"training": 16, "rounding": 6, "end_to_end": 2}
+#: Rewrite -> in how many of those that train it fires at least.
 FIRES = {
-    "rms_norm": 7, "rms_norm_backward": 7, "swiglu": 7, "swiglu_backward": 7,
-    "pair": 9, "sum": 2, "cross_entropy": 5, "cross_entropy_backward": 2,
-    "embedding_backward": 2,
+    "rms_norm": 2, "rms_norm_backward": 2, "swiglu": 2, "swiglu_backward": 2, "pair": 2, "sum": 1,
+    "cross_entropy": 1, "cross_entropy_backward": 1, "embedding_backward": 1,
 }  # fmt: skip
+#: Over random programs compiling took 1.07 times Inductor's time.
+SLOWER = 1.5
 
 
-@pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_program(seed):
-    found = outcome("training", seed)
-    assert not found.failure, report("training", seed)
+@pytest.mark.parametrize(("mode", "seed"), [(m, s) for m, n in PROGRAMS.items() for s in range(n)])
+def test_program(mode, seed):
+    found = outcome(mode, seed)
+    assert not found.failure, report(mode, seed)
 
 
-def test_most_programs_say_something():
-    invalid = [s for s in range(PROGRAMS) if outcome("training", s).invalid]
-    assert len(invalid) <= PROGRAMS // 20
+def test_programs_say_something_and_reach_what_is_rewritten():
+    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    assert not [(m, s) for m, n in PROGRAMS.items() for s in range(n) if outcome(m, s).invalid]
+    fired = totals("training", range(PROGRAMS["training"]))
+    assert not {name: fired[name] for name, least in FIRES.items() if fired[name] < least}, fired
 
 
-def test_programs_reach_what_is_rewritten():
-    """Outcomes are kept in this process, so that this costs nothing where all were run. FIRES is
-    what 50 programs reach at least."""
-    fired = totals("training", range(PROGRAMS))
-    least = {name: max(1, times * PROGRAMS // 50) for name, times in FIRES.items()}
-    assert not {name: fired[name] for name in FIRES if fired[name] < least[name]}, fired
+def test_compile_time():
+    found = [outcome("end_to_end", seed) for seed in range(PROGRAMS["end_to_end"])]
+    assert statistics.median(o.seconds / o.stock_seconds for o in found) < SLOWER

@@ -9,16 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
+import pytest
 import torch
 
+from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
+from coda_inductor.runtime.pool import KernelRequest, wait
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
 
 #: The op, without a fallback: a kernel that does not run must fail the test.
 launched = functools.partial(gemm_epilogue, strict=True)
+
+
+NEEDS_KERNELS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
+    pytest.mark.timeout(600),
+]
+
+
+def build(wanted: Iterable[KernelRequest], seconds: float = 500) -> None:
+    """Compile every kernel of a file in parallel; a failure here is a failure."""
+    assert not {r: error for r, error in wait([*set(wanted)], seconds).items() if error}
 
 
 def config_for(program) -> Config:

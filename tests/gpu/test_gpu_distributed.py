@@ -18,25 +18,20 @@ import ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 SECONDS = 400
-FLOAT8 = ranks.checks(checks_float8_cuda)
 
 
-@pytest.mark.parametrize("check", ranks.checks(checks_cuda))
-def test_ranks(check):
-    if errors := ranks.group(("checks_cuda",), 2, SECONDS).errors(check):
-        pytest.fail(errors, pytrace=False)
+CHECKS = [
+    (module.__name__, count, check)
+    for module, count in ((checks_cuda, 2), (checks_float8_cuda, 2), (checks_four_cuda, 4))
+    for check in ranks.checks(module)
+]
 
 
-@pytest.mark.parametrize("check", FLOAT8)
-def test_ranks_in_fp8(check):
-    pytest.importorskip("torchao.float8")
-    if errors := ranks.group(("checks_float8_cuda",), 2, SECONDS).errors(check):
-        pytest.fail(errors, pytrace=False)
-
-
-@pytest.mark.parametrize("check", ranks.checks(checks_four_cuda))
-def test_four_ranks(check):
-    if errors := ranks.group(("checks_four_cuda",), 4, SECONDS).errors(check):
+@pytest.mark.parametrize(("module", "count", "check"), CHECKS)
+def test_ranks(module, count, check):
+    if "float8" in module:
+        pytest.importorskip("torchao.float8")
+    if errors := ranks.group((module,), count, SECONDS).errors(check):
         pytest.fail(errors, pytrace=False)
 
 

@@ -19,6 +19,10 @@ def no_warnings(fresh, caplog):
     assert not [said for said in caplog.messages if "falls back" in said]
 
 
+def agree(got, want) -> bool:
+    return all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
+
+
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """The same numbers of rows and columns: as they are, turned, in a wider tensor, not aligned,
     with gaps, and one row again and again."""
@@ -44,10 +48,10 @@ def test_casts_and_maxima(shape, dtype):
             ):  # fmt: skip
                 want = CAST(x, by, *scales)
                 got = CAST(on_gpu, *(v.cuda() if torch.is_tensor(v) else v for v in (by, *scales)))
-                assert all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
+                assert agree(got, want)
             want = AMAX(x, by, True, True)
             got = AMAX(on_gpu, by if by is None else by.cuda(), True, True)
-            assert all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
+            assert agree(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -84,7 +88,7 @@ def test_a_norms_weight(dtype):
         want = CAST(x, factor, rows, E4M3, rows, E5M2, False, weight)
         rows = rows.cuda()
         got = CAST(on_gpu, factor.cuda(), rows, E4M3, rows, E5M2, False, weight.cuda())
-        assert all(same(g.cpu(), w) for g, w in zip(got, want, strict=True))
+        assert agree(got, want)
 
 
 def moved(x: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,11 @@ import copy
 import pytest
 import torch
 from float8 import D, Packed, Stack, serve
+from oracle import NEEDS_KERNELS
 
 import coda_inductor
-from coda_inductor.mainloop.availability import kernel_stack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
-    pytest.mark.timeout(300),
-]
+pytestmark = NEEDS_KERNELS
 EVERY = ("row", "tensor", "static")
 HOW = {"gate": "always", "strict": True}
 LAYERS = 2

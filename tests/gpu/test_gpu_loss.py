@@ -24,7 +24,7 @@ D, V = 256, 4096
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, vocabulary: int = V, bias: bool = False, cap: float = 0.0, z: float = 0.0):
+    def __init__(self, vocabulary: int, bias: bool = False, cap: float = 0.0, z: float = 0.0):
         super().__init__()
         self.body = nn.Linear(D, D, bias=False)
         self.head = nn.Linear(D, vocabulary, bias=bias)
@@ -41,12 +41,12 @@ class LanguageModel(nn.Module):
         return loss, logits
 
 
-def make(vocabulary=V, bias=False, cap=0.0, z=0.0):
+def make(vocabulary: int, **head) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(vocabulary, bias, cap, z).cuda().bfloat16()
+    return LanguageModel(vocabulary, **head).cuda().bfloat16()
 
 
-def inputs(rows, vocabulary=V):
+def inputs(rows: int, vocabulary: int):
     torch.manual_seed(1)
     x = torch.randn(1, rows, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(vocabulary, (rows,), device="cuda")
@@ -67,21 +67,16 @@ def slices(monkeypatch):
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
 
 
-@pytest.mark.parametrize("rows", [8, 120, 1000])
-@pytest.mark.parametrize("vocabulary", [V, V - 40])
-def test_gradients_are_no_worse_than_torch_compiles(rows, vocabulary, slices):
-    compare(make(vocabulary), *inputs(rows, vocabulary))
+HEADS = [
+    *[(rows, vocabulary, {}) for rows in (8, 120, 1000) for vocabulary in (V, V - 40)],
+    *[(120, V, how) for how in ({"bias": True}, {"cap": 1.5}, {"z": 0.1})],
+    (120, V, {"bias": True, "cap": 1.5, "z": 0.1}),
+]
 
 
-@pytest.mark.parametrize(
-    ("bias", "cap", "z"), [(True, 0.0, 0.0), (False, 1.5, 0.0), (False, 0.0, 0.1), (True, 1.5, 0.1)]
-)
-def test_other_heads_gradients_are_no_worse_than_torch_compiles(bias, cap, z, slices):
-    compare(make(V, bias, cap, z), *inputs(120))
-
-
-def compare(model, x, labels):
-    """Our errors beside torch.compile's, both against float32."""
+@pytest.mark.parametrize(("rows", "vocabulary", "head"), HEADS)
+def test_gradients_are_no_worse_than_torch_compiles(rows, vocabulary, head, slices):
+    model, (x, labels) = make(vocabulary, **head), inputs(rows, vocabulary)
     wide = copy.deepcopy(model).float()
     exact = gradients(wide, wide, x.detach().float().requires_grad_(), labels)
     stock = copy.deepcopy(model)

@@ -8,11 +8,15 @@ import copy
 import gc
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+import families
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
@@ -21,74 +25,48 @@ LAYERS, TOKENS = 2, 2048
 SLACK = 1.2
 
 
-def widths(hidden: int, inner: int, heads: int, vocabulary: int, **more) -> dict:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "vocab_size": vocabulary,
-        **more,
-    }
+def widths(hidden: int, inner: int, heads: int, **more) -> dict:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads")
+    return {**dict(zip(names, (hidden, inner, heads), strict=True)), **more}
 
 
-#: Family -> what its config says of the model named behind it.
+#: Family -> how it is made, and what its config says of the model named behind it. The vocabularies
+#: of BERT and GPT-2 are padded to a multiple of 8, as people pad them to train: strict mode refuses
+#: the GEMM of the unpadded one's gradient.
 DECODERS = {
-    "Llama": widths(2048, 8192, 32, 128256, num_key_value_heads=8),  # Llama-3.2-1B
-    "Qwen3": widths(2048, 6144, 16, 151936, num_key_value_heads=8, head_dim=128),  # 1.7B
-    "Mistral": widths(4096, 14336, 32, 32000, num_key_value_heads=8),  # 7B
-    "Gemma2": widths(2304, 9216, 8, 256000, num_key_value_heads=4, head_dim=256),  # 2B
-    "Phi3": widths(3072, 8192, 32, 32064, num_key_value_heads=32),  # mini
-    "Mixtral": widths(2048, 4096, 16, 32000, num_key_value_heads=8),  # half as wide as 8x7B
+    "Llama": widths(2048, 8192, 32, vocab_size=128256, num_key_value_heads=8),  # Llama-3.2-1B
+    "Qwen3": widths(2048, 6144, 16, vocab_size=151936, num_key_value_heads=8, head_dim=128),  # 1.7B
+    "Mistral": widths(4096, 14336, 32, vocab_size=32000, num_key_value_heads=8),  # 7B
+    "Gemma2": widths(2304, 9216, 8, vocab_size=256000, num_key_value_heads=4, head_dim=256),  # 2B
+    "Phi3": widths(3072, 8192, 32, vocab_size=32064, num_key_value_heads=32),  # mini
+    # half as wide as 8x7B
+    "Mixtral": widths(2048, 4096, 16, vocab_size=32000, num_key_value_heads=8),
 }
-#: The vocabularies of BERT and GPT-2 are padded to a multiple of 8, as people pad them to train:
-#: strict mode refuses the GEMM of the unpadded one's gradient.
-BERT, VIT = widths(1024, 4096, 16, 30528), widths(1024, 4096, 16, 0)
-FAMILIES = (*DECODERS, "GPT2", "BERT", "ViT", "T5")
+OTHERS = {
+    "GPT2": partial(
+        families.gpt2, n_embd=1280, n_head=20, n_positions=TOKENS, vocab_size=50304,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "BERT": families.encoder(
+        "BertForMaskedLM", "BertConfig", **widths(1024, 4096, 16), vocab_size=30528,
+        max_position_embeddings=TOKENS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ),
+    "ViT": families.vision(
+        "ViTForImageClassification", "ViTConfig", **widths(1024, 4096, 16), image_size=224,
+        patch_size=16,
+    ),
+    "T5": partial(
+        families.t5, d_model=1024, d_ff=4096, num_heads=16, d_kv=64, vocab_size=32128,
+        dropout_rate=0.0,
+    ),
+}  # fmt: skip
+FAMILIES = {**{n: families.decoder(n, **how) for n, how in DECODERS.items()}, **OTHERS}
 
 
 def build(name: str):
     """(model, call, inputs) on the default device; ``call(model, inputs)`` gives one tensor."""
-    import transformers as hf
-
-    sys.path.append(str(Path(__file__).parents[1] / "models"))
-    from families import decoder
-
     torch.manual_seed(0)
-    if name in DECODERS:
-        model, call, _ = decoder(name, **DECODERS[name])(LAYERS)
-    elif name == "GPT2":
-        model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(n_embd=1280, n_layer=LAYERS, n_head=20, n_positions=TOKENS,
-                          vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        )  # fmt: skip
-
-        def call(model, ids):
-            return model(ids, use_cache=False).logits
-    elif name == "BERT":
-        how = {"max_position_embeddings": TOKENS, "hidden_dropout_prob": 0.0}
-        config = hf.BertConfig(
-            **BERT, **how, num_hidden_layers=LAYERS, attention_probs_dropout_prob=0.0
-        )
-        model = hf.BertForMaskedLM(config)
-
-        def call(model, ids):
-            return model(ids).logits
-    elif name == "T5":
-        model = hf.T5ForConditionalGeneration(
-            hf.T5Config(d_model=1024, d_ff=4096, num_layers=LAYERS, num_heads=16, dropout_rate=0.0)
-        )
-
-        def call(model, ids):
-            return model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
-    else:
-        config = hf.ViTConfig(
-            **{k: v for k, v in VIT.items() if k != "vocab_size"}, num_hidden_layers=LAYERS
-        )
-        model = hf.ViTForImageClassification(config)
-
-        def call(model, image):
-            return model(image).logits
-
+    model, call, _ = FAMILIES[name](LAYERS)
     if name == "ViT":
         return model, call, torch.randn(16, 3, 224, 224)
     return model, call, torch.randint(model.config.vocab_size, (1, TOKENS))

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from layers import compiled, errors, make
+from layers import assert_as_good, compiled, errors, make, outcome
 
 import coda_inductor
 
@@ -24,16 +22,7 @@ def kernels():
     return [(site.program and site.program.key, site.config, site.how) for site in sites]
 
 
-def as_good(mine, model, xs):
-    """No more error than 1.2 times that of eager, to float32."""
-    with torch.no_grad():
-        exact = copy.deepcopy(model).float()(*[x.float() for x in xs])
-        eager = errors(model(*xs), exact)
-    for ours, theirs in zip(errors(mine, exact), eager, strict=True):
-        assert 0 < ours <= 1.2 * theirs
-
-
-def test_inference_has_the_backends_kernels():
+def test_inference_and_an_exported_program_have_the_backends_kernels():
     model, xs = make(), inputs()
     with torch.no_grad():
         compiled(model, strict=True)(*xs)
@@ -41,41 +30,28 @@ def test_inference_has_the_backends_kernels():
         torch._dynamo.reset()
         with coda_inductor.enabled(gate="always", strict=True):
             mine = torch.compile(model)(*xs)
-    assert kernels() == want
-    assert {how for *_, how in want} == {"kernel"}
-    as_good(mine, model, xs)
-
-
-def gradients(call, model, xs):
-    model.zero_grad()
-    sum(out.float().square().sum() for out in call(*xs)).backward()
-    return [p.grad for p in model.parameters()]
+        assert kernels() == want
+        assert_as_good(model, lambda *_: mine, xs)
+        torch._dynamo.reset()
+        program = torch.export.export(model, xs).module()
+        again = compiled(program, strict=True)(*xs)
+        assert kernels() == want
+        assert {how for *_, how in want} == {"kernel"}
+        assert_as_good(model, lambda *_: again, xs)
 
 
 def test_training_has_the_backends_kernels():
     """The backward pass is compiled in autograd's thread for the device."""
     model, xs = make().train(), inputs()
-    want = gradients(compiled(model, strict=True), model, xs)
+    want = outcome(compiled(model, strict=True), model, xs)[1]
     sites = kernels()
     torch._dynamo.reset()
     with coda_inductor.enabled(gate="always", strict=True):
-        ours = torch.compile(model)
-        mine = gradients(ours, model, xs)
+        mine = outcome(torch.compile(model), model, xs)[1]
     assert kernels() == sites
     # o, gate and up, down, q; the gradients of q, of down, of up and gate: the inputs need none.
     assert sum(how == "kernel" for *_, how in sites) == 7
     assert max(errors(mine, want)) < 1e-3
-
-
-def test_an_exported_program_has_the_models_kernels():
-    model, xs = make(), inputs()
-    with torch.no_grad():
-        compiled(model, strict=True)(*xs)
-        want = kernels()
-        program = torch.export.export(model, xs).module()
-        mine = compiled(program, strict=True)(*xs)
-    assert kernels() == want
-    as_good(mine, model, xs)
 
 
 @pytest.mark.parametrize("aot", [False, True])
@@ -87,5 +63,6 @@ def test_aot_inductor(aot, tmp_path):
             program, package_path=str(tmp_path / "model.pt2")
         )
         mine = torch._inductor.aoti_load_package(path)(*xs)
-    assert {how for *_, how in kernels()} == ({"kernel"} if aot else {"unfused"})
-    as_good(mine, model, xs)
+        assert {how for *_, how in kernels()} == ({"kernel"} if aot else {"unfused"})
+    with torch.no_grad():
+        assert_as_good(model, lambda *_: mine, xs)

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from layers import Layer, compiled, either_order, errors, make
+from layers import Layer, assert_as_good, compiled, either_order, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,45 +15,10 @@ import coda_inductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
-#: Our error is at most torch.compile's, times this. Outputs may also be as far off as eager's:
-#: torch.compile keeps the residual stream in float32 between two of its kernels (docs/gotchas.md).
-SLACK = 1.2
-
 
 def inputs(rows: int, dtype=torch.bfloat16, d: int = 256) -> list[torch.Tensor]:
     torch.manual_seed(1)
     return [torch.randn(1, rows, d, device="cuda").to(dtype).requires_grad_() for _ in range(2)]
-
-
-def gradients(call, model, xs) -> list[torch.Tensor]:
-    """Outputs, then the gradients of the inputs and of the parameters that want one."""
-    outputs = call(*xs)
-    torch.manual_seed(2)
-    tangents = [torch.randn_like(o, dtype=torch.float32).to(o.dtype) for o in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, wanted(model, xs), tangents)]
-
-
-def wanted(model, xs) -> list[torch.Tensor]:
-    return [t for t in (*xs, *model.parameters()) if t.requires_grad]
-
-
-def assert_as_good(model, ours, xs, like_eager: bool = False) -> None:
-    """``like_eager``: the gradients too may be as far off as eager's."""
-    exact_model = copy.deepcopy(model).float()
-    exact_xs = [x.detach().float().requires_grad_() for x in xs]
-    exact = gradients(exact_model, exact_model, exact_xs)
-    stock = copy.deepcopy(model)
-    theirs = errors(gradients(torch.compile(stock), stock, xs), exact)
-    eager = errors(gradients(model, model, xs), exact)
-    mine = errors(gradients(ours, model, xs), exact)
-    outputs = len(exact) - (0 if like_eager else len(wanted(model, xs)))
-    judge(mine, theirs, eager, outputs)
-
-
-def judge(mine, theirs, eager, outputs: int) -> None:
-    for i, (mine_, theirs_, eager_) in enumerate(zip(mine, theirs, eager, strict=True)):
-        allowed = max(theirs_, eager_) if i < outputs else theirs_
-        assert 0 < mine_ <= SLACK * allowed, (i, mine, theirs, eager)
 
 
 def kernels() -> set[str]:
@@ -61,32 +26,21 @@ def kernels() -> set[str]:
     return {s.how for s in coda_inductor.reports()[-1].sites if s.fused}
 
 
-@pytest.mark.parametrize("rows", [8, 120, 1024, 4104])
+@pytest.mark.parametrize("rows", [1, 7, 8, 120, 127, 1024, 4104])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_no_worse_than_torch_compiles(rows, dtype):
+    if rows % 8 and dtype == torch.float16:
+        pytest.skip("ragged rows are tried in bfloat16")
     model = make(dtype)
-    ours = compiled(model, strict=True, fp16_norms=True)
+    ours = compiled(model, strict=True, fp16_norms=dtype == torch.float16)
     assert_as_good(model, ours, inputs(rows, dtype))
     assert kernels() == {"kernel"}
-
-
-@pytest.mark.parametrize("rows", [1, 7, 127])
-def test_ragged_rows(rows):
-    model = make()
-    assert_as_good(model, compiled(model, strict=True), inputs(rows))
 
 
 def test_biases_and_weights_in_either_order():
     model = make(bias=True)
     for _ in either_order(model):
         assert_as_good(model, compiled(model, strict=True), inputs(304))
-
-
-def test_frozen_weights():
-    model = make()
-    for frozen in (model.gate.weight, model.norm1.weight, model.o.weight):
-        frozen.requires_grad_(False)
-    assert_as_good(model, compiled(model, strict=True), inputs(512))
 
 
 def test_dynamic_rows():
@@ -123,14 +77,8 @@ def test_autocast_over_float32_parameters():
 
         return call
 
-    reference = copy.deepcopy(model)
-    exact = gradients(reference, reference, xs)
-    stock = copy.deepcopy(model)
-    theirs = errors(gradients(under_autocast(torch.compile(stock)), stock, xs), exact)
-    eager = errors(gradients(under_autocast(model), model, xs), exact)
-    mine = errors(gradients(under_autocast(compiled(model, strict=True)), model, xs), exact)
+    assert_as_good(model, compiled(model, strict=True), xs, around=under_autocast)
     assert kernels() == {"kernel"}
-    judge(mine, theirs, eager, outputs=len(exact) - len(wanted(model, xs)))
 
 
 def train(model, call, count: int = 4) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is another name of what, and who reads it under which name."""
+"""Nodes that are put and pruned, and the modules that a report says GEMMs are of."""
 
 from __future__ import annotations
 
@@ -12,68 +12,9 @@ from passes import aten_graph
 from torch import nn
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.gemms import bias_of, is_sum, plain_bias, terms
-from coda_inductor.graph.nodes import bare, base, fake, is_transpose, readers, source
+from coda_inductor.graph.nodes import fake, is_transpose
 
 aten = torch.ops.aten
-
-
-def names(x):
-    """A view of a rounded copy of a view of a widened copy, which a sum and a product read."""
-    view = x.float().view(2, 6).bfloat16().view(12)
-    return view + 1, view * 2
-
-
-@pytest.fixture
-def graph():
-    return aten_graph(names, torch.randn(3, 4, dtype=torch.bfloat16))
-
-
-def test_base_stops_at_a_cast_and_bare_at_what_computes(graph):
-    (x,) = graph.find_nodes(op="placeholder")
-    (add,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    view = add.args[0]
-    assert base(view) is view.args[0]
-    assert fake(base(view)).dtype == torch.bfloat16
-    assert bare(view) is x
-    assert base(add) is bare(add) is add
-    assert base(2.0) == 2.0
-
-
-def test_source_looks_through_what_widens_only(graph):
-    (x,) = graph.find_nodes(op="placeholder")
-    (add,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    rounded = base(add.args[0])
-    assert source(add.args[0]) is rounded
-    assert source(rounded.args[0]) is x
-
-
-def test_readers_under_all_names(graph):
-    (add,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    (mul,) = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    view = add.args[0]
-    assert readers(base(view)) == ([base(view), view], [add, mul])
-
-
-def test_what_a_bias_is():
-    def function(x, w, row, whole):
-        return torch.addmm(row, x, w), torch.addmm(whole, x, w), torch.addmm(row, x, w, alpha=2)
-
-    graph = aten_graph(function, *(torch.randn(s) for s in ((3, 4), (4, 5), (5,), (3, 5))))
-    gemms = graph.find_nodes(op="call_function", target=aten.addmm.default)
-    assert [plain_bias(gemm) for gemm in gemms] == [True, False, False]
-    assert all(bias_of(gemm) is gemm.args[0] for gemm in gemms)
-
-
-def test_a_sum_that_broadcasts_is_none():
-    def function(x, w, v):
-        return (x @ w) + (x @ v), (x @ w) + (x[:1] @ v)
-
-    graph = aten_graph(function, torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 5))
-    good, bad = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    assert (is_sum(good), is_sum(bad)) == (True, False)
-    assert len(terms(good)) == 2
-    assert terms(bad) is None
 
 
 def test_put_records_values_and_prune_takes_them_out():

@@ -39,11 +39,6 @@ def test_error_is_that_of_float32(name):
     error = (have.double() - want).abs()
     assert have.dtype == torch.float32
     assert (error / want.abs().clamp_min(1e-30) if relative else error).max() < 5e-7
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_what_is_no_ordinary_number(name):
-    x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, 88.0, -88.0])
-    have = getattr(approximations, name)(x, TORCH)
-    want = getattr(torch, name)(x)
+    ends = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, 88.0, -88.0])
+    have, want = getattr(approximations, name)(ends, TORCH), getattr(torch, name)(ends)
     torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -30,10 +30,9 @@ ARCHS = ("90", "100", "120")
 BLACKWELL = "swiglu,norm_bwd/straight,fp8_residual,everything"
 #: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
-    "swiglu,paired_rows,norm_bwd/crossed,"
+    "paired_rows,norm_bwd/crossed,"
     "select//64x32:1x1:co:np,swiglu//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
-    "rms_partial//64x64:1x1:co:dyn:k4,dswiglu//128x160:2x1:pp:lean:dyn,"
-    "logsumexp//128x256:2x1:co:dyn,rms_partial//128x208:2x1:pp:lean,"
+    "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
     "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
     "halves_80,halves_64//64x64:1x1:co:k2,everything"
 )
@@ -181,14 +180,10 @@ def test_what_a_launch_decides(hopper):
     assert plans["64x32:1x1:co:np"] == [0, 8, False, [0, 8]]
 
 
-NO_GEMM = "NotImplementedError: Gemm Sm80 is not implemented"
-
-
 @pytest.mark.parametrize(
     ("arch", "kernel", "why"),
     [
-        ("80", "scale//128x128:1x1:co", NO_GEMM),
-        ("89", "scale//128x128:1x1:co", NO_GEMM),
+        ("89", "scale//128x128:1x1:co", "NotImplementedError: Gemm Sm80 is not implemented"),
         ("100", "rotary//128x256:2x1:co", "do not read the table 'cos'"),
     ],
 )
@@ -203,9 +198,8 @@ def test_what_an_architecture_cannot(arch, kernel, why, tmp_path, compile_in_pro
 #: Program, config, how it is built -> why it is not.
 REFUSED = [
     ("scale", "192x192:2x1:co", {"b_major": "n"}, "192x192:2x1:co has no kernel: 192 rows"),
-    ("scale", "192x192:2x1:co", {"b_major": "k"}, "192x192:2x1:co has no kernel: 192 rows"),
-    *[("norm_bwd", "64x64:1x1:co:k2", {"b_major": "n", "joined": joined},
-       "64x64:1x1:co:k2 splits K") for joined in ("straight", "crossed")],
+    ("norm_bwd", "64x64:1x1:co:k2", {"b_major": "n", "joined": "crossed"},
+     "64x64:1x1:co:k2 splits K"),
     ("fp8_stored", "128x128:2x1:co", {"a_major": "m", "b_major": "k"}, "read along K"),
     ("fp8_stored", "128x128:2x1:co", {"a_major": "k", "b_major": "n"}, "read along K"),
 ]  # fmt: skip

@@ -43,19 +43,19 @@ def decoder(name: str, **how: Any) -> Callable[[int], Family]:
     return make
 
 
-def gpt2(layers: int) -> Family:
-    config = hf.GPT2Config(
-        n_embd=64, n_layer=layers, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1
-    )
+def gpt2(layers: int, **how: Any) -> Family:
+    widths = {"n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, **how}
+    config = hf.GPT2Config(n_layer=layers, bos_token_id=0, eos_token_id=1, **widths)
     model = hf.GPT2LMHeadModel(config)
     return model, lambda model, ids: model(ids, use_cache=False).logits, (_tokens(),)
 
 
-def encoder(model: str, config: str) -> Callable[[int], Family]:
+def encoder(model: str, config: str, **how: Any) -> Callable[[int], Family]:
     """A text encoder with a head of its own."""
 
     def make(layers: int) -> Family:
-        made = getattr(hf, model)(getattr(hf, config)(**WIDTHS, num_hidden_layers=layers))
+        widths = {**WIDTHS, "num_hidden_layers": layers, **how}
+        made = getattr(hf, model)(getattr(hf, config)(**widths))
         return made, lambda model, ids: model(ids).logits, (_tokens(),)
 
     return make
@@ -83,9 +83,8 @@ _VISION = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def t5(layers: int, **how: Any) -> Family:
-    config = hf.T5Config(
-        d_model=64, d_ff=128, num_layers=layers, num_heads=4, d_kv=16, vocab_size=VOCABULARY, **how
-    )
+    widths = {"d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16, "vocab_size": VOCABULARY}
+    config = hf.T5Config(num_layers=layers, **widths | how)
     config.decoder_start_token_id = 0
 
     def call(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from families import FAMILIES
 from harness import Harness
 from torch import nn
 
-#: RMSNorm and SwiGLU, in two weights and in one; GELU; LayerNorm; images; encoder and decoder.
-NAMES = ("Llama", "Phi-3", "GPT-2", "StableLM", "T5")
+#: RMSNorm and SwiGLU; GELU and LayerNorm; encoder and decoder.
+NAMES = ("Llama", "GPT-2", "T5")
 
 
 class Call(nn.Module):
@@ -28,8 +28,7 @@ class Call(nn.Module):
 
 
 def make(name, dtype):
-    layers = 2 if name == "Llama" else 1  # what crosses from one to the next is alike in all
-    model, call, inputs = FAMILIES[name](layers)
+    model, call, inputs = FAMILIES[name](1)
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
     return Call(model.eval().to(dtype), call), inputs
 
@@ -48,14 +47,6 @@ def test_what_fires_is_what_fires_in_the_model(name):
     torch.testing.assert_close(*values, rtol=0, atol=0)
 
 
-def test_near_misses_are_told():
-    model, inputs = make("Llama", torch.float32)
-    harness = Harness()
-    harness.run(torch.export.export(model, inputs).module(), *inputs)
-    (told,) = harness.report.near_misses
-    assert "input_layernorm: its input is not made by a GEMM" in told
-
-
 def test_a_dynamic_batch():
     model, (ids,) = make("Llama", torch.float32)
     batch = torch.export.Dim("batch", min=2, max=32)
@@ -68,7 +59,9 @@ def test_a_dynamic_batch():
             ids = torch.randint(2, 100, (rows, 16))
             torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
     assert harness.graphs == 1
-    assert len(harness.fused) == 12
+    assert len(harness.fused) == 6
+    near = harness.report.near_misses
+    assert any("input_layernorm: its input is not made by a GEMM" in told for told in near)
 
 
 def test_an_exported_program_trains():
@@ -81,8 +74,8 @@ def test_an_exported_program_trains():
         gradients.append({name: p.grad for name, p in each.named_parameters()})
         counts.append(harness.counts)
     assert counts[0] == counts[1]
-    assert counts[1]["rms_norm_backward"] == 4
-    assert counts[1]["swiglu_backward"] == 2
+    assert counts[1]["rms_norm_backward"] == 2
+    assert counts[1]["swiglu_backward"] == 1
     assert len(gradients[0]) == len(gradients[1])
     for name, want in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], want, rtol=1e-4, atol=1e-6)

@@ -37,7 +37,6 @@ ROTATED = ("Llama", "Mistral", "Granite", "Gemma", "Gemma 2", "Mixtral", "Cohere
 COUNTS = {
     "Llama": llama_like,
     "Qwen3": llama_like,
-    "Mistral": llama_like,
     "Granite": llama_like,
     "Phi-3": llama_like,  # gate and up in one weight
     "Gemma": pre_norm("rms_norm"),
@@ -65,8 +64,7 @@ COUNTS = {
 #: its biases are learned; the others come without a mask, or write attention out (transformers
 #: 5.23; 5.17 builds masks for them too).
 MASKED = COUNTS.keys() - {"Gemma 2", "OPT", "BERT", "ViT"}
-TRAINED = ("Llama", "Qwen3", "Phi-3", "Gemma", "Gemma 2", "Gemma 3", "OLMo 2", "Mixtral",
-           "StableLM", "GPT-2", "BERT", "ViT", "T5")  # fmt: skip
+TRAINED = ("Qwen3", "Phi-3", "Gemma 2", "OLMo 2", "Mixtral", "GPT-2", "T5")
 
 
 def make(family, layers):

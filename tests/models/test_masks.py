@@ -16,7 +16,7 @@ from coda_inductor.dynamo.attention import block_masks
 transformers = pytest.importorskip("transformers")
 
 LAYERS, T = 2, 160
-flex = torch.ops.higher_order.flex_attention
+KINDS = ("block_mask", "constant_mask", "grouped_heads")
 
 
 @pytest.fixture(autouse=True)
@@ -71,68 +71,38 @@ def compare(model, batch):
     return harness
 
 
-def counts(harness):
-    """How often each rewrite fired in a graph; Dynamo hands us Gemma's twice."""
-    return {
-        name: times / harness.graphs
-        for name, times in torch._dynamo.utils.counters["coda"].items()
-        if name in ("block_mask", "constant_mask", "grouped_heads")
-    }
-
-
-def lists(harness):
-    """How many masks have theirs made, four sorts each."""
-    return sum(n.target == "argsort" for n in harness.raised.nodes) / 4
+MISTRAL = {"sliding_window": 40}
+#: Layers that have a window or none, and a mask each.
+GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"), [("Llama", packed), ("Llama", padded), ("Qwen3", padded)]
+    ("name", "settings", "batch", "masks"),
+    [
+        ("Llama", {}, packed, 1),
+        ("Llama", {}, padded, 1),
+        ("Mistral", MISTRAL, packed, 1),
+        ("Gemma3", GEMMA, padded, 2),
+        ("Gemma3", GEMMA, plain, 1),
+    ],
 )
-def test_padded_and_packed(name, batch):
-    harness = compare(model(name), batch())
-    assert counts(harness) == {"block_mask": LAYERS, "grouped_heads": LAYERS}
-    assert lists(harness) == 1
-
-
-@pytest.mark.parametrize("batch", [packed, padded])
-def test_positions_that_begin_anew_are_rotated_in_the_projections(batch):
-    """Whatever the positions, and whether each row of the batch has its own."""
-    given = batch()
-    if "attention_mask" in given:
+def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
+    """``masks`` have lists of their blocks made, four sorts each; one of causal order is left to
+    SDPA. Whatever the positions, also where each row has its own, projections rotate by them."""
+    given, made = batch(), model(name, **settings)
+    if "attention_mask" in given and name == "Llama":
         given["position_ids"] = given["attention_mask"].cumsum(-1).sub(1).clamp(min=0)
-    harness = compare(model("Llama"), given)
-    assert torch._dynamo.utils.counters["coda"]["rotary"] == 2 * LAYERS
-    forward = [site for site in harness.report.sites if site.role == "forward"]
-    rotated = [site.site for site in forward if site.program and site.program.head]
-    assert len(rotated) == 2 * LAYERS, rotated
-
-
-@pytest.mark.parametrize("batch", [plain, packed])
-def test_sliding_windows(batch):
-    harness = compare(model("Mistral", sliding_window=40), batch())
-    assert counts(harness) == {"block_mask": LAYERS, "grouped_heads": LAYERS}
-    assert lists(harness) == 1
-
-
-def test_two_kinds_of_layers():
-    """Gemma 3's have a window or none, and a mask each."""
-    types = ["sliding_attention", "full_attention"]
-    gemma = model("Gemma3", sliding_window=40, layer_types=types)
-    harness = compare(gemma, padded())
-    assert counts(harness) == {"block_mask": LAYERS, "grouped_heads": LAYERS}
-    assert lists(harness) == 2
-
-
-def test_without_padding_only_windows_are_left():
-    types = ["sliding_attention", "full_attention"]
-    harness = compare(model("Gemma3", sliding_window=40, layer_types=types), plain())
-    assert counts(harness) == {"block_mask": 1, "constant_mask": 1, "grouped_heads": 1}
-    assert lists(harness) == 1
-
-
-def test_checkpointed_layers():
-    llama = model("Llama")
-    llama.gradient_checkpointing_enable()
-    harness = compare(llama, packed())
-    assert counts(harness) == {"block_mask": LAYERS, "grouped_heads": LAYERS}
-    assert lists(harness) == 1
+    if batch is packed and name == "Llama":
+        made.gradient_checkpointing_enable()
+    harness = compare(made, given)
+    fired = torch._dynamo.utils.counters["coda"]
+    # Dynamo hands us Gemma's graph twice.
+    counts = {name: times / harness.graphs for name, times in fired.items() if name in KINDS}
+    constant = {"constant_mask": 1} if settings is GEMMA and batch is plain else {}
+    blocks = LAYERS - len(constant)
+    assert counts == {"block_mask": blocks, "grouped_heads": blocks, **constant}
+    assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4 * masks
+    if name == "Llama":
+        assert fired["rotary"] == 2 * LAYERS
+        forward = [site for site in harness.report.sites if site.role == "forward"]
+        assert sum(bool(s.program and s.program.head) for s in forward) == 2 * LAYERS

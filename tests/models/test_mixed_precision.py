@@ -4,15 +4,13 @@ it does to the gradients."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from harness import Harness
 from torch import nn
-from training import Decoder, gradients, loss_of, tokens
+from training import Decoder, loss_of
 
 from coda_inductor.explanation.capture import capture
 from coda_inductor.mainloop import availability
@@ -39,7 +37,6 @@ def as_if(model, **options):
     return found.report.sites
 
 
-@functools.cache
 def llama(layers, dtype=torch.float32):
     """What becomes of a Llama whose weights are of ``dtype``."""
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
@@ -60,13 +57,10 @@ def fused(sites, role):
     return [site for site in sites if site.how == "kernel" and site.role == role]
 
 
-def unfused(sites):
-    return [(s.site, s.refusal.code) for s in sites if s.refusal and s.role != "weight gradient"]
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_all_weight_gradients_of_a_llama_leave_in_float32(layers):
-    sites = llama(layers)
+def test_all_weight_gradients_of_a_llama_leave_in_float32():
+    """The rest fuses as with bfloat16 weights."""
+    layers = 2
+    sites, half = llama(layers), llama(layers, torch.bfloat16)
     weights = fused(sites, "weight gradient")
     assert len(weights) == 7 * layers + 1
     for site in weights:
@@ -75,38 +69,10 @@ def test_all_weight_gradients_of_a_llama_leave_in_float32(layers):
     assert len(fused(sites, "forward")) == 6 * layers
     # Attention's gradients are read head by head, but for the sum of q, k and v.
     assert len(fused(sites, "input gradient")) == 3 * layers + 1
-
-
-def test_the_rest_fuses_as_with_bfloat16_weights():
-    auto, half = llama(2), llama(2, torch.bfloat16)
     assert not fused(half, "weight gradient")
-    assert unfused(auto) == unfused(half)
     for role in ("forward", "input gradient"):
-        names = [site.site for site in fused(auto, role)]
+        names = [site.site for site in fused(sites, role)]
         assert names == [site.site for site in fused(half, role)]
-
-
-@pytest.mark.parametrize("reference", [True, False])
-def test_gradients_are_no_less_exact_than_eagers(reference):
-    model, ids = Decoder(2), tokens(4, 8)
-
-    def step(call):
-        model.zero_grad()
-        loss_of(call(ids), ids).backward()
-        return gradients(model)
-
-    exact = step(model)
-    with autocast():
-        eager = step(model)
-        harness = Harness(reference=reference)
-        ours = step(functools.partial(harness.train, model))
-    assert {site.role for site in harness.fused} == {
-        "forward", "input gradient", "weight gradient"
-    }  # fmt: skip
-    for name, want in exact.items():
-        assert ours[name].dtype == torch.float32
-        error, theirs = (ours[name] - want).norm(), (eager[name] - want).norm()
-        assert error <= 1.5 * theirs + 1e-3 * want.norm(), name
 
 
 def test_a_weight_gradient_leaves_unrounded():
@@ -167,14 +133,13 @@ def test_a_pair_that_leaves_widened_stays_a_pair():
     assert [store.dtype for store in site.program.stores] == ["bfloat16"]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_fp8_gradients_too_heavy_for_the_norm_keep_their_sum(layers):
+def test_fp8_gradients_too_heavy_for_the_norm_keep_their_sum():
     """The float32 stream beside two more gradients does not fit an FP8 kernel that sums step by
     step: the norm's sums are left out, and the three gradients are still added in one epilogue."""
     with autocast():
-        sites = as_if(Decoder(layers), fp8="rowwise", fp8_small=True)
+        sites = as_if(Decoder(1), fp8="rowwise", fp8_small=True)
     heavy = [site for site in sites if any(s.code == "shared-memory" for s in site.stops)]
-    assert [site.site.rpartition(".")[2] for site in heavy] == ["v"] * layers
+    assert [site.site.rpartition(".")[2] for site in heavy] == ["v"]
     assert {(site.how, site.role, site.absorbed) for site in heavy} == {
         ("kernel", "input gradient", ("add", "add"))
     }  # fmt: skip

@@ -18,7 +18,7 @@ from coda_inductor.runtime import linear_cross_entropy
 T, D, HEADS, KV, HIDDEN, V = 128, 64, 4, 1, 256, 1024
 
 
-def saved(layers: int, monkeypatch) -> tuple[int, Harness]:
+def saved(layers: int) -> tuple[int, Harness]:
     """Elements of the bfloat16 tensors that are saved, parameters and inputs aside."""
     config = hf.LlamaConfig(
         hidden_size=D, intermediate_size=HIDDEN, num_hidden_layers=layers, vocab_size=V,
@@ -28,12 +28,9 @@ def saved(layers: int, monkeypatch) -> tuple[int, Harness]:
     harness = Harness(gate="always", strict=False)
     ids = torch.randint(0, V, (1, T))
     harness.train(lambda i: tuple(model(input_ids=i, labels=i, use_cache=False)[:2]), ids)
-    roots = {}
-    for node in harness.saved:
-        value = node.meta.get("val")
-        if node.op != "placeholder" and isinstance(value, torch.Tensor):
-            roots[node] = value.numel() if value.dtype == torch.bfloat16 else 0
-    return sum(roots.values()), harness
+    values = [n.meta.get("val") for n in harness.saved if n.op != "placeholder"]
+    values = [v for v in values if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16]
+    return sum(v.numel() for v in values), harness
 
 
 def test_a_layer_saves_what_the_formula_says(monkeypatch):
@@ -44,7 +41,7 @@ def test_a_layer_saves_what_the_formula_says(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**12)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 1)
     monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
-    (two, _), (three, harness) = (saved(layers, monkeypatch) for layers in (2, 3))
+    (two, _), (three, harness) = (saved(layers) for layers in (2, 3))
     wide = 5 + 2 * KV / HEADS  # tensors of width D
     assert three - two == T * (wide * D + 2 * HIDDEN)
     assert harness.counts["cross_entropy_backward"] == 1
@@ -59,7 +56,7 @@ def base(node):
     return node
 
 
-@pytest.mark.parametrize("family", ["Cohere", "GPT-2", "BERT", "T5", "Gemma 2"])
+@pytest.mark.parametrize("family", ["Cohere", "GPT-2", "T5"])
 def test_no_two_saved_tensors_are_one_memory(family):
     """A regression: of a LayerNorm's mean, the tensor and a reshape of it were saved. The compiled
     backward pass wrote over the one while the other was still to be read, and GPT-2's gradients

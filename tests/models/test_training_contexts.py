@@ -31,7 +31,6 @@ from training import (
     not_reentrant,
     reentrant,
     tokens,
-    twins,
 )
 
 LAYERS = 2
@@ -56,20 +55,6 @@ def gemms(harness, part) -> tuple[int, int]:
     """Fused and plain GEMMs of the forward (0) or backward (1) graph."""
     ops = harness.ops(harness.parts[part])
     return ops["coda_inductor.gemm_epilogue.default"], ops["aten.mm.default"]
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "tied"),
-    [(False, False), (False, True), (True, True)],
-    ids=["static", "static-tied", "dynamic-tied"],
-)
-def test_float32(dynamic, tied):
-    layers = 1 if dynamic else LAYERS  # two with dynamic sizes, not tied, are below
-    model, ids = Decoder(layers, tied=tied), tokens()
-    harness = Harness()
-    ours = step(model, ids, functools.partial(harness.train, model, dynamic=dynamic))
-    assert_close(ours, step(model, ids), 1e-5)
-    assert fired(harness) == counts(layers)
 
 
 def test_bfloat16_and_autocast_fuse_alike():
@@ -103,27 +88,18 @@ def save_gemms(_ctx, op, *_args, **_kwargs):
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def prefer_to_recompute(_ctx, _op, *_args, **_kwargs):
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 # How a block is checkpointed -> are its GEMMs computed again?
 CHECKPOINTS = {
     "none": (lambda block, x: block(x), False),
     "not reentrant": (not_reentrant, True),
     "reentrant": (reentrant, True),
     "GEMMs saved": (selective(save_gemms), False),
-    "GEMMs saved, as a list": (selective([aten.mm.default]), False),
-    "nothing saved": (selective(prefer_to_recompute), True),
 }
-#: Those that are tried with programs expanded too.
-PLAIN = ("not reentrant", "GEMMs saved")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("name", "custom"),
-    [*((name, True) for name in CHECKPOINTS), *((name, False) for name in PLAIN)],
+    ("name", "custom"), [*((name, True) for name in CHECKPOINTS), ("not reentrant", False)]
 )
 def test_checkpointed_blocks(name, custom, monkeypatch):
     """Whatever torch recomputes and saves, we recompute and save, no more."""
@@ -174,33 +150,6 @@ def base(node):
     return node
 
 
-def test_gradients_accumulate():
-    model, ours = Decoder(LAYERS), {}
-    batches = [tokens() for _ in range(3)]
-    compiled = torch.compile(model, backend=Harness())
-    for call in (compiled, model):
-        model.zero_grad()
-        for ids in batches:
-            (loss_of(call(ids), ids) / 3).backward()
-        ours[call is model] = gradients(model)
-    assert_close(ours[False], ours[True], 1e-5)
-
-
-def test_evaluation_between_steps_sees_the_new_parameters():
-    model, eager = twins(Decoder(LAYERS))
-    harness, ids = Harness(), tokens()
-    compiled = torch.compile(model, backend=harness)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, eager)]
-    for _ in range(3):
-        for call, optimizer in zip((compiled, eager), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(call(ids), ids).backward()
-            optimizer.step()
-        with torch.no_grad():
-            assert_same(compiled(ids), eager(ids), 1e-4)
-    assert harness.graphs == 2  # one that trains, one that does not
-
-
 def test_backward_twice_and_retained():
     model, ids = Decoder(LAYERS), tokens()
     harness = Harness()
@@ -211,15 +160,6 @@ def test_backward_twice_and_retained():
     assert_close(gradients(model), {name: 2 * g for name, g in once.items()}, 1e-6)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-def test_double_backward_is_a_clear_error():
-    block = Block()
-    x = torch.randn(2, 5, D, requires_grad=True)
-    out = Harness().train(block, x).sum()
-    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        gradient.sum().backward()
 
 
 def test_saved_tensors_that_are_changed_in_place_are_noticed():
@@ -249,11 +189,10 @@ class Returns(nn.Module):
         return x + self.down(a), a, x, gate, up
 
 
-@pytest.mark.parametrize("used", [(0,), (0, 1), (0, 2), (1, 3), (0, 1, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("custom", [False, True], ids=["expanded", "custom op"])
-def test_what_the_backward_pass_reads_is_also_returned(used, custom, monkeypatch):
-    if custom:
-        leave_custom_ops(monkeypatch)
+@pytest.mark.parametrize("used", [(0, 2), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+def test_what_the_backward_pass_reads_is_also_returned(used, monkeypatch):
+    """Users may change it: results share no memory with each other."""
+    leave_custom_ops(monkeypatch)
     model, x = Returns().double(), torch.randn(2, 5, D, dtype=torch.float64)
     harness, found = Harness(), []
     for call in (functools.partial(harness.train, model), model):
@@ -264,14 +203,7 @@ def test_what_the_backward_pass_reads_is_also_returned(used, custom, monkeypatch
         found.append((outputs, [0 * p if p.grad is None else p.grad for p in model.parameters()]))
     assert_same(*found, 1e-10)
     assert harness.counts["rms_norm_backward"] == 1
-
-
-def test_returned_tensors_may_be_changed_by_the_user():
-    """They share no memory with each other."""
-    model, x = Returns().double(), torch.randn(2, 5, D, dtype=torch.float64)
-    outputs = Harness().train(model, x)
-    pointers = [t.untyped_storage().data_ptr() for t in outputs]
-    assert len(set(pointers)) == len(pointers)
+    assert len({t.untyped_storage().data_ptr() for t in found[0][0]}) == 5
 
 
 def test_hooks_see_and_change_gradients():
@@ -285,18 +217,6 @@ def test_hooks_see_and_change_gradients():
     assert len(seen) == len(list(model.parameters()))
     assert_close(ours, step(model, ids), 1e-5)
     assert fired(harness) == counts(LAYERS)
-
-
-def test_hook_on_an_output():
-    block, x = Block().double(), torch.randn(2, 5, D, dtype=torch.float64)
-    found = []
-    for call in (functools.partial(Harness().train, block), block):
-        block.zero_grad()
-        out = call(x)
-        out.register_hook(lambda g: g * 2)
-        out.sin().sum().backward()
-        found.append(list(gradients(block).values()))
-    assert_same(*found, 1e-10)
 
 
 def test_a_checkpoint_around_compiled_blocks():
@@ -330,7 +250,7 @@ def test_nested_compile_region_trains():
 
 
 def test_one_dynamic_graph_trains_at_every_length():
-    model, harness = Decoder(LAYERS), Harness()
+    model, harness = Decoder(LAYERS, tied=True), Harness()
     compiled = torch.compile(model, backend=harness, dynamic=True)
     graphs = set()
     for shape in ((2, 6), (3, 4), (2, 9)):

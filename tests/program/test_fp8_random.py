@@ -90,7 +90,7 @@ def tensors_of(program: EpilogueProgram):
 _STEP = {"float32": 2.0**-20, "bfloat16": 2.0**-8, FP8[0]: 2.0**-3, FP8[1]: 2.0**-2}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_random_program_is_float64s_within_the_rounding_of_its_stores(seed):
     torch.manual_seed(seed)
     raw = program_of(random.Random(seed))  # noqa: S311 (programs to test, no secret)

@@ -74,11 +74,13 @@ def replaced(program, name, **fields):
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (dataclasses.replace(ROTARY, head=0), "needs a program that knows"),
-        (dataclasses.replace(ROTARY, head=-8), "heads of -8"),
+        (
+            dataclasses.replace(ROTARY, head=0),
+            "heads of 0 columns in a program with 1 swaps, 2 tables",
+        ),
         (
             EpilogueProgram(("acc",), "float64", stores=(Store("o", "acc", "float64"),), head=8),
-            "nothing that concerns heads",
+            "heads of 8 columns in a program with 0 swaps, 0 tables",
         ),
         (replaced(ROTARY, "other", args=("acc", 16.0, 8.0)), "no pairs"),
         (replaced(ROTARY, "other", args=("acc", 8.0, 3.0)), "no pairs"),
@@ -86,7 +88,7 @@ def replaced(program, name, **fields):
         (replaced(ROTARY, "other", args=("acc", 7.5, 1.0)), "no pairs"),
         (replaced(ROTARY, "other", args=("acc", 8.0)), "takes 3 arguments"),
         (replaced(ROTARY, "other", args=("t0", 8.0, 4.0)), "no accumulator"),
-        (dataclasses.replace(ROTARY, reduces=(Reduce("p", "z"),)), "not of its heads"),
+        (dataclasses.replace(ROTARY, reduces=(Reduce("p", "z"),)), "no sums"),
         (
             dataclasses.replace(ROTARY, a_dtype="float8_e4m3fn", b_dtype="float8_e4m3fn"),
             "of one accumulator, of 16 bits",

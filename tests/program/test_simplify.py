@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal steps of a program become one; what only looks equal does not."""
+"""Equal steps become one, a spelled logistic function a sigmoid, what nothing reads goes; what only
+looks alike stays."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
-from coda_inductor.select.kinds import kinds
 
 
 def program(*steps: Step, values: tuple[str, ...], reduces: tuple[Reduce, ...] = ()):
@@ -61,25 +61,43 @@ def test_equal_steps_become_the_first_of_them_to_any_depth():
     assert simplify(short) == short
 
 
-def test_the_same_logistic_function_spelled_twice_is_one_sigmoid():
-    def spelled(i: int) -> list[Step]:
-        return [
-            Step(f"n{i}", "neg", ("t",)),
-            Step(f"e{i}", "exp", (f"n{i}",)),
-            Step(f"p{i}", "add", (f"e{i}", 1.0)),
-        ]
+LOGISTIC = {
+    "silu": ((Step("y", "div", ("t", "d")),), ["sigmoid", "mul"]),
+    "sigmoid": ((Step("y", "div", (1.0, "d")),), ["sigmoid"]),
+    "reciprocal": ((Step("y", "reciprocal", ("d",)),), ["sigmoid"]),
+    "twice": ((Step("s", "reciprocal", ("d",)), Step("y", "div", ("s", "d"))), ["sigmoid", "mul"]),
+    "denominator read again": (
+        (Step("z", "div", ("t", "d")), Step("y", "add", ("z", "d"))),
+        ["neg", "exp", "add", "sigmoid", "mul", "add"],
+    ),
+}
 
-    long = program(
-        *spelled(0),
-        Step("s", "reciprocal", ("p0",)),
-        *spelled(1),
-        Step("silu", "div", ("t", "p1")),
-        values=("s", "silu"),
-    )
+
+@pytest.mark.parametrize("name", LOGISTIC)
+def test_a_spelled_logistic_function_is_a_sigmoid(name):
+    tail, ops = LOGISTIC[name]
+    head = [Step("n", "neg", ("t",)), Step("e", "exp", ("n",)), Step("d", "add", ("e", 1.0))]
+    long = program(Step("unused", "exp", ("acc",)), *head, *tail, values=("y",))
     short = verify(simplify(long))
-    assert [step.op for step in short.steps] == ["sigmoid", "mul"]
-    for x, y in zip(run(short), run(long), strict=True):
-        torch.testing.assert_close(x, y)
+    assert [step.op for step in short.steps] == ops
+    torch.testing.assert_close(run(short), run(long))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("neg", "t"), ("exp", "v0"), ("add", "v1", 2.0), ("div", "t", "v2")],
+        [("neg", "t"), ("exp", "t"), ("add", "v1", 1.0), ("div", "v0", "v2")],
+        [("neg", "t"), ("exp2", "v0"), ("add", "v1", 1.0), ("div", "t", "v2")],
+        [("neg", "t"), ("exp", "v0"), ("sub", 1.0, "v1"), ("div", "t", "v2")],
+        [("neg", "t"), ("exp", "v0"), ("add", "v1", 1.0), ("div", "v2", "t")],
+    ],
+    ids=["other constant", "no minus", "exp2", "difference", "denominator above"],
+)
+def test_what_only_looks_like_a_logistic_function_stays(steps):
+    made = [Step(f"v{i}", op, tuple(args)) for i, (op, *args) in enumerate(steps)]
+    chosen = program(*made, values=("v3",))
+    assert simplify(chosen) == chosen
 
 
 @pytest.mark.parametrize(
@@ -108,8 +126,3 @@ def test_commutative_ops_are_equal_in_either_order(op):
             Step("x", op, (left, right)), Step("y", op, (right, left)), values=("x", "y")
         )
         assert [store.value for store in simplify(chosen).stores] == ["x", "x"]
-
-
-@pytest.mark.parametrize("name", list(kinds()))
-def test_measured_programs_are_as_short_as_they_get(name):
-    assert simplify(kinds()[name]) == kinds()[name]

@@ -153,9 +153,9 @@ def sliced_backward(_cls: Any, *args: Any) -> Any:
 
 
 def padded(cls: Any, x: Any, pad: Any, value: float = 0.0) -> Any:
-    """Columns of ``value`` behind those of a matrix."""
+    """Columns of ``value`` after those of ``x``."""
     assert pad[0] == 0, "on the right alone"
-    return torch.cat([x, cls.exactly(torch.full((x.shape[0], pad[1]), value))], 1)
+    return torch.cat([x, cls.exactly(torch.full((*x.shape[:-1], pad[1]), value))], -1)
 
 
 _largest: dict[Any, sympy.Symbol] = {}

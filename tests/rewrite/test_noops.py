@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full slices and clones go before our rewrites look for idioms."""
+"""Full slices, clones and what is transposed twice go before our rewrites look for idioms."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from checking import check_gradients, randn
@@ -56,3 +57,35 @@ def test_the_forward_pass_asks_no_tangent_for_its_sizes():
 
     inputs = [randn(4, 3, 8).requires_grad_() for _ in range(2)]
     check_gradients(function, *inputs, randn(8, 8), dynamic=True)
+
+
+def permute(x, dims=(1, 0)):
+    return torch.ops.aten.permute.default(x, list(dims))
+
+
+def also_once(a, b):
+    once = permute(a @ b)
+    return permute(once).float(), once
+
+
+TRANSPOSED = {
+    "twice": (lambda a, b: (permute(permute(a @ b)).float(),), 0),
+    "read between": (also_once, 1),
+    "once": (lambda a, b: (permute(permute(a.sin() @ b), [0, 1]) * 2,), 2),
+    "no product": (lambda a, b: (permute(permute((a @ b).sin())) * 2,), 2),
+    "three dimensions": (lambda a, b: (permute((a @ b).unsqueeze(0), [1, 2, 0]) * 2,), 1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_product_that_is_transposed_twice_is_read_as_it_is(name):
+    function, left = TRANSPOSED[name]
+    a, b = randn(6, 4).double(), randn(4, 5).double()
+    graph = aten_graph(function, a, b)
+    run_pass(NOOPS, graph)
+    permutes = graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)
+    assert len(permutes) == left
+    have, want = torch.fx.GraphModule({}, graph)(a, b), function(a, b)
+    for ours, theirs in zip(have, want, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import kinds
 from programs import inputs
 from torch._inductor.utils import run_and_get_code
 
@@ -17,7 +18,6 @@ from coda_inductor.runtime import direct, op
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import kinds
 
 PROGRAM = kinds()["rms_partial"]
 TEXT, CONFIG = PROGRAM.to_json(), str(Config(128, 160, 2, 1, True))

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from kinds import kinds
 from programs import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,7 +19,6 @@ from coda_inductor.runtime.launch import Kernel, requests
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.tensors import UnpairableError, joint_view
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import kinds
 
 CONFIG = Config(128, 128, 2, 1, True)
 M, N, F = 40, 72, 64

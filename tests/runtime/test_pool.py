@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("quack")
 
+from kinds import kinds
 from processes import children, until
 
 from coda_inductor.cache_dir import write
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import pool, worker
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import kinds
 
 CONFIG = Config(128, 128, 2, 1, True)
 GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
@@ -64,8 +64,7 @@ def test_nobody_hears_of_forks():
     """Python 3.12 warns of them where the CUDA driver has started a thread of its own."""
     program = (
         "from coda_inductor.runtime import pool\n"
-        "from coda_inductor.select.kinds import kinds\n"
-        "asked = pool.KernelRequest(kinds()['scale'].to_json(), '100x100:2x1:pp', arch='90')\n"
+        f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp', arch='90')\n"
         "print(pool.wait([asked], timeout=120))"
     )
     command = [sys.executable, "-c", program]

@@ -35,7 +35,7 @@ def pickle_until(done, failures):
 
 if __name__ == "__main__":
     from coda_inductor.runtime import pool
-    from coda_inductor.select.kinds import kinds
+    from kinds import kinds
 
     done, failures = threading.Event(), []
     thread = threading.Thread(target=pickle_until, args=(done, failures))
@@ -63,7 +63,7 @@ def test_a_program_does_not_notice(tmp_path):
     ``multiprocessing`` children have its environment."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUACK_ARCH": "90"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "QUACK_ARCH": "90"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment.pop("CUTE_DSL_ARCH", None)
     done = subprocess.run(

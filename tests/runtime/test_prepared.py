@@ -10,13 +10,13 @@ import weakref
 
 import pytest
 import torch
+from kinds import B_MAJOR, TERMS, kinds
 from programs import inputs, legal, programs
 from programs_fp8 import programs as programs_fp8
 
 from coda_inductor.runtime import launch, op, prepared, tensors
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.select.config import Config
-from coda_inductor.select.kinds import B_MAJOR, TERMS, kinds
 
 host = pytest.importorskip("quack.gemm_runtime.host")
 

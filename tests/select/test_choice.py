@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a site runs: what was measured here speaks first, then what ships, then the model."""
+"""How a site runs: what was measured here decides, then what ships, then the roofline."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import pytest
 import torch
 from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, table
 
-from coda_inductor.select import choice, device, gate
+from coda_inductor.select import device, roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
+from coda_inductor.select.device import H100
+from coda_inductor.select.figures import signature
 from coda_inductor.select.policy import Tuning
+from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us
 from coda_inductor.select.store import Store
 
 CUDA = torch.device("cuda", 0)
 ONE = site("rms_partial")
+NEW = site("rms_partial", k=3072)  # of a size that no table has
 FIRST, SECOND = configs(ONE)[:2]
 WINS = figures({FIRST: 50.0, SECOND: 60.0})
 LOSES = figures({FIRST: 120.0, SECOND: 110.0})
@@ -33,10 +37,10 @@ def blackwell(monkeypatch, tmp_path):
     return Store(B200, tmp_path)
 
 
-def test_measured_here_before_shipped_before_modelled(tmp_path):
+def test_measured_here_before_shipped_before_the_roofline(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, figures({SECOND: 40.0})))
-    modelled = select(ONE, gated=True, store=Store(borrowing(gpu), tmp_path))
-    assert (modelled.ground, modelled.measured) == ("borrowed", False)
+    expected = select(ONE, gated=True, store=Store(borrowing(gpu), tmp_path))
+    assert (expected.ground, expected.measured) == ("roofline", False)
     store = Store(gpu, tmp_path)
     shipped = select(ONE, gated=True, store=store)
     assert (shipped.how, shipped.config, shipped.fused_us) == ("kernel", SECOND, 40.0)
@@ -46,24 +50,21 @@ def test_measured_here_before_shipped_before_modelled(tmp_path):
     assert (mine.config, mine.fused_us, mine.ground, mine.measured) == (FIRST, 50.0, "here", True)
 
 
-def test_without_a_store_the_model_speaks_for_an_h100():
-    found = select(ONE, gated=True)
+def test_where_an_h100_was_not_measured_the_roofline_decides():
+    found = select(NEW, gated=True)
     assert (found.how, found.measured) == ("kernel", False)
-    fused, unfused = gate.expected(ONE, Config.parse(found.config))
+    fused, unfused = fused_us(NEW, H100), products_us(NEW, H100) + around_us(NEW, H100)
     assert (found.fused_us, found.unfused_us) == (fused, unfused)
 
 
-def test_no_model_speaks_for_a_left_operand_that_lies_otherwise(tmp_path):
-    """As in the gradients of weights: such kernels run where they were measured."""
-    store = Store(device.H100, tmp_path)
-    turned = site("rms_partial", a_major="m")
-    found = select(turned, gated=True, store=store)
-    assert (found.how, found.ground, found.refusal.code) == (
-        "unfused", "turned", "turned-unmeasured",
-    )  # fmt: skip
-    assert Tuning(None, every=False).wants(found)
-    store.add(keyed(turned, WINS))
-    assert select(turned, gated=True, store=store).how == "kernel"
+def test_the_config_is_that_of_the_nearest_measured_site_of_a_program_like_it(tmp_path):
+    like = signature(ONE.program)
+    rows = keyed(site("rms_partial", m=512), figures({FIRST: 50.0, SECOND: 60.0}, like=like))
+    rows |= keyed(site("rms_partial", n=4096), figures({FIRST: 60.0, SECOND: 50.0}, like=like))
+    store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+    for m, config in ((1024, FIRST), (4096, SECOND)):
+        found = select(replace(ONE, m=m), gated=False, store=store)
+        assert (found.config, found.ground) == (config, "roofline")
 
 
 def test_what_was_measured_slower_stays_unfused(here):
@@ -105,7 +106,7 @@ def test_what_is_not_legal_any_more_does_not_count(here):
 def test_what_an_elementwise_kernel_reads_anyway_is_no_gain(here):
     """Unfused it is then the product and less around it than was measured."""
     after = replace(ONE, after=frozenset({"out0", "out1"}))
-    around = gate.around_us(after, HOPPER)
+    around = around_us(after, HOPPER)
     found = figures({FIRST: 110.0}, unfused=1000.0, plain=100.0)
     here.add(keyed(ONE, found))
     assert select(ONE, gated=True, store=here).how == "kernel"
@@ -117,33 +118,27 @@ def test_what_an_elementwise_kernel_reads_anyway_is_no_gain(here):
     assert select(after, gated=True, store=here).how == "kernel"
 
 
-@pytest.mark.parametrize("ground", ["modelled", "larger", "borrowed", "smaller"])
-def test_the_less_is_known_the_more_must_be_won(ground, monkeypatch):
-    margin = {"modelled": 1.01, "larger": 1.03, "borrowed": 1.05, "smaller": 1.1}[ground]
-    monkeypatch.setattr(choice, "ground", lambda *_, **__: ground)
-    for fused, how in ((99.9 / margin, "kernel"), (100.1 / margin, "unfused")):
-        monkeypatch.setattr(gate, "expected", lambda *_, fused=fused: (fused, 100.0))
-        assert select(ONE, gated=True).how == how
-        assert select(ONE, gated=False).how == "kernel"
+@pytest.mark.parametrize(("factor", "how"), [(0.999, "kernel"), (1.001, "unfused")])
+def test_what_was_not_measured_must_win_by_a_margin(factor, how, monkeypatch):
+    unfused = products_us(NEW, H100) + around_us(NEW, H100)
+    monkeypatch.setattr(roofline, "fused_us", lambda *_: factor * unfused / MARGIN)
+    found = select(NEW, gated=True)
+    assert (found.how, found.refusal and found.refusal.code) == (
+        how, None if how == "kernel" else "expected-slower",
+    )  # fmt: skip
+    assert select(NEW, gated=False).how == "kernel"
 
 
-@pytest.mark.parametrize(
-    ("size", "ground"),
-    [((8192, 2048, 2048), "measured"), ((8192, 2048, 3072), "modelled"),
-     ((65536, 2048, 3072), "larger"), ((128, 2048, 3072), "smaller")],
-)  # fmt: skip
-def test_what_a_choice_rests_on(size, ground, tmp_path):
-    wanted = site("rms_partial", *size)
-    assert select(wanted, gated=True).ground == ground
-    other = borrowing(table(tmp_path / "tables"))
-    assert select(wanted, gated=True, store=Store(other, tmp_path)).ground == "borrowed"
-    assert select(wanted, gated=True, store=Store(HOPPER, tmp_path)).ground == "unknown"
+def test_what_is_expected_to_lose_by_far_is_measured_on_demand_only(monkeypatch):
+    monkeypatch.setattr(roofline, "fused_us", lambda *_: 1e9)
+    found = select(NEW, gated=True)
+    assert [Tuning(None, every=every).wants(found) for every in (False, True)] == [False, True]
 
 
 def test_where_nothing_is_known_nothing_is_fused_but_on_demand(here):
     found = select(ONE, gated=True, store=here)
     assert (found.how, found.refusal.code, found.fused_us) == ("unfused", "gpu-not-measured", None)
-    assert found.config  # it may be measured
+    assert Tuning(None, every=False).wants(found)
     for asked in ({"gated": True, "optimistic": True}, {"gated": False}):
         assert select(ONE, store=here, **asked).how == "kernel"
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from dataclasses import replace
 
@@ -39,8 +38,8 @@ def machine(monkeypatch):
 
 def test_a_table_says_everything(tmp_path):
     gpu = table(tmp_path, "NVIDIA H900")
-    assert gpu == replace(H100, name="NVIDIA H900", table=gpu.table, sites=gpu.table)
-    assert read(gpu.table) == gpu
+    assert gpu == replace(H100, name="NVIDIA H900", sites=gpu.sites)
+    assert read(gpu.sites) == gpu
     assert hash(gpu)
 
 
@@ -57,42 +56,26 @@ def test_a_model_with_a_table_has_its_constants(tmp_path):
     slower = replace(shipped, bytes_per_us=1.0)
     gpu = known("NVIDIA H900", (9, 0), 114, SMEM, {slower.name: slower})
     assert gpu == replace(slower, processors=114)
-    assert not gpu.borrowed
 
 
 def test_another_of_its_generation_borrows():
     gpu = known("NVIDIA H900", (9, 0), 78, 1000, {H100.name: H100})
-    assert gpu.borrowed
-    assert (gpu.table, gpu.bytes_per_us) == (H100.table, H100.bytes_per_us)
+    assert (gpu.rated, gpu.sites, gpu.bytes_per_us) == (True, None, H100.bytes_per_us)
+    assert gpu.flops_per_us == H100.flops_per_us * 78 / 132
     assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA H900", 78, 1000)
-
-
-def test_a_table_may_borrow_its_model_and_have_its_own_sites(tmp_path):
-    lender, gpu = table(tmp_path, "NVIDIA H900"), table(tmp_path, "NVIDIA H901")
-    data = json.loads(gpu.sites.read_text()) | {"model_of": lender.file}
-    data["constants"]["bytes_per_us"] = 9e6
-    gpu.sites.write_text(json.dumps(data))
-    found = read(gpu.sites)
-    own = {"name": "NVIDIA H901", "sites": gpu.sites, "bytes_per_us": 9e6}
-    assert found == replace(lender, borrowed=True, **own)
-    shipped = {found.name: found, lender.name: lender}  # who borrows does not lend
-    assert known("NVIDIA H902", (9, 0), 132, SMEM, shipped) == borrowing(lender, "NVIDIA H902")
-    assert known("NVIDIA H901", (9, 0), 132, SMEM, shipped) == found
 
 
 def test_tables_that_ship_are_tables():
     shipped = tables(None)
     assert H100.name in shipped
     for gpu in shipped.values():
-        assert gpu.table.exists()
         assert read(gpu.sites) == gpu
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 0)])
 def test_of_another_generation_nothing_is_known(capability):
     gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
-    assert gpu.table is None
-    assert not gpu.borrowed
+    assert (gpu.rated, gpu.sites) == (False, None)
     assert (gpu.capability, gpu.arch) == (capability, capability[0])
     assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
 
@@ -113,9 +96,9 @@ def test_the_gpu_of_this_machine(machine, monkeypatch):
     machine(H100.name)
     assert gpu_of() == gpu_of("cuda:0") == H100
     machine("NVIDIA H900", processors=78)
-    assert gpu_of("cuda").borrowed
+    assert gpu_of("cuda").sites is None
     machine("NVIDIA B200", (10, 0), 148)
-    assert gpu_of("cuda").table is None
+    assert not gpu_of("cuda").rated
 
 
 def test_a_folder_of_tables_takes_the_place_of_the_shipped_ones(machine, monkeypatch, tmp_path):
@@ -130,6 +113,6 @@ def test_a_folder_of_tables_takes_the_place_of_the_shipped_ones(machine, monkeyp
 def test_an_empty_folder_hides_all_tables(machine, monkeypatch, tmp_path):
     machine(H100.name)
     monkeypatch.setenv("CODA_TABLES", str(tmp_path))
-    assert gpu_of().table is None
+    assert not gpu_of().rated
     monkeypatch.delenv("CODA_TABLES")
     assert gpu_of() == H100

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kinds import kinds
 
 from coda_inductor.select.config import Config, mainloop_stages
 from coda_inductor.select.device import H100
 from coda_inductor.select.division import divide
-from coda_inductor.select.kinds import kinds
 
 SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kinds import kinds
 from measured import figures, site
 
-from coda_inductor.select.figures import from_row, key_of, rows_class, to_row
-from coda_inductor.select.kinds import kinds
+from coda_inductor.program import Step
+from coda_inductor.select.figures import from_row, key_of, rows_class, signature, to_row
 
 
 def test_the_first_in_order_of_those_that_are_equal():
@@ -116,6 +117,16 @@ def test_what_no_measurement_depends_on(other):
     assert key_of(replace(one, **other)) == key_of(one)
 
 
+def test_programs_are_alike_that_move_the_same_bytes_and_reduce_alike():
+    found = {name: signature(program) for name, program in kinds().items()}
+    assert found.pop("norm_bwd_joined") == found["norm_bwd"]
+    assert len(set(found.values())) == len(found)
+    assert found["dswiglu"] == "1 bfloat16 4+6 row-add"
+    steps = (*kinds()["dswiglu"].steps, Step("more", "neg", ("y",)))
+    assert signature(replace(kinds()["dswiglu"], steps=steps)) == found["dswiglu"]
+    assert signature(kinds("float16")["scale"]) != found["scale"]
+
+
 def full():
     return figures(
         {"128x128:2x1:pp": 10.5, "128x192:1x1:pp": 11.0},
@@ -123,7 +134,7 @@ def full():
         failed={"64x64:1x1:co": "wrong: out0"},
         m=5000,
         name="mlp.gate_proj + up_proj",
-        kind="swiglu",
+        like="2 bfloat16 0+2",
     )
 
 
@@ -135,8 +146,8 @@ def test_a_row_says_everything():
 
 def test_what_need_not_be_said():
     row = to_row("key", full())
-    del row["failed"], row["name"], row["kind"]
-    assert from_row(row)[1] == replace(full(), failed={}, name="", kind="")
+    del row["failed"], row["name"], row["like"]
+    assert from_row(row)[1] == replace(full(), failed={}, name="", like="")
 
 
 @pytest.mark.parametrize("name", ["key", "us", "unfused", "plain", "spread", "m"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measured import HOPPER
+from kinds import kinds
 from programs_fp8 import E4M3, E5M2, programs, residual, stored
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
@@ -15,15 +15,13 @@ from torch.fx import Graph
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.program import Operand, Step, Store
-from coda_inductor.select import gate
-from coda_inductor.select.choice import choose, select
+from coda_inductor.select.choice import select
 from coda_inductor.select.config import legal_configs, mainloop_stages
+from coda_inductor.select.device import H100
 from coda_inductor.select.figures import key_of
-from coda_inductor.select.instructions import weight
-from coda_inductor.select.kinds import kinds
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.model import FP8_CUBLAS, FP8_KERNEL, cublas_us, ground, kernel_us
 from coda_inductor.select.policy import Policy
+from coda_inductor.select.roofline import around_us, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import tensors
 
@@ -37,7 +35,8 @@ def test_every_representative_program_is_supported(name):
     configs = legal_configs(KNOWN[name])
     assert configs
     assert all(mainloop_stages(KNOWN[name], config) >= 2 for config in configs)
-    assert choose(KNOWN[name], M, N, K) == configs[0] or "half" in name
+    chosen = select(Site(KNOWN[name], M, N, K), gated=False).config
+    assert chosen == str(configs[0]) or "half" in name
 
 
 def test_slow_accumulation_has_no_room_for_larger_tiles():
@@ -81,34 +80,13 @@ def test_a_pair_stores_16_bits():
     assert "paired stores are 16-bit" in unsupported(narrow, 64, 64).text
 
 
-def test_expected_times_are_parts_of_those_in_bfloat16():
-    plain = cublas_us(M, N, K)
-    for name, fast in (("fp8_residual", False), ("fp8_residual_fast", True)):
-        program = KNOWN[name]
-        half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
-        best = min(kernel_us(half, c, M, N, K) for c in legal_configs(half))
-        site = Site(program, M, N, K)
-        fused, unfused = gate.expected(site, choose(program, M, N, K))
-        assert fused == pytest.approx(best - (1 - FP8_KERNEL) * plain)
-        assert unfused == pytest.approx(FP8_CUBLAS[fast, True] * plain + gate.around_us(site))
-        assert fused < unfused
-        assert ground(program, choose(program, M, N, K), M, N, K) == "halved"
-
-
-@pytest.mark.parametrize("name", list(programs()))
-def test_no_site_is_expected_to_take_less_than_its_products(name):
-    """Not even small ones, of which the model of bfloat16 knows little."""
-    program = programs()[name]
-    for size in (256, 1024, 4096):
-        products = FP8_KERNEL * len(program.accs) * cublas_us(size, size, size)
-        assert kernel_us(program, legal_configs(program)[0], size, size, size) >= products > 0
-
-
 @pytest.mark.parametrize("name", ["fp8_residual", "fp8_swiglu", "fp8_dswiglu"])
 def test_sites_of_a_llama_are_fused_by_default(name):
     found = select(Site(KNOWN[name], M, N, K), gated=True)
-    assert (found.how, found.ground) == ("kernel", "halved")
-    assert found.fused_us < found.unfused_us
+    assert (found.how, found.ground) == ("kernel", "roofline")
+    half = replace(KNOWN[name], a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
+    twice = select(Site(half, M, N, K), gated=True)
+    assert found.fused_us < 0.7 * twice.fused_us
 
 
 def test_scales_alone_are_cublas_own_work():
@@ -118,28 +96,18 @@ def test_scales_alone_are_cublas_own_work():
         stores=(Store("out0", "y", "bfloat16"),), reduces=(),
     )  # fmt: skip
     site = Site(alone, M, N, K)
-    assert gate.around_us(site) == 0
-    # cuBLAS's fast accumulation is the faster one, of ours the slow one is.
-    quick = Site(replace(alone, fast=True), M, N, K)
-    assert select(quick, gated=True).refusal.code == "expected-slower"
+    assert around_us(site, H100) == 0
     found = select(site, gated=True)
-    assert found.unfused_us == pytest.approx(FP8_CUBLAS[False, True] * cublas_us(M, N, K))
+    assert found.refusal.code == "expected-slower"
+    assert found.unfused_us == product_us(M, N, K, H100, fp8=True)
     bias = Operand("bias", "row", "bfloat16")
     biased = replace(
         alone, steps=(*steps, Step("z", "add", ("y", "bias"))),
         operands=(*alone.operands, bias), stores=(Store("out0", "z", "bfloat16"),),
     )  # fmt: skip
     # cuBLAS writes the product, and a kernel reads it and writes the sum: 4 bytes an element.
-    gpu = gate.H100
-    moved = M * N * 4 / gpu.bytes_per_us + gpu.launch_us
-    assert gate.around_us(Site(biased, M, N, K)) == pytest.approx(moved)
-
-
-def test_nothing_is_known_of_a_gpu_without_a_table():
-    assert (
-        kernel_us(KNOWN["fp8_residual"], choose(kinds()["scale"], M, N, K), M, N, K, 1, HOPPER)
-        > 1e30
-    )
+    moved = M * N * 4 / H100.bytes_per_us + H100.launch_us
+    assert around_us(Site(biased, M, N, K), H100) == pytest.approx(moved)
 
 
 def test_measurements_are_of_both_dtypes_and_the_accumulation():
@@ -152,14 +120,6 @@ def test_keys_of_what_was_measured_before_fp8_stay():
     """Shipped and users' measurements are found by them."""
     assert kinds()["scale"].key == "6b42c26078914043"
     assert kinds("float16")["scale"].key != kinds()["scale"].key
-
-
-def test_rounding_to_8_bits_costs_several_instructions():
-    steps = (Step("x", "round_float8_e4m3fn", ("acc",)),)
-    program = replace(
-        stored(), steps=steps, operands=(), stores=(Store("o", "x", E4M3),), reduces=()
-    )
-    assert weight(program)[1] > weight(replace(program, steps=(Step("x", "neg", ("acc",)),)))[1]
 
 
 @pytest.mark.parametrize("name", ["fp8_dswiglu", "fp8_swiglu"])
@@ -204,14 +164,14 @@ def test_which_gemms_may_be_fused(dtypes, b_stride, why, monkeypatch):
     assert found is None if why is None else why in found.text
 
 
-def test_a_gemm_alone_is_expected_to_take_a_part_of_its_time_in_bfloat16(monkeypatch):
+def test_a_gemm_alone_is_expected_to_take_less_than_in_bfloat16(monkeypatch):
     shape = ((M, K), (K, 1)), ((K, N), (1, K))
     half, gemm = policy_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
     plain = half.estimate_plain(gemm)
     eight, gemm = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
     found = eight.estimate_plain(gemm)
-    assert (plain.ground, found.ground) == ("measured", "halved")
-    assert found.unfused_us == pytest.approx(FP8_CUBLAS[False, False] * plain.unfused_us)
+    assert plain.ground == found.ground == "roofline"
+    assert found.unfused_us < 0.7 * plain.unfused_us
 
 
 def test_a_graph_of_fp8_gemms_is_bound_by_the_host_at_twice_the_size(monkeypatch):

@@ -9,15 +9,17 @@ import os
 from dataclasses import replace
 
 import pytest
+from kinds import kinds
 from measured import B200, HOPPER, borrowing, figures, keyed, site, table
 
 from coda_inductor import cache_dir, log
+from coda_inductor.program import Step
 from coda_inductor.select import store as kept
 from coda_inductor.select.device import H100
-from coda_inductor.select.figures import key_of
+from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.store import Device, Store, as_text, merged, store_of
 
-ONE, OTHER = site(), site(n=4096)
+ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
 
 
@@ -77,6 +79,61 @@ def test_another_model_gets_no_shipped_measurements(tmp_path):
     mine = replace(borrowing(gpu), sites=table(tmp_path, "NVIDIA H901", keyed(ONE, FAST)).sites)
     assert Store(mine, tmp_path).find(ONE) == (FAST, "shipped")
     assert Store(B200, tmp_path).find(ONE) is None
+
+
+M, N, K = 4096, 2048, 1024
+PROGRAM = kinds()["dswiglu"]
+
+
+def spelled(op: str = "neg"):
+    """The same program with one step more, as another torch may spell it."""
+    first, *others = PROGRAM.stores
+    steps = (*PROGRAM.steps, Step("more", op, (first.value,)))
+    return replace(PROGRAM, steps=steps, stores=(replace(first, value="more"), *others))
+
+
+def at(program=PROGRAM, **sizes):
+    return replace(site("dswiglu", **({"m": M, "n": N, "k": K} | sizes)), program=program)
+
+
+def like(us: float):
+    return figures({"128x128:2x1:pp": us}, like=signature(PROGRAM))
+
+
+def test_another_spelling_is_found_at_its_size(tmp_path):
+    store = Store(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
+    assert key_of(at(spelled())) != key_of(at())
+    assert store.find(at(spelled())) == (like(40.0), "shipped")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [at(kinds()["act_bwd"]), at(n=2 * N), at(m=2 * M), replace(at(), b_major="k"),
+     replace(at(), copied=(512, 512))],
+    ids=["program", "N", "rows", "layout", "copied"],
+)  # fmt: skip
+def test_another_program_size_or_layout_is_not(other, tmp_path):
+    store = Store(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
+    assert store.find(other) is None
+
+
+def test_of_several_the_slower_counts(tmp_path):
+    for quick, slow in ((at(), at(spelled())), (at(spelled()), at())):
+        rows = keyed(quick, like(40.0)) | keyed(slow, like(44.0))
+        store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+        assert store.find(at(spelled("abs"))) == (like(44.0), "shipped")
+
+
+def test_the_nearest_in_size_of_programs_that_are_alike(tmp_path):
+    rows = keyed(at(), like(40.0)) | keyed(at(m=8 * M), like(300.0))
+    rows |= keyed(at(kinds()["act_bwd"], n=N // 2), replace(like(1.0), like="other"))
+    store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+    assert store.nearest(at(n=N // 2)) == like(40.0)
+    assert store.nearest(at(spelled(), m=4 * M)) == like(300.0)
+    assert store.nearest(replace(at(n=N // 2), copied=(512, 512))) == like(40.0)
+    for other in ({"b_major": "k"}, {"terms": 2}):
+        assert store.nearest(replace(at(), **other)) is None
+    assert store.nearest(site()) is None
 
 
 def test_each_model_has_its_file(tmp_path):

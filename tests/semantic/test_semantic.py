@@ -130,7 +130,7 @@ def examples(dtype):
             x.detach(),
             *randn(2, 2, 3, 1, D, dtype=dtype),
             *randn(2, 6, D, dtype=dtype),
-            *(D // 2, False, dtype),
+            *(D // 2, False, False, False, dtype),
         ),
         rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
     }

@@ -13,9 +13,10 @@ from fake_tuning import Machine, install, tuner_of
 from measured import HOPPER, figures, keyed, site
 
 from coda_inductor.log import forget_warnings
-from coda_inductor.select.figures import key_of
+from coda_inductor.select import rank
+from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.store import Device, Store
-from coda_inductor.tune import lock, rank, tuner
+from coda_inductor.tune import lock, tuner
 
 ONE, OTHER, THIRD = site("rms_partial"), site("scale"), site("swiglu", n=8192)
 SITES = [ONE, OTHER, THIRD]
@@ -31,7 +32,7 @@ def machine(monkeypatch):
 
 
 def wanted(of=ONE, most: int | None = 3) -> list[str]:
-    return [str(config) for config in rank.candidates(of, HOPPER, most)]
+    return [str(config) for config in rank.candidates(of, HOPPER)[:most]]
 
 
 def test_each_site_is_measured_once(machine, tmp_path):
@@ -49,7 +50,7 @@ def test_what_was_found_is_kept(machine, tmp_path):
     store = Store(HOPPER, tmp_path)
     found, where = store.find(THIRD)
     assert (list(found.us), where) == (wanted(THIRD), "here")
-    assert (found.name, found.kind, found.m) == ("swiglu", "swiglu", THIRD.m)
+    assert (found.name, found.like, found.m) == ("swiglu", signature(THIRD.program), THIRD.m)
     assert store.device == Device(4e6, 2.5)
 
 
@@ -249,7 +250,7 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
         ("_requests", RuntimeError("no such layout")),
         ("_uncompiled", RuntimeError("the pool is broken")),
         ("from_row", ValueError("times must be positive numbers")),
-        ("same_kind", KeyError("x")),
+        ("signature", KeyError("x")),
         ("torch.cuda.mem_get_info", RuntimeError("CUDA driver is lost")),
     ],
 )

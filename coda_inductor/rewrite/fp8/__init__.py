@@ -9,6 +9,6 @@ products  its second half: scaled products, without the copies in front of them
 raising   the pass that does both, right after noops
 scales    a tensor's maxima, in the epilogue that makes it or read once; its scales
 casts     the pass that expands quantizations, behind that of the norms
-rest      maxima that no epilogue took, after fusing
+rest      maxima that no epilogue took, and products that stayed unfused, after fusing
 norms     RMSNorm in front of a quantization waits for it
 """

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one quantization in an aten graph, as torchao 0.18 writes it. In training::
-
-    m = amax(abs(x), dims, keepdim)                            or max(abs(x)), of everything
-    scale = float32(reciprocal(clamp_min(float64(m), 1e-12)) * max)     [exp2(floor(log2(scale)))]
-    q = float8(clamp_max(clamp_min(float32(x) * scale, -max), max))
-
-and in inference::
-
-    scale = float32(amax(abs(x), dims, keepdim) / max)
-    q = float8(clamp_max(clamp_min(float32(x) / scale, -max), max))
-
-Every number is compared: a chain with another eps or maximum is another function.
+"""Read one quantization in an aten graph, as torchao 0.18 writes it: the definition of the op
+(``semantic.fp8.quantize_by``) is traced and compared, so that a chain with another eps or maximum
+is another function. What it is of is read by hand: ``abs(x)``, and a maximum of it over ``dims``.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.compat import to_copy
-from coda_inductor.graph.nodes import aten, base, fake, prims, renames
+from coda_inductor.compat import select_decomp_table, to_copy, unset_fake_temporarily
+from coda_inductor.graph.nodes import aten, base, fake, prims
 from coda_inductor.graph.sizes import same
-from coda_inductor.semantic.fp8 import EPS, FP8
+from coda_inductor.semantic.fp8 import FP8, quantize_by
 
-_HALVES = (torch.bfloat16, torch.float16)
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+#: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the last does
+#: not matter, for they are cast to float64.
+_KINDS = (
+    (False, False, torch.float32),
+    (True, False, torch.float32),
+    (False, True, torch.float32),
+    (False, True, torch.bfloat16),
+)
 
 
 @dataclass(frozen=True)
@@ -79,84 +79,56 @@ def converts(node: Any) -> bool:
 
 def chain_of(q: Node) -> Chain | None:
     """The quantization that ends in the cast ``q``; None if it is not one of torchao's."""
-    dtype = fake(q).dtype
-    limit = torch.finfo(dtype).max
-    product, bounds = clamped(q.args[0])
-    divides = product.target is aten.div.Tensor
-    if bounds != (-limit, limit) or not (divides or product.target is aten.mul.Tensor):
-        return None
-    for wide, scale in (product.args, product.args[::-1])[: 1 if divides else 2]:
-        if not isinstance(wide, Node) or not isinstance(scale, Node):
-            return None
-        if fake(wide).dtype != torch.float32 or not same(fake(product).shape, fake(wide).shape):
+    for power_of_two, divides, dtype in _KINDS:
+        wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
+        found: dict[Node, Any] = {}
+        if not _alike(end, q, found) or (maximum := _maximum(found[amax])) is None:
             continue
-        found = (_divisor if divides else _scale)(scale, limit)
-        if found is None:
-            continue
-        magnitude, dims, power_of_two = found
-        x = magnitude.args[0]
-        source = base(wide.args[0]) if converts(wide) and base(wide) is not base(x) else base(wide)
-        if source is base(x) and same(fake(x).shape, fake(wide).shape):
-            return Chain(x, dims, dtype, power_of_two, divides, magnitude, scale, q)
+        magnitude, dims = maximum
+        x, source = magnitude.args[0], found[wide]
+        if converts(source) and source is not base(x):
+            source = base(source.args[0])
+        if source is base(x) and same(fake(x).shape, fake(q).shape):
+            dims = _all_but_ones(dims, fake(x).shape) if divides else dims
+            return Chain(x, dims, fake(q).dtype, power_of_two, divides, magnitude, found[scale], q)
     return None
 
 
-def clamped(node: Node) -> tuple[Node, tuple[float | None, float | None]]:
-    """What ``node`` clamps, and to which bounds: (None, None) where it clamps nothing."""
-    low: float | None = None
-    high: float | None = None
-    while isinstance(node, Node) and node.target in _CLAMPS and not node.kwargs:
-        numbers = [*node.args[1:], None]
-        if node.target is aten.clamp_max.default:
-            numbers = [None, node.args[1]]
-        if any(isinstance(n, Node) for n in numbers):
-            break
-        if (numbers[0] is not None and low is not None) or (numbers[1] is not None and high):
-            break
-        low = numbers[0] if low is None else low
-        high = numbers[1] if high is None else high
-        node = node.args[0]
-    return node, (low, high)
+@functools.lru_cache(maxsize=32)
+def _definition(
+    dtype: torch.dtype, power_of_two: bool, divides: bool, maxima: torch.dtype
+) -> list[Node]:
+    """What ``quantize_by`` is traced to: the nodes of x and of its maxima, of its results."""
+
+    def chain(wide: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        return quantize_by(wide, amax, dtype, power_of_two, divides)
+
+    with unset_fake_temporarily():
+        table, x = select_decomp_table(), torch.empty(2, 3)
+        graph = make_fx(chain, decomposition_table=table)(x, x[:, :1].to(maxima)).graph
+    return [*graph.find_nodes(op="placeholder"), *graph.output_node().args[0]]
 
 
-def _scale(node: Node, limit: float) -> tuple[Node, tuple[int, ...], bool] | None:
-    """(abs(x), dims, whether it is a power of two) of the node that holds a scale."""
-    power_of_two = node.target is aten.exp2.default
-    if power_of_two:
-        node = _through(node, aten.exp2.default, aten.floor.default, aten.log2.default)
-    if node is None or not converts(node) or fake(node).dtype != torch.float32:
-        return None
-    product = node.args[0]
-    if product.target not in (aten.mul.Tensor, aten.mul.Scalar) or product.args[1] != limit:
-        return None
-    least = _through(product.args[0], aten.reciprocal.default)
-    if least is None:
-        return None
-    wide, bounds = clamped(least)
-    if bounds != (EPS, None) or not converts(wide) or fake(wide).dtype != torch.float64:
-        return None
-    found = _maximum(wide.args[0])
-    return None if found is None else (*found, power_of_two)
+def _alike(pattern: Any, node: Any, found: dict[Node, Any]) -> bool:
+    """Is ``node`` computed as ``pattern`` is, up to views? ``found``: what each of its nodes is."""
+    node = base(node)
+    if not isinstance(pattern, Node) or pattern in found:
+        return found.get(pattern, pattern) == node
+    found[pattern] = node
+    if pattern.op == "placeholder":
+        return isinstance(node, Node)
+    if not isinstance(node, Node) or node.target is not pattern.target or node.kwargs:
+        return False
+    pairs = zip(pattern.args, node.args, strict=False)
+    return len(pattern.args) == len(node.args) and all(_alike(*pair, found) for pair in pairs)
 
 
-def _divisor(node: Node, limit: float) -> tuple[Node, tuple[int, ...], bool] | None:
-    """The same, of the node that holds what inference divides by."""
-    if fake(node).dtype != torch.float32:
-        return None
-    while renames(node) or (converts(node) and fake(node.args[0]).dtype in _HALVES):
-        node = node.args[0]
-    if node.target is not aten.div.Tensor or node.args[1] != limit:
-        return None
-    found = _maximum(node.args[0])
-    if found is None:
-        return None
-    magnitude, dims = found
-    shape = fake(magnitude).shape
-    # torchao leaves out dimensions of size one, a batch of one for instance.
+def _all_but_ones(dims: tuple[int, ...], shape: Any) -> tuple[int, ...]:
+    """``dims``, or none where the maximum is over everything: in inference torchao leaves out
+    dimensions of size one, a batch of one for instance."""
     others = [size for dim, size in enumerate(shape) if dim not in dims]
     everything = all(isinstance(size, int) and size == 1 for size in others)
-    by_rows = dims == (len(shape) - 1,)
-    return magnitude, () if everything and not by_rows else dims, False
+    return () if everything and dims != (len(shape) - 1,) else dims
 
 
 def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
@@ -179,12 +151,3 @@ def _dims(amax: Node, rank: int) -> tuple[int, ...] | None:
     if bool(dims) != keep:  # all of them: torch keeps none; some: torchao keeps them
         return None
     return tuple(sorted(d % rank for d in dims))
-
-
-def _through(node: Any, *targets: Any) -> Any:
-    """What a chain of unary ops, the last one first, is computed from; None if it is another."""
-    for target in targets:
-        if not isinstance(node, Node) or node.target is not target:
-            return None
-        node = node.args[0]
-    return node

@@ -63,11 +63,10 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$
 
 @dataclass(frozen=True)
 class Linear:
-    """A forward product: its node, what its input and its weight come from, whether its weight is
-    one, and whether it is that of a layer which is quantized."""
+    """A forward product: its node, what its weight comes from, whether that is one, and whether it
+    is that of a layer which is quantized."""
 
     node: Node
-    x: Any
     weight: Node
     layer: bool
     chosen: bool
@@ -81,19 +80,18 @@ def quantize_linears(graph: Graph, record: Record) -> None:
     scope, products = Scope(graph), [n for n in graph.nodes if n.target in _PRODUCTS]
     linears = [found for n in products if (found := _linear(n, scope, record)) is not None]
     # Before the first change: a layer's input may be another one's product.
-    roles = {node: _gradient_role(node, linears, scope) for node in products}
+    gradients = [(node, *_gradient_role(node, linears, scope)) for node in products]
     put = _Quantizer(graph, RECIPES[record.options.fp8], scope)
     for linear in linears:
         if linear.chosen:
             put(linear.node, Role.FORWARD, gradient=None)
             record.fire("fp8_linear")
-    for node, role in roles.items():
+    for node, role, graded in gradients:
         why = _odd({"M": fake(node.args[0]).shape[1]}) if role is Role.WEIGHT_GRADIENT else None
         if why is not None and Role.WEIGHT_GRADIENT in put.recipe.vectors:
             record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
         elif role is not None:
-            graded = [x in scope.graded for x in gemm_inputs(node)]
-            put(node, role, gradient=graded.index(True))
+            put(node, role, gradient=graded)
     graph.eliminate_dead_code()
     record.report.float8.add(_said(linears, record.options))
 
@@ -131,12 +129,12 @@ def _linear(node: Node, scope: Scope, record: Record) -> Linear | None:
     given = root.op in ("placeholder", "get_attr") and fake(root).dim() == 2
     ours = any(map(is_fp8, root.all_input_nodes))  # a region's body, expanded before
     if ours or (not of_linear(node) and not (given and _kept(root, record))):
-        return Linear(node, origin(x), root, layer=False, chosen=False)
+        return Linear(node, root, layer=False, chosen=False)
     computed = refuse("fp8-computed", f"its weight is computed, by {root.target}")
     why = _refusal(node, record) if given else computed
     if why is not None and why.at("fp8_linear", place(node)) not in record.report.refusals:
         record.refuse("fp8_linear", place(node), why)  # once: Inductor hands regions in again
-    return Linear(node, origin(x), root, layer=True, chosen=why is None)
+    return Linear(node, root, layer=True, chosen=why is None)
 
 
 def _kept(root: Node, record: Record) -> bool:
@@ -187,38 +185,22 @@ def _odd(sizes: dict[str, Any]) -> Refusal | None:
     return None
 
 
-def _gradient_role(node: Node, linears: list[Linear], scope: Scope) -> Role | None:
-    """Which gradient of a quantized one of ``linears`` ``node`` makes; None for other products."""
-    if node.target is not aten.mm.default:
-        return None
-    left, right = gemm_inputs(node)
-    graded = (left in scope.graded, right in scope.graded)
-    if sum(graded) != 1:
-        return None
-    made_by: list[Linear] = []
-    if graded[0] or is_transpose(left):  # dy.T @ x, or x.T @ dy
-        x = right if graded[0] else left.args[0]
-        n = fake(left).shape[0] if graded[0] else fake(right).shape[1]
-        wanted = (fake(x).shape[1], n)
-        made_by = [
-            linear
-            for linear in linears
-            if linear.x == origin(x) and same(fake(gemm_inputs(linear.node)[1]).shape, wanted)
-        ]
-    if made_by:
-        return Role.WEIGHT_GRADIENT if _chosen(node, made_by) else None
-    weight = _root(right if graded[0] else left)  # dy @ W; W.T @ dy.T where x lies by columns
-    made_by = [linear for linear in linears if linear.weight is weight]
-    return Role.INPUT_GRADIENT if _chosen(node, made_by) else None
-
-
-def _chosen(gradient: Node, linears: list[Linear]) -> bool:
-    """Is that one of ``linears``, each of which may have made ``gradient``, quantized? Where only
-    some are, autograd's numbers tell which it is."""
-    if len({linear.chosen for linear in linears}) > 1:
-        number = gradient.meta.get("seq_nr")
-        linears = [linear for linear in linears if linear.node.meta.get("seq_nr") == number]
-    return bool(linears) and all(linear.chosen for linear in linears)
+def _gradient_role(
+    node: Node, linears: list[Linear], scope: Scope
+) -> tuple[Role | None, int | None]:
+    """Which gradient of a quantized one of ``linears`` ``node`` makes, and which of its factors is
+    one; None for other products. Autograd numbers a product and its gradients alike, and what it
+    does not differentiate as the op before."""
+    graded = [x in scope.graded for x in gemm_inputs(node)]
+    if node.target is not aten.mm.default or sum(graded) != 1:
+        return None, None
+    other, number = gemm_inputs(node)[graded.index(False)], node.meta.get("seq_nr")
+    alike = (n for n in linears if number is not None and n.node.meta.get("seq_nr") == number)
+    linear = next(alike, None)
+    if linear is None or not linear.chosen:
+        return None, None
+    weight = _root(other) is linear.weight
+    return Role.INPUT_GRADIENT if weight else Role.WEIGHT_GRADIENT, graded.index(True)
 
 
 class _Quantizer:

@@ -27,12 +27,14 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.graph.collectives import behind
-from coda_inductor.graph.nodes import fake, place
+from coda_inductor.graph.nodes import aten, base, fake, place
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of, clamped
+from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of
 from coda_inductor.rewrite.fp8.merge import Quantized, merge
 from coda_inductor.rewrite.fp8.products import product_of, raise_product
+
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def raise_fp8(graph: Graph, record: Record) -> None:
@@ -69,7 +71,7 @@ def _chains(graph: Graph, record: Record) -> list[Chain]:
 
 def _stays(cast: Node) -> Refusal:
     """Why ``cast``, to FP8, is none that the pass knows."""
-    scaled, _ = clamped(cast.args[0])
+    scaled = base(cast.args[0], lambda n: n.target in _CLAMPS)
     numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
     collective = next((c for x in numbers if (c := behind(x)) is not None), None)
     if collective is not None:

@@ -121,6 +121,25 @@ def test_gradients_are_those_of_the_layers_that_were_chosen(name, recipe):
         torch.testing.assert_close(ours, other, rtol=0, atol=0)
 
 
+class Frozen(nn.Module):
+    """A trained layer and a frozen one of one input: autograd numbers both alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = (nn.Linear(D, D, bias=False) for _ in range(2))
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.trained(x) * self.frozen(x)
+
+
+@pytest.mark.parametrize(("skipped", "count"), [("trained", 1), ("frozen", 2)])
+def test_a_frozen_layer_beside_it_does_not_decide(skipped, count):
+    harness = Quantized(fp8="rowwise", fp8_skip=[skipped], **PLAIN)
+    harness.train(Frozen().bfloat16(), batch(rows=(32,)))
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == count
+
+
 def test_under_autocast_it_is_as_exact_as_torchao():
     """Which quantizes float32 weights there, while ours are those that autocast has rounded."""
     x, recipe = batch(torch.float32), "rowwise"

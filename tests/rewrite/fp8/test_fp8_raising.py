@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from float8 import (
     trained,
 )
 from harness import Harness, Stock
-from passes import aten_graph, codes, run_pass
+from passes import aten_graph as traced
+from passes import codes, run_pass
 
 from coda_inductor.graph.nodes import place
 from coda_inductor.rewrite.fp8.raising import raise_fp8
@@ -28,6 +30,7 @@ from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+aten_graph = functools.partial(traced, decomposed=True)
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"disable": ["idioms", "fuse"]}
 

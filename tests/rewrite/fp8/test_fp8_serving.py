@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from casting import same, subject
 from float8 import D, Packed, Raised, Stack, exact, serve
 from harness import Harness, Stock
-from passes import aten_graph, codes, run_pass
+from passes import aten_graph as traced
+from passes import codes, run_pass
 
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.semantic.fp8 import quantize, quantize_definition, scaled_mm
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
+aten_graph = functools.partial(traced, decomposed=True)
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"disable": ["idioms", "fuse"]}
 #: What kernels compute, in plain ops.

@@ -12,7 +12,7 @@ from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
-from coda_inductor.rewrite.fp8 import unfused
+from coda_inductor.rewrite.fp8 import rest
 from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.fp8 import scaled_mm, scaled_mm_definition
 
@@ -27,11 +27,11 @@ def operands():
 
 def rewritten(monkeypatch, *, out=HALF, after=True, cublas=True, no_kernels=None):
     """Is the product multiplied after it, when the pass has run?"""
-    monkeypatch.setattr(unfused, "scales_vectors", lambda _: cublas)
+    monkeypatch.setattr(rest, "scales_vectors", lambda _: cublas)
     graph = aten_graph(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, after), *operands())
     record = Record(parse(None, {}), "test")
     record.policy = Policy(record.options, no_kernels=no_kernels, on_gpu=True)
-    unfused.scale_in_products(graph, record)
+    rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
     return node.args[6]
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that the shipped measurements were taken with, one a kind of site.
-
-They are the sites of a Llama layer, forward and backward, the activation of an ungated MLP, the
-LM head before a cross entropy, and projections to heads of 128 columns that are rotated.
-Other programs are costed by the kind that is nearest to them, see ``cost.kind_of``.
-"""
+"""Programs of the sites of a Llama layer, forward and backward, of the activation of an ungated
+MLP, of an LM head before a cross entropy, and of a projection to heads that are rotated."""
 
 from __future__ import annotations
 
@@ -47,14 +43,6 @@ B_MAJOR = {
 }
 #: How many products the accumulator is the sum of; K of a kind is the sum of all their K's.
 TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
-
-
-def family(program: EpilogueProgram) -> str:
-    """Programs of one family share a model: that of log-sum-exps is their own, for their epilogue
-    computes, which a schedule that overlaps it with the main loop hides."""
-    if any(reduce.combine == "logsumexp" for reduce in program.reduces):
-        return "logsumexp"
-    return "paired" if program.paired else "single"
 
 
 def _scale(dtype: str) -> EpilogueProgram:

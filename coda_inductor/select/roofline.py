@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a site is expected to take where it was not measured: multiplications at the rate of
+cuBLAS's large products, bytes at that of Inductor's elementwise kernels, and a start.
+
+A fused kernel multiplies like cuBLAS, but for what its tiles leave idle. Its stores hide behind
+the next tile's multiplications, unless they take longer; its loads of tiles do not.
+
+That is rough, so that a kernel must win by ``MARGIN``. Of the 825 measured sites that ship and
+whose programs are known (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them
+would be fused; 67 lose by more than 3 %: 34 of them would be refused. On average what is chosen so
+takes 0.9 % longer than the better way; to fuse all takes 1.0 %, nothing 11 % (2026-11).
+"""
+
+from __future__ import annotations
+
+import math
+
+from coda_inductor.graph.sizes import hint
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import WIDTHS
+from coda_inductor.program.scales import scaled
+from coda_inductor.select.device import Gpu
+from coda_inductor.select.site import Site
+
+#: How many times as long as expected a kernel may take and still win.
+MARGIN = 1.02
+#: Microseconds that any product takes beyond its multiplications.
+START_US = 6.0
+#: The part of what processors idle at the end that shows: cuBLAS has tiles of more sizes.
+IDLE = 0.2
+#: What rotating heads in an epilogue takes, as bytes an element: an H200's projections of 1B, 8B
+#: and 70B widths took 3.6 to 5.5 (docs/patterns.md), so that it saves nothing unless measured.
+EXCHANGED = 6
+#: Products in FP8 are so many times as fast as in 16 bits (cuBLAS's, scales included).
+FP8_RATE = 1.75
+
+
+def product_us(m, n: int, k: int, gpu: Gpu, *, fp8: bool = False) -> float:
+    """Expected microseconds of one product (m, k) x (k, n) through cuBLAS."""
+    return START_US + _multiplying_us(hint(m), n, k, gpu, fp8)
+
+
+def fused_us(site: Site, gpu: Gpu) -> float:
+    """Expected microseconds of ``site`` as one kernel, with what it needs at every call."""
+    program, n = site.program, site.n
+    elements = hint(site.m) * n
+    loads = sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "tile")
+    stores = sum(WIDTHS[s.dtype] for s in program.stores)
+    multiplying = len(program.accs) * _multiplying_us(hint(site.m), n, site.k, gpu, program.fp8)
+    multiplying *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
+    us = START_US + max(multiplying, elements * stores / gpu.bytes_per_us)
+    loads += EXCHANGED * bool(program.head)
+    us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
+    if site.copied:  # read and written
+        copied = n * sum(site.copied) * WIDTHS[program.b_dtype]
+        us += 2 * copied / gpu.bytes_per_us + gpu.launch_us
+    return us
+
+
+def products_us(site: Site, gpu: Gpu) -> float:
+    """Expected microseconds of all products of ``site``, each through cuBLAS."""
+    program = site.program
+    each = (product_us(site.m, site.n, k, gpu, fp8=program.fp8) for k in site.ks)
+    return len(program.accs) * sum(each)
+
+
+def around_us(site: Site, gpu: Gpu) -> float:
+    """Expected microseconds of what surrounds the products of ``site`` where it is not fused: one
+    elementwise kernel that reads them and the tile operands and writes the stores, then one more
+    if there are reductions over M, or log-sum-exps, which all else of a row waits for."""
+    program, terms = site.program, len(site.ks)
+    everything = {*program.accs, *(o.name for o in program.operands)}
+    made = {found.value for found in scaled(program).values()}
+    written = [s for s in program.stores if s.value not in made]  # cuBLAS writes those
+    if program.fp8 and not (written or program.reduces):
+        return 0.0  # its scales too
+    moved = float(sum(WIDTHS[s.dtype] for s in written if s.name not in site.after))
+    if site.after:
+        moved += _read(program, set(program.accs), terms)
+        moved -= sum(WIDTHS[s.dtype] for s in program.stores if s.name in site.after)
+        launches = 0
+    else:
+        moved += _read(program, everything, terms) + table_traffic(program, site.n)
+        launches = 1
+    apart = [r.value for r in program.reduces if r.axis == "col" or r.combine == "logsumexp"]
+    if apart:  # one pass for all of them
+        sources = set().union(*(_sources(program, value) for value in apart))
+        moved += _read(program, sources, terms)
+        launches += 1
+    return hint(site.m) * site.n * moved / gpu.bytes_per_us + launches * gpu.launch_us
+
+
+def table_traffic(program: EpilogueProgram, n: int) -> float:
+    """Bytes of tables for each accumulator element: each is read from memory once for all heads."""
+    return sum(WIDTHS[o.dtype] for o in program.operands if o.kind == "table") * program.head / n
+
+
+def _idle(m: int, columns: int, gpu: Gpu) -> float:
+    """Processors without a tile of 128 x 192 in the last wave of them, for each tile."""
+    tiles = math.ceil(m / 128) * math.ceil(columns / 192)
+    return -tiles % gpu.processors / tiles
+
+
+def _multiplying_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+    return 2 * m * n * k / (gpu.flops_per_us * (FP8_RATE if fp8 else 1.0))
+
+
+def _read(program: EpilogueProgram, names: set[str], terms: int) -> int:
+    """Bytes an element that a kernel reads of the products, ``terms`` for each accumulator, and of
+    the tile operands among ``names``."""
+    products = terms * len(names & set(program.accs)) * WIDTHS[program.product_dtype]
+    tiles = [o for o in program.operands if o.kind == "tile" and o.name in names]
+    return products + sum(WIDTHS[o.dtype] for o in tiles)
+
+
+def _sources(program: EpilogueProgram, value: str) -> set[str]:
+    """``value`` and everything that it is computed from."""
+    found = {value}
+    for step in reversed(program.steps):
+        if step.name in found:
+            found |= {a for a in step.args if isinstance(a, str)}
+    return found
