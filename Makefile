@@ -20,7 +20,7 @@ RUN := $(VENV)/bin/python
 SETUP := $(PYTHON) tools/setup_env.py $(VENV)
 PACKAGING := pyproject.toml setup.py tools/setup_env.py
 
-.PHONY: help demo test fuzz bench lint clean
+.PHONY: help demo test fuzz bench lint docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -40,12 +40,15 @@ bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; S
 lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
 	$(RUN) tools/lint.py
 
+docs: $(VENV)/.docs  ## build the site of docs/ into site/
+	$(RUN) -m mkdocs build --strict $(ARGS)
+
 clean:  ## remove the virtual environment, caches and debug output
-	rm -rf $(VENV) .venv-torch* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-torch* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf coda_debug
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # One stamp a goal, so that `make demo` does not wait for what only the tests need.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: $(PACKAGING)
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(PACKAGING)
 	$(SETUP) $*
 	@touch $@

@@ -30,12 +30,16 @@ TITLES = {
 #: Measurements of a variant: what a table is called, its key, the format, what it is divided by.
 MEASURED = (("ms", "median_ms", ".3f", 1), ("peak GiB of a call", "peak_mib", ".2f", 1024))
 METHOD = """\
+For readers who want every figure.
+
 Each figure is the median of interleaved rounds (one call of every variant per round, the order
 rotating) after warm-up, in one process, timed with CUDA events. *compile* is torch.compile, *coda*
 ours, *compile_causal* torch.compile of a model told to be causal instead of given a mask. A forward
 pass is under `torch.no_grad()`, a training step has no optimizer. *Error* is the worst Frobenius
 norm of the difference from an fp32 eager reference with the same weights, over that reference's
-norm; a case of the grid has its difference from torch.compile's result instead."""
+norm; a case of the grid has its difference from torch.compile's result instead. A speedup is over
+*compile*, also where something else is faster: *compile_causal*, or eager, which was not measured
+with encoders such as BERT and ViT. The README compares with the fastest."""
 
 
 def table(rows: list[list[str]], headers: list[str], form: str) -> str:

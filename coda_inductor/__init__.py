@@ -44,7 +44,7 @@ from coda_inductor.report import GraphReport, SiteReport, reports
 if TYPE_CHECKING:
     from coda_inductor.pass_mode import disable, enable, enabled
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CodaError", "EpilogueProgram", "ExplainError", "FallbackError", "GraphReport", "KernelError",

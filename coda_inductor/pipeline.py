@@ -265,7 +265,8 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
 
 
 def _left_out(passes: Sequence[Pass], failures: Sequence[_FailedError]) -> list[Pass]:
-    """The passes that failed; with one that the others need, all that nobody needs as well."""
+    """The passes that failed. Where one is ``needed``, all that are not go with it: they rely on
+    it."""
     failing = [failure.failing for failure in failures]
     if any(each.needed for each in failing):
         failing += [each for each in passes if not each.needed and each not in failing]

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: What a checkout holds, apart from git's own files.
 SOURCES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-    "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml", ".ci", "benchmarks",
+    "SECURITY.md", "mkdocs.yml", "pyproject.toml", "setup.py", ".gitignore",
+    ".pre-commit-config.yaml", ".ci", ".github", "benchmarks",
     "coda_inductor", "docs", "examples", "patterns", "tests", "tools",
 )  # fmt: skip
 #: Made by tools, tests or builds.

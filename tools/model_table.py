@@ -31,6 +31,8 @@ SEEDS = 3
 NORMS = ("rms_norm", "layer_norm")
 TEXT = """# Models
 
+For users who ask what the backend does with their model family.
+
 What fires in tiny models of {layers} layers (transformers {version}, bfloat16 with the kernels'
 numerics, on a CPU, where no gate decides; `python3 tools/model_table.py > docs/models.md` makes
 this page again). No row has more than 1.2 times eager's error, forward or backward. In float32 and

@@ -14,7 +14,7 @@ Three kinds of machine, told apart without asking:
 every kind of machine. A machine without a package registry is fine as long as what is needed can be
 imported.
 
-Usage: python3 tools/setup_env.py VENV (demo | test | bench | dev)
+Usage: python3 tools/setup_env.py VENV (demo | test | bench | docs | dev)
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ IMPORTS = {
         "pytest_timeout",
         "xdist",
     ],
+    "docs": ["mkdocs", "material", "mkdocstrings"],
     "dev": ["torch", "mypy", "ruff", "importlinter"],
 }
 # A registry that cannot be reached must be noticed in seconds, not after pip's usual minutes. Set

@@ -144,9 +144,12 @@ class Region:
         return verify(simplify(consistent(simplify(program), self._apart())))
 
     def _stored_dtype(self, nodes: list[Node]) -> torch.dtype:
-        """The dtype from which every one of ``nodes``, all one value, can be made without loss: of
-        a widened copy that of what was widened, for who reads it widens for nothing. But for what
-        leaves the graph and is read nowhere narrower: to widen that is a kernel of its own."""
+        """The dtype in which the one value that all ``nodes`` hold is stored.
+
+        It is the narrowest from which each of them can be made without loss: a float32 copy of a
+        bfloat16 value is stored as bfloat16, and its readers convert while they read. The exception
+        is an output of the graph without narrower copies: to convert it would be a kernel more.
+        """
         own = _common([fake(node).dtype for node in nodes])
         wide = all(fake(node).dtype == own for node in nodes) and any(map(_leaves, nodes))
         return own if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])

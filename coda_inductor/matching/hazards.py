@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May nodes of a graph be computed together, where the last of them stands?
+"""May nodes of a graph be computed together, at the place of the last of them?
 
-Two hazards give silently wrong results (both seen): ``x.mul_(2)`` between two nodes of an idiom,
-and an idiom that straddles a ``no_grad`` or autocast border. A write to what neither is nor is read
-by any of the nodes is none, and neither is a region of another mode that begins and ends between
-them: models with functions of their own between the nodes of an idiom (quantized weights'
-products, say) have both.
+Two hazards give silently wrong results (both seen): a write such as ``x.mul_(2)`` between two nodes
+of an idiom, and an idiom that straddles a ``no_grad`` or autocast border. Two cases are safe: a
+write to memory that the nodes neither make nor read, and a region of another mode that begins and
+ends between them. Models that call other functions between the nodes of an idiom, such as products
+with quantized weights, have both.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> 
         _tell(
             "kernels",
             f"no GEMM becomes a kernel here: {reason}. Results are right all the same, but no "
-            "faster than torch.compile's. If that is meant, options={'reference': True} says so",
+            "faster than torch.compile's. If you want plain torch ops here, set "
+            "options={'reference': True}",
         )
 
 
