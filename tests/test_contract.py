@@ -99,6 +99,11 @@ CASES = {
         of.gated(lambda z: z.chunk(2, -1)), GATED, fired("swiglu"), "idioms", ("swiglu", "idioms"),
         broken={"gate-shape": of.gated(lambda z: (z[..., :WIDE], z[:, :1, WIDE:]))},
     ),
+    "swiglu_backward": Case(
+        lambda x, both, down: F.linear(of.gated(lambda z: z.chunk(2, -1))(x, both), down),
+        (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward", "swiglu"),
+        but={"inference": 0},
+    ),
     "packed": Case(of.gated(lambda z: z.chunk(2, -1)), GATED, pairs, "packed", ("packed", "fuse")),
     "halves": Case(
         of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED, pairs, "halves",
