@@ -148,7 +148,7 @@ def together(training):
     return {"even": ran[::2], "odd": ran[1::2], "needed": needed}
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", SOME)
 def test_at_the_end(name, monkeypatch, caplog):
     (warning,) = check(name, "end", Harness(strict=False), True, monkeypatch, caplog)
     assert warning.startswith(f"pass {name} falls back to Inductor: IndexError in our own passes")
@@ -171,9 +171,7 @@ def test_between_two_of_its_changes(name, how, monkeypatch, caplog):
     assert len(check(name, how, Harness(strict=False), True, monkeypatch, caplog)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("which", "training"), [("even", True), ("odd", True), ("needed", True), ("odd", False)]
-)
+@pytest.mark.parametrize(("which", "training"), [("even", True), ("needed", True), ("odd", False)])
 def test_inductor_compiles_what_is_put_back(which, training, monkeypatch, caplog):
     """Several fail when they have done their work: one at a time would compile for minutes."""
     chosen = together(training)[which]

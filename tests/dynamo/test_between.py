@@ -9,52 +9,12 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, raised, randn, reasons, swiglu
 from harness import Harness
-from torch import nn
 
 from coda_inductor.matching import Hazards
 from coda_inductor.semantic.loss import cross_entropy
 
 D, H = 16, 24
 BETWEEN = "an in-place op or a grad/autocast mode change lies between its nodes"
-
-
-class Doubled(torch.autograd.Function):
-    """A product as libraries of quantized weights write it: what each pass makes of the weight, it
-    makes in place."""
-
-    @staticmethod
-    def forward(ctx, x, w, scale):
-        ctx.save_for_backward(w, scale)
-        whole = w.clone()
-        whole.mul_(scale[:, None])
-        return x @ whole.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        w, scale = ctx.saved_tensors
-        whole = w.clone()
-        whole *= scale[:, None]
-        return dy @ whole, None, None
-
-
-class Quantized(nn.Module):
-    """SwiGLU whose up projection is a function of its own, between the gate and the product."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(D, H, bias=False)
-        self.register_buffer("up", torch.randn(H, D))
-        self.register_buffer("scale", torch.rand(H))
-        self.double()
-
-    def forward(self, x):
-        n = F.rms_norm(x, (D,), None, 1e-2)
-        return F.silu(self.gate(n)) * Doubled.apply(n, self.up, self.scale)
-
-
-def test_a_function_of_its_own_between_gate_and_product():
-    harness = check_gradients(Quantized(), randn(2, 5, D).requires_grad_())
-    assert raised(harness, swiglu) == 1
 
 
 def split(between):
@@ -134,14 +94,8 @@ def test_writes_to_what_is_read_are_hazards(write):
     assert BETWEEN in reasons(harness)
 
 
-def test_a_loss_of_logits_that_change_between_its_terms():
+def test_a_loss_of_two_casts_of_logits_that_change_between_them():
     def function(logits, labels):
-        logits = logits * 1
-        total = torch.logsumexp(logits, -1)
-        logits.mul_(2)
-        return (total - logits.gather(-1, labels[..., None]).squeeze(-1)).mean()
-
-    def of_two_casts(logits, labels):
         logits = logits.float() * 1
         wide = logits.double()
         logits.mul_(2)
@@ -149,9 +103,8 @@ def test_a_loss_of_logits_that_change_between_its_terms():
         return (torch.logsumexp(wide, -1) - picked).mean()
 
     labels = torch.randint(0, 30, (2, 5))
-    for each in (function, of_two_casts):
-        harness = check(each, randn(2, 5, 30), labels, disable=["in_place"])
-        assert raised(harness, cross_entropy) == 0
+    harness = check(function, randn(2, 5, 30), labels, disable=["in_place"])
+    assert raised(harness, cross_entropy) == 0
 
 
 def hazards_of(function, *args):

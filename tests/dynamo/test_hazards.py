@@ -7,12 +7,10 @@ border of no_grad or autocast, and a node without users may still matter.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, assert_same, check, raised, randn, reasons, swiglu
+from checking import TOLERANCE, assert_same, check, raised, randn, reasons
 from harness import Harness
 
 from coda_inductor.semantic.norms import rms_norm
@@ -82,45 +80,6 @@ def test_mutation_by_a_custom_op_between_the_nodes():
             assert raised(harness, rms_norm) == 0
 
 
-def test_mutation_before_and_behind_an_idiom_is_harmless():
-    def function(x, w):
-        x = x + 0
-        x.mul_(2)
-        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-        x.add_(1)
-        return y, x
-
-    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 1
-
-
-def test_mutation_between_silu_and_mul():
-    def function(g, u):
-        g = g + 0
-        s = F.silu(g)
-        s.mul_(3)
-        return s * u
-
-    harness = check(function, randn(3, D), randn(3, D))
-    assert raised(harness, swiglu) == 0
-
-
-def test_inplace_spellings_are_not_the_idiom():
-    def function(x, w):
-        variance = x.pow(2).mean(-1, keepdim=True)
-        variance += EPS  # iadd: variance keeps its identity, others may hold it
-        return w * (x * torch.rsqrt(variance)), variance
-
-    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 0
-
-
-def test_inplace_gate_is_not_silu():
-    def function(g, u):
-        g = g + 0
-        return F.silu(g, inplace=True) * u, g
-
-    assert raised(check(function, randn(3, D), randn(3, D)), swiglu) == 0
-
-
 def test_mutation_whose_result_is_unused_stays():
     def function(x, w):
         x = x + 0
@@ -132,15 +91,6 @@ def test_mutation_whose_result_is_unused_stays():
     harness = check(function, randn(3, D), randn(D), disable=["in_place"])
     assert raised(harness, rms_norm) == 1
     assert [n.target for n in harness.raised.nodes if n.op == "call_method"] == ["mul_", "zero_"]
-
-
-def test_mutated_input_is_mutated():
-    def function(x, w):
-        y = F.rms_norm(x, (D,), w, EPS)
-        x.add_(y)
-        return y
-
-    assert raised(check(function, randn(3, D), randn(D)), rms_norm) == 1
 
 
 def test_grad_mode_border_inside_an_idiom():
@@ -181,37 +131,10 @@ def test_whole_idiom_under_autocast_keeps_its_dtype():
     assert raised(harness, rms_norm) == 1
 
 
-def norm_swiglu(x, w, u):
-    y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-    return F.silu(y) * u
-
-
 def gradients(function, args):
     args = [a.clone().requires_grad_() for a in args]
     function(*args).sin().sum().backward()
     return [a.grad for a in args]
-
-
-def test_idioms_are_raised_when_gradients_are_needed():
-    args = [randn(3, D), randn(D), randn(3, D)]
-    harness = Harness()
-    compiled = torch.compile(norm_swiglu, backend=harness)
-    assert_same(gradients(compiled, args), gradients(norm_swiglu, args))
-    assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
-
-
-def test_gradients_through_mutations_around_an_idiom():
-    def function(x, w):
-        x = x + 0
-        x.mul_(2)
-        y = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-        y.add_(1)
-        return y
-
-    args, harness = [randn(3, D), randn(D)], Harness()
-    compiled = torch.compile(function, backend=harness)
-    assert_same(gradients(compiled, args), gradients(function, args))
-    assert raised(harness, rms_norm) == 1
 
 
 def wide_norm_then(x, w, labels):
@@ -236,36 +159,6 @@ def test_gradients_where_the_input_of_an_idiom_changes_behind_it(function):
     have = gradients(torch.compile(changed, backend=harness), args)
     assert_same(have, gradients(changed, args), 1e-5)
     assert "changes in place what its gradient reads" in reasons(harness)
-
-
-def test_variance_under_no_grad_while_training():
-    def function(x, w, u):
-        with torch.no_grad():
-            variance = x.pow(2).mean(-1, keepdim=True)
-        return F.silu(w * (x * torch.rsqrt(variance + EPS))) * u
-
-    args = [randn(3, D), randn(D), randn(3, D)]
-    compiled = torch.compile(function, backend=Harness())
-    assert_same(gradients(compiled, args), gradients(function, args))
-
-
-def test_no_grad_inside_the_function_with_inputs_that_need_gradients():
-    def function(x, w, u):
-        with torch.no_grad():
-            return norm_swiglu(x, w, u)
-
-    args = [randn(3, D).requires_grad_(), randn(D), randn(3, D)]
-    have = torch.compile(function, backend=Harness())(*args)
-    assert not have.requires_grad
-    assert_same(have, function(*args))
-
-
-def test_inputs_without_gradients_raise_with_grad_mode_on():
-    args = [randn(3, D), randn(D), randn(3, D)]
-    harness = Harness()
-    have = torch.compile(norm_swiglu, backend=harness)(*copy.deepcopy(args))
-    assert_same(have, norm_swiglu(*args))
-    assert raised(harness, rms_norm) == raised(harness, swiglu) == 1
 
 
 def centered(h):

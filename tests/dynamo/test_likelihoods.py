@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import TOLERANCE, check, check_gradients, raised, randn
-from language_model import B, D, LanguageModel, T, V, inputs
-from torch.utils.checkpoint import checkpoint
+from language_model import B, LanguageModel, T, V, inputs
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
@@ -72,14 +71,9 @@ def slices(monkeypatch):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_fires_and_agrees(loss):
-    harness = check_gradients(LanguageModel(loss), *inputs())
-    assert raised(harness, cross_entropy) == harness.counts["cross_entropy"] == 1
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_sliced(loss, slices):
     harness = check_gradients(LanguageModel(loss), *inputs())
+    assert raised(harness, cross_entropy) == harness.counts["cross_entropy"] == 1
     assert harness.counts["cross_entropy_backward"] == 1
     kept = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
     assert sum(t.numel() == B * T * V for t in kept) == 1  # the logits
@@ -96,39 +90,6 @@ def test_in_the_dtype_that_was_asked_for(dtype):
         LanguageModel(wide, dtype), *inputs(dtype), tolerance=TOLERANCE[dtype]
     )
     assert raised(harness, cross_entropy) == 1
-
-
-def test_under_autocast():
-    def function(x, w, labels):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = F.linear(x, w)
-            return F.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
-
-    x, labels = inputs(torch.float32)
-    weight = randn(V, D, dtype=torch.float32).requires_grad_()
-    harness = check_gradients(function, x, weight, labels, tolerance=3e-2)
-    assert raised(harness, cross_entropy) == 1
-
-
-def test_dynamic_sizes():
-    """Tokens of one sequence, each the label of the one before."""
-
-    def function(x, tokens):
-        return openrlhf(F.linear(table[tokens[:, :-1]] + x, table), tokens[:, 1:])
-
-    table, (x, tokens) = randn(V, D), inputs()
-    torch._dynamo.mark_dynamic(tokens, 1)
-    harness = check_gradients(function, x[:, :1].detach().requires_grad_(), tokens)
-    assert raised(harness, cross_entropy) == 1
-
-
-def test_in_a_checkpoint():
-    model = LanguageModel(openrlhf)
-
-    def function(x, labels):
-        return checkpoint(model, x, labels, use_reentrant=False)
-
-    assert check_gradients(function, *inputs()).counts["cross_entropy"] == 1
 
 
 def entropy(logits, labels):
@@ -209,8 +170,3 @@ def test_no_index_is_ignored():
     assert loss.args[2] == -(2**31)
     with pytest.raises((RuntimeError, IndexError)):
         cross_entropy_definition(randn(2, V), torch.tensor([1, -100]), *loss.args[2:])
-
-
-def test_disabled_with_cross_entropy():
-    harness = check_gradients(LanguageModel(openrlhf), *inputs(), disable=("cross_entropy",))
-    assert raised(harness, cross_entropy) == 0

@@ -35,22 +35,6 @@ def float_method(x, w):
     return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).type_as(x) * w
 
 
-def mean_dim_and_swapped(x, w):
-    return torch.rsqrt(EPS + torch.mean(x**2, dim=-1, keepdim=True)) * x * w
-
-
-def x_times_x(x, w):
-    return w * (x * torch.rsqrt((x * x).mean((-1,), True) + EPS))
-
-
-def torch_square(x, w):
-    return torch.mul(torch.mul(x, torch.rsqrt(torch.square(x).mean(2, keepdim=True).add(EPS))), w)
-
-
-def divided_by_sqrt(x, w):
-    return w * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-
-
 def functional(x, w):
     return F.rms_norm(x, (D,), w, EPS)
 
@@ -63,10 +47,6 @@ def gemma(x, w):
 
 def bare(x, w):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def bare_sqrt(x, w):
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
 
 
 def bare_with_eps(x, eps):
@@ -82,8 +62,7 @@ def behind_a_full_scale(x, w):
 
 
 SPELLINGS = [
-    hugging_face, no_casts, float_method, mean_dim_and_swapped, x_times_x, torch_square,
-    divided_by_sqrt, functional, gemma, bare, bare_sqrt, functional_without_weight,
+    hugging_face, no_casts, float_method, functional, gemma, bare, functional_without_weight,
     behind_a_full_scale,
 ]  # fmt: skip
 
@@ -97,14 +76,6 @@ def test_every_spelling_of_rms_norm_raises_once(spelling, dtype):
     assert not any("rsqrt" in str(n.target) or "pow" in str(n.target) for n in harness.raised.nodes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_module_spelling_raises_once_a_layer(dtype):
-    model = nn.Sequential(nn.RMSNorm(D, eps=EPS), nn.RMSNorm(D, elementwise_affine=False, eps=EPS))
-    nn.init.normal_(model[0].weight)
-    harness = check(model.to(dtype), randn(4, D, dtype=dtype))
-    assert raised(harness, rms_norm) == 2
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
@@ -114,11 +85,6 @@ def test_eps_none_is_the_epsilon_of_the_compute_dtype(dtype, weighted):
     x, w = randn(4, D, dtype=dtype) * 1e-3, randn(D, dtype=dtype)
     harness = check(lambda x, w: F.rms_norm(x, (D,), w if weighted else None), x, w)
     assert raised(harness, rms_norm) == 1
-
-
-@pytest.mark.parametrize("spelling", [no_casts, hugging_face], ids=lambda f: f.__name__)
-def test_small_inputs_keep_the_written_eps(spelling):
-    check(spelling, randn(4, 2, D, dtype=torch.float32) * 1e-3, randn(D, dtype=torch.float32))
 
 
 def test_float32_weight_keeps_the_promoted_dtype():
@@ -237,14 +203,6 @@ def test_changing_the_eps_of_a_trained_norm():
     assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
 
 
-def test_eps_that_changes_between_calls_is_never_stale():
-    harness, x = Harness(), randn(3, D)
-    compiled = torch.compile(bare_with_eps, backend=harness)
-    with torch.no_grad():
-        for eps in (1e-3, 1.0, 1e-3, 5):
-            assert_same(compiled(x, eps), bare_with_eps(x, eps))
-
-
 @pytest.mark.parametrize("up", [(D,), (1, D), (3, 1)], ids=str)
 def test_broadcast_gate_is_refused(up):
     harness = check(SWIGLUS["silu first"], randn(3, D), randn(*up))
@@ -268,28 +226,6 @@ def test_gate_that_is_widened_to_meet_a_wide_up_is_refused():
     harness = check(function, randn(3, D, dtype=torch.bfloat16), randn(3, D, dtype=torch.float32))
     assert raised(harness, swiglu) == 0
     assert "in another dtype than its input's" in reasons(harness)
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "swiglu"])
-def test_disabled_pattern_does_not_fire(name):
-    def function(x, w):
-        y = no_casts(x, w)
-        return F.silu(y) * x
-
-    harness = check(function, randn(3, D), randn(D), disable=[name])
-    assert raised(harness, rms_norm) == (name != "rms_norm")
-    assert raised(harness, swiglu) == (name != "swiglu")
-
-
-def test_idiom_in_a_checkpointed_region_raises():
-    from torch.utils.checkpoint import checkpoint
-
-    def function(x, w):
-        return checkpoint(no_casts, x, w, use_reentrant=False) + 1
-
-    harness = check(function, randn(3, D), randn(D))
-    bodies = [m.graph for m in harness.raised.owning_module.modules() if hasattr(m, "graph")]
-    assert sum(n.target is rms_norm for body in bodies for n in body.nodes) == 1
 
 
 def test_idioms_whose_ops_a_graph_lacks_are_not_tried(monkeypatch):

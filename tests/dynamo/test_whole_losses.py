@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from checking import TOLERANCE, check_gradients, raised
 from language_model import B, LanguageModel, T, V, inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
@@ -86,15 +85,6 @@ def test_dynamic_sizes(loss):
     assert harness.counts["cross_entropy"] == (loss is transposed)
 
 
-def test_in_a_checkpoint():
-    model = LanguageModel(hugging_face)
-
-    def function(x, labels):
-        return checkpoint(model, x, labels, use_reentrant=False)
-
-    assert check_gradients(function, *inputs()).counts["cross_entropy"] == 1
-
-
 def test_logits_that_are_returned_too():
     def both(z, t):
         return hugging_face(z, t), z
@@ -166,8 +156,3 @@ def changed_between(z, t):
 
 def test_logits_that_change_between_stay():
     check_gradients(LanguageModel(changed_between), *inputs())
-
-
-def test_disabled_with_cross_entropy():
-    harness = check_gradients(LanguageModel(transposed), *inputs(), disable=("cross_entropy",))
-    assert raised(harness, cross_entropy) == 0

@@ -19,8 +19,6 @@ from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
-from coda_inductor.runtime import linear_cross_entropy
-from coda_inductor.semantic.loss import cross_entropy_backward
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 PASSES = (
@@ -49,15 +47,6 @@ def norm(x, w, gamma, v):
 
 def norm_arguments():
     return [torch.randn(s, dtype=torch.float64) for s in ((3, 4), (4, 6), (6,), (6, 5))]
-
-
-def test_a_second_run_finds_nothing():
-    graph = aten_graph(norm, *norm_arguments())
-    assert not run_pass(defer_norms, graph).report.refusals
-    before = targets(graph)
-    assert rms_norm not in before
-    assert not run_pass(defer_norms, graph).report.refusals
-    assert targets(graph) == before
 
 
 def test_a_bug_in_the_analysis_is_a_failure_of_that_norm_alone(monkeypatch):
@@ -93,40 +82,3 @@ def test_the_mean_of_a_deferred_layer_norm_is_the_pivot_of_the_next():
     assert first.target is operator.getitem  # of the norm that stays
     assert second.target is torch.ops.aten.add.Tensor
     assert first in second.all_input_nodes
-
-
-def loss_gradient(dloss, logits, target, lse, number, w, h):
-    dlogits = cross_entropy_backward(dloss, logits, target, lse, number, -100, 0.0, "mean")
-    return dlogits @ w, dlogits.permute(1, 0) @ h
-
-
-def loss_arguments():
-    m, v, d = 6, 8, 4
-    return [
-        torch.randn(()), torch.randn(m, v), torch.arange(m), torch.randn(m), torch.tensor(6.0),
-        torch.randn(v, d), torch.randn(m, d),
-    ]  # fmt: skip
-
-
-def test_a_disabled_counter_is_a_reason(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 0)
-    graph = aten_graph(loss_gradient, *loss_arguments())
-    name = "cross_entropy_backward"
-    record = run_pass(slice_loss_gradient, graph, disable=[name])
-    assert [(why.what, why.code) for why in record.report.refusals] == [(name, "disabled")]
-    assert cross_entropy_backward in targets(graph)
-    assert run_pass(slice_loss_gradient, graph).fired == {name: 1}
-    assert cross_entropy_backward not in targets(graph)
-
-
-def table_gradient(dy, tokens):
-    wide = torch.full((64, 4), 0.0).index_put((tokens,), dy, accumulate=True)
-    return wide.to(torch.bfloat16)
-
-
-def test_a_disabled_lookup_stays():
-    graph = aten_graph(table_gradient, torch.randn(5, 4), torch.arange(5))
-    before = targets(graph)
-    assert not run_pass(gather_lookup_gradients, graph, disable=["embedding_backward"]).fired
-    assert targets(graph) == before
-    assert run_pass(gather_lookup_gradients, graph).fired == {"embedding_backward": 1}

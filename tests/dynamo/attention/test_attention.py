@@ -203,15 +203,6 @@ def test_large_masks_stay(monkeypatch):
     assert "MiB to evaluate" in reasons(harness)
 
 
-def test_disabled():
-    def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=arange_mask(q))
-
-    harness = check(attend, heads(), heads(), heads(), disable=["constant_mask"])
-    assert not harness.counts["constant_mask"]
-    assert calls(harness)[0]["attn_mask"] is not None
-
-
 @pytest.mark.parametrize(
     ("mask", "queries", "keys", "verdict"),
     [

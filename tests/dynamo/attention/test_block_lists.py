@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config, lowering
 from torch._inductor.kernel.flex.common import freeze_irnodes, maybe_realize
 
-from coda_inductor.dynamo.attention import block_masks, blocks
+from coda_inductor.dynamo.attention import block_masks
 from coda_inductor.dynamo.attention.blocks import block_lists
 
 T = 384
@@ -94,22 +94,3 @@ def test_compiled_lists_are_those_of_eager():
     for ours, want in zip(compiled, block_lists(planes, 3, T, T), strict=True):
         assert torch.equal(ours, want)
         assert ours.stride() == want.stride() == torch.empty(want.shape).stride()
-
-
-def test_what_is_read_are_the_blocks_that_the_mask_shows():
-    """As a kernel walks: counts and lists by the strides of dimension 1, full and mixed ones."""
-    planes, n = padded(3)[:, 0], T // blocks.BLOCK
-    lists = block_lists(planes, 3, T, T)
-    parts = dict(zip(blocks._PARTS, lists, strict=True))
-    want = planes.view(3, n, blocks.BLOCK, n, blocks.BLOCK).sum((2, 4))
-    for z in range(3):
-        for row in range(n):
-            for name, shown in (("kv", False), ("full_kv", True)):
-                counts, found = parts[f"{name}_num_blocks"], parts[f"{name}_indices"]
-                count = counts.as_strided((1,), (1,), z * counts.stride(1) + row).item()
-                start = z * found.stride(1) + row * found.stride(2)
-                walked = found.as_strided((count,), (1,), start).tolist()
-                seen = want[z, row]
-                full = seen == blocks.BLOCK**2
-                expected = full if shown else (seen > 0) & ~full
-                assert walked == expected.nonzero().flatten().tolist()

@@ -106,8 +106,7 @@ def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
     assert not q.grad[:, :, 7].any()
 
 
-@pytest.mark.parametrize("t", [1, 127, 128, 129, 256, 300])
-@pytest.mark.parametrize("keys", [7, 128, 200])
+@pytest.mark.parametrize(("t", "keys"), [(1, 7), (127, 200), (128, 128), (129, 7), (256, 200)])
 def test_lengths_that_no_block_divides(t, keys):
     mask = torch.rand(2, 1, t, keys) > 0.3
     assert compare(attend, *inputs(t=t, keys=keys), mask).counts["block_mask"] == 1
@@ -173,13 +172,6 @@ def test_tiles_for_heads_of_64(d, tiles):
     assert call.args[6].get("bwd_BLOCK_M1") == call.args[6].get("fwd_BLOCK_N") == tiles
 
 
-def test_constant_mask_does_not_say_that_the_mask_stays():
-    near = reasons(compare(attend, *inputs(), MASKS["random"]())).splitlines()
-    (line,) = {line for line in near if "constant_mask" in line}
-    assert "no flag for the mask, it depends on" in line
-    assert "stays" not in line
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
 def test_the_result_has_the_strides_of_sdpas(order):
     """A view after it counts on them."""
@@ -233,12 +225,6 @@ def layers(q, k, v, mask, n=3):
     return q
 
 
-def test_lists_are_made_once():
-    harness = compare(layers, *inputs(), MASKS["random"]())
-    assert harness.counts["block_mask"] == 3
-    assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4
-
-
 def test_calls_that_read_each_other():
     """A regression: the second one still read what the first one had replaced."""
 
@@ -282,11 +268,6 @@ def test_a_pass_that_fails_puts_checkpointed_layers_back(monkeypatch):
     assert not harness.counts["block_mask"]
 
 
-def test_twice_does_nothing_the_second_time(monkeypatch):
-    replace_pass(monkeypatch, "block_masks", lambda run: lambda *a: [run(*a), run(*a)])
-    assert compare(checkpointed, *inputs(), MASKS["random"]()).counts["block_mask"] == 4
-
-
 def test_under_autocast():
     """SDPA gets what autocast makes of its inputs."""
 
@@ -296,17 +277,6 @@ def test_under_autocast():
 
     args = [*inputs(dtype=torch.float32), MASKS["random"]()]
     assert compare(cast, *args, tolerance=2e-2).counts["block_mask"] == 1
-
-
-def test_inference():
-    harness = check(attend, *inputs(), MASKS["random"](), gate="always")
-    assert harness.counts["block_mask"] == 1
-
-
-def test_disabled():
-    harness = compare(attend, *inputs(), MASKS["random"](), disable=["block_mask"])
-    assert len(calls(harness, sdpa)) == 1
-    assert "block_mask" not in reasons(harness)
 
 
 # What stays, and why.
@@ -454,10 +424,6 @@ def test_empty_tensors_stay(t, keys, batch):
 def test_three_dimensions_stay():
     q, k, v = (t.detach()[0].requires_grad_() for t in inputs())
     stays("have not 4 dimensions", attend, q, k, v, torch.rand(T, T) > 0.5)
-
-
-def test_symbolic_sizes_stay():
-    stays("its size is symbolic", attend, *inputs(), MASKS["random"](), dynamic=True)
 
 
 def test_forward_mode_stays(monkeypatch):

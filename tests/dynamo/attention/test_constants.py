@@ -36,8 +36,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("make", [full, scalar_tensor])
-@pytest.mark.parametrize(("number", "dtype"), FULL, ids=str)
+@pytest.mark.parametrize(
+    ("number", "dtype", "make"), [*((*each, full) for each in FULL), (*FULL[0], scalar_tensor)]
+)
 def test_constants_have_their_dtype(number, dtype, make):
     def function(x, w):
         return (x @ w) * make(number, dtype)

