@@ -157,7 +157,7 @@ ON_ATEN = (
     Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
     Pass("fp8_rest", finish_fp8),
     Pass("decompose_rest", decompose, needed=True),
-    Pass("tables_rest", keep_tables, _fuses),
+    Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took
     Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),
     Pass("refresh_views", refresh_views, needed=True),

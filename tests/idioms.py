@@ -78,7 +78,17 @@ def angles(x):
 
 
 def rotary(x, w):
-    (q,), (cos, sin) = heads(x, w), (angles(x).cos(), angles(x).sin())
+    (q,) = heads(x, w)
+    return rotated(q, x)
+
+
+def rotary_in_kernels(x, w):
+    (q,) = heads(x, w)
+    return rotated(q.cumsum(2), x)
+
+
+def rotated(q, x):
+    cos, sin = angles(x).cos(), angles(x).sin()
     first, second = q.chunk(2, -1)
     return q * cos + torch.cat((-second, first), -1) * sin
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.dynamo.attention import block_masks, calls
-from coda_inductor.rewrite import embedding
+from coda_inductor.rewrite import embedding, tables
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
@@ -45,6 +45,10 @@ def found(op: Any) -> Callable[[Harness], int]:
 
 def pairs(harness: Harness) -> int:
     return sum(site.program.paired for site in harness.fused)
+
+
+def kept(harness: Harness) -> int:
+    return sum(node.target is tables.KEEP for node in harness.graph.nodes)
 
 
 QUESTIONS = ("training", "inference", "any size", "checkpoint", "autocast", "twice")
@@ -155,6 +159,9 @@ CASES = {
     "rotary": Case(
         of.rotary, ROTARY, fired("rotary"), "heads", ("rotary", "heads"),
     ),
+    "tables": Case(
+        of.rotary_in_kernels, ROTARY, kept, "tables", ("tables",), often=2,
+    ),
     "interleaved_rotary": Case(
         of.turned_apart, ROTARY, found(rotate_apart), "idioms", ("interleaved_rotary",),
     ),
@@ -179,6 +186,7 @@ def small(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
     monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
     monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
+    monkeypatch.setattr(tables, "LEAST_READS", 1)
     monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
     monkeypatch.setattr(block_masks, "DEVICE", "cpu")
     monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))
@@ -206,7 +214,7 @@ class Cast(Region):
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch, request):
+def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch):
     case, run, how = CASES[name], check_gradients, {}
     function, x = model(case)
     if question == "inference":
@@ -218,9 +226,6 @@ def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch
     elif question == "autocast":
         function, x = Cast(function.float()), x.detach().float().requires_grad_()
         how["tolerance"] = 5e-2
-        if name == "whole_losses":
-            narrow = "the loss of turned logits is bfloat16 there, where eager's is float32"
-            request.applymarker(pytest.mark.xfail(strict=True, reason=narrow))
     elif question == "twice":
         replace_pass(monkeypatch, case.run, lambda run: lambda *a: (run(*a), run(*a)))
     harness = run(function, x, **how, **case.options)

@@ -168,14 +168,15 @@ def _replace(node: Node, given: dict[str, Any], logits: Node, chain: tuple[Node,
         made.meta = {**node.meta, "example_value": of}
         return made
 
-    target, ignored, dtype = given["target"], given["ignore_index"], value(given["input"]).dtype
+    target, ignored = given["target"], given["ignore_index"]
+    dtype = value(node).dtype  # autocast widens the logits, which nothing below is recorded under
     with graph.inserting_before(node), value(logits).fake_mode:
         if value(logits).dtype != dtype:
             logits = put("to", logits, dtype)
         classes = target
         if chain:
-            batch = value(chain[0]).shape[0]
-            classes = put(F.pad, put("view", target, batch, -1), (0, 1), "constant", ignored)
+            rows = value(chain[0]).shape[:2]
+            classes = put(F.pad, put("view", target, *rows), (0, 1), "constant", ignored)
         how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
         found = put(F.cross_entropy, put("flatten", logits, 0, -2), put("flatten", classes), **how)
         if given["reduction"] == "none":

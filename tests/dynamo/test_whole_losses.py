@@ -85,6 +85,13 @@ def test_dynamic_sizes(loss):
     assert harness.counts["cross_entropy"] == (loss is transposed)
 
 
+@pytest.mark.parametrize("loss", [hugging_face, flattened, transposed], ids=lambda f: f.__name__)
+def test_no_sequences(loss):
+    x, labels = inputs()
+    harness = check_gradients(LanguageModel(loss), x.detach()[:0].requires_grad_(), labels[:0])
+    assert raised(harness, cross_entropy) == 1
+
+
 def test_logits_that_are_returned_too():
     def both(z, t):
         return hugging_face(z, t), z
