@@ -22,10 +22,10 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
-from coda_inductor.dynamo.halves import take_halves
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.likelihoods import gathered_losses
+from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.dynamo.whole_losses import whole_losses
 from coda_inductor.errors import CodaError, FallbackError, OptionError
@@ -50,7 +50,6 @@ from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
@@ -132,7 +131,7 @@ ON_DYNAMO = (
     Pass("in_place", change_copies),
     Pass("likelihoods", gathered_losses),
     Pass("whole_losses", whole_losses),
-    Pass("halves", take_halves),
+    Pass("packed", split_packed),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
@@ -147,7 +146,6 @@ ON_ATEN = (
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
-    Pass("packed", split_packed),
     Pass("norm", defer_norms),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),

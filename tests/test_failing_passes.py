@@ -53,7 +53,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
 
 
-PASSES = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)]
+PASSES = list(dict.fromkeys(each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)))
 #: Without one of these only these run.
 NEEDED = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if each.needed]
 OTHERS = [name for name in PASSES if name not in NEEDED]
@@ -67,8 +67,8 @@ BACKWARD = [
 CHANGES = [(Graph, "create_node"), (Graph, "erase_node"), (Node, "replace_all_uses_with")]
 
 
-BUSY = ("idioms", "embedding", "packed", "norm", "decompose", "fuse")
-SOME = (*BUSY, "noops", "loss", "recompute", "decompose_rest")
+BUSY = ("idioms", "embedding", "norm", "decompose", "fuse")
+SOME = (*BUSY, "packed", "noops", "loss", "recompute", "decompose_rest")
 #: Number -> the passes that make as many changes here; the others set arguments or tags.
 MANY = {1: (*SOME, "late_gradients"), 20: BUSY}
 

@@ -108,10 +108,9 @@ CASES = {
         (*GATED, (D, WIDE)), fired("swiglu_backward"), "idioms", ("swiglu_backward", "swiglu"),
         but={"inference": 0},
     ),
-    "packed": Case(of.gated(lambda z: z.chunk(2, -1)), GATED, pairs, "packed", ("packed", "fuse")),
-    "halves": Case(
-        of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED, pairs, "halves",
-        ("halves",),
+    "packed": Case(
+        of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED, pairs, "packed",
+        ("packed", "fuse"),
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
     "spelling": Case(

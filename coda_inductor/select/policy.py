@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -142,10 +142,26 @@ class Policy:
         """The policy for ``graph``: its GEMMs together decide whether the host is the limit.
         ``tuner`` makes what measures, if anything may be measured; a dry run measures only with
         ``as_if``."""
+        gemms = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
+        pairs, trains = [(fake(a), fake(b)) for a, b in gemms], training(graph)
+        return Policy.of_products(
+            options, pairs, training=trains, dry=dry, as_if=as_if, tuner=tuner
+        )
+
+    @staticmethod
+    def of_products(
+        options: Options,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        training: bool,
+        dry: bool = False,
+        as_if: torch.device | None = None,
+        tuner: Callable[[Store, torch.device], Measurer] | None = None,
+    ) -> Policy:
+        """The same for a graph that multiplies ``pairs``, (M, K) and (K, N)."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
-        pairs = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
-        pairs = [(fake(a), fake(b)) for a, b in pairs if as_if is not None or fake(a).is_cuda]
+        pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
         if not pairs:
             return Policy(options, dry=dry)
         shapes = [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]
@@ -155,9 +171,7 @@ class Policy:
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
         if options.gate == "auto":
-            too_small = (
-                None if cuda_graphs else gate.host_bound(shapes, gpu, training=training(graph))
-            )
+            too_small = None if cuda_graphs else gate.host_bound(shapes, gpu, training=training)
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
         wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
@@ -189,7 +203,10 @@ class Policy:
 
     def legal(self, gemm: Node) -> Refusal | None:
         """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
-        x, w = (fake(n) for n in gemm_inputs(gemm))
+        return self.takes(*(fake(n) for n in gemm_inputs(gemm)))
+
+    def takes(self, x: Any, w: Any) -> Refusal | None:
+        """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N)."""
         if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
             return refuse("not-matrices", "its operands are not tensors")
         names = dtype_name(x.dtype), dtype_name(w.dtype)
@@ -240,14 +257,13 @@ class Policy:
         n = sum(fake(gemm_inputs(gemm)[1]).shape[1] for gemm in gemms)
         return gate.norm_loses(hint(m), n, k, fake(a).element_size(), gpu=self.gpu)
 
-    def split_loses(self, gemm: Node, training: bool) -> Refusal | None:
-        """Why reading a packed projection's halves apart costs more than it saves, or None. In
-        training its weight's gradient, (2F, K), is then put together by a copy; what is saved is
-        reading the product (M, 2F) at least once."""
-        a, _ = gemm_inputs(gemm)
-        if self.options.gate != "auto" or not self._kernels(fake(a)) or not training:
+    def split_loses(self, a: torch.Tensor, training: bool) -> Refusal | None:
+        """Why reading the halves of a packed projection of ``a`` (M, K) apart costs more than it
+        saves, or None. In training its weight's gradient, (2F, K), is then put together by a copy;
+        what is saved is reading the product (M, 2F) at least once."""
+        if self.options.gate != "auto" or not self._kernels(a) or not training:
             return None
-        m, k = fake(a).shape
+        m, k = a.shape
         if hint(m) >= 2 * k:
             return None
         text = f"putting its weight's gradient together costs more than it saves below {2 * k} rows"

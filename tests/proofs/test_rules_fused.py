@@ -15,14 +15,12 @@ from test_rules import SUBJECTS, by, defer, everywhere, mutate, subject
 
 from coda_inductor.fuse import emit
 from coda_inductor.fuse.driver import fuse_gemms
-from coda_inductor.graph import edit
 from coda_inductor.graph.nodes import fake
 from coda_inductor.patterns.equal import difference
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.rewrite.decompose import decompose_most
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
-from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic import cross_entropy, rotate
 
@@ -79,31 +77,7 @@ def test_columns_that_alternate_are_the_two_products(monkeypatch):
     assert results(rewritten) != want
 
 
-def packed(x, w, wd):
-    g, u = (x @ w.t()).chunk(2, -1)
-    return swiglu(g, u) @ wd
-
-
-split, slice_loss = by(split_packed), by(slice_loss_gradient)
-
-
-def test_halves_of_a_packed_weight_are_two_products(monkeypatch):
-    """R6, forward and backward: no GEMM of the rewritten graph makes both halves."""
-    graph = joint(packed, (3, 4), (10, 4), (5, 4))
-    want = results(graph)
-    rewritten = after(graph, split)
-    assert results(rewritten) == want
-    fused = after(graph, split, fuse)
-    assert any(p.paired for p in programs(fused))
-    assert results(fused) == want
-    rightly = edit.Put.__call__
-
-    def drops_a_half(put, target, *args):
-        node = rightly(put, target, *args)
-        return args[0] if target is torch.ops.aten.add.Tensor else node
-
-    monkeypatch.setattr(edit.Put, "__call__", drops_a_half)
-    assert results(after(graph, split)) != want
+slice_loss = by(slice_loss_gradient)
 
 
 def rotated(x, w, row, col, cos, sin):

@@ -15,15 +15,14 @@ from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.norm.defer import defer_norms
-from coda_inductor.rewrite.packed import split_packed
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 PASSES = (
-    defer_norms, split_packed, slice_loss_gradient, gather_lookup_gradients, recompute_in_backward,
-    keep_tables, reshapes_to_views, refresh_views, save_borders, merge_collectives,
+    defer_norms, slice_loss_gradient, gather_lookup_gradients, recompute_in_backward, keep_tables,
+    reshapes_to_views, refresh_views, save_borders, merge_collectives,
 )  # fmt: skip
 
 

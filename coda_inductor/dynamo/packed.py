@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed projection whose halves meet again (Phi-3's ``gate_up_proj``) becomes two projections by
+the halves of its weight, which the fuser then pairs in one tile (rule R6).
+
+Before (W (2F, K))::
+
+    z = linear(x, W)
+    g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices, narrow, tensor_split
+    a = silu(g) * u                             # or F.glu(z) alone
+
+After::
+
+    lower, upper = W.chunk(2)
+    g, u = linear(x, lower), linear(x, upper)
+    a = silu(g) * u
+
+Why it is valid: a product's columns are those of its right factor, one by one; a gated linear unit
+is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are views of
+it: nothing is copied. Autograd puts the weight's gradient together by a copy, which
+``Policy.split_loses`` charges.
+
+Where that is not to be, or does not pay, halves become those of ``z.chunk(2, -1)``: its gradient
+puts two tensors together, where that of slices adds two that are filled up with zeros.
+
+Leaves alone: products of unknown or odd width; one half alone; what is changed in place, or leaves
+the graph (autograd lets nobody change in place what a ``chunk`` returns); halves that a change or a
+mode lies between. Stays one product: what anything else reads, or more than two parts of; halves
+that do not meet in elementwise work; weights that are not K-major, or no plain tensors; all with
+``options["fp8"]``, for halves have other scales than the whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from coda_inductor.compat import virtualized
+from coda_inductor.graph.nodes import place
+from coda_inductor.graph.sizes import same
+from coda_inductor.matching import (
+    Hazards,
+    bodies,
+    changes,
+    memory,
+    named,
+    normalize,
+    target_name,
+    value,
+)
+from coda_inductor.program.dtypes import FLOATS
+from coda_inductor.record import Record
+from coda_inductor.select.policy import Policy
+
+_PRODUCTS = ("linear", "matmul", "mm", "addmm")
+#: What gives halves, and what may lie between a product and that; all else is not looked at.
+_CUTS = ("getitem", "select", "narrow")
+_BETWEEN = ("view", "reshape", "unflatten", "unbind", "tensor_split", "chunk", "split")
+_JOINED = ("chunk", "split")  # whose gradient is put together already
+_FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
+
+
+def split_packed(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Counts nothing: that a
+    pair shares a tile does."""
+    gm = graph.owning_module
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
+    policy = None
+    for body in bodies(gm):
+        products = [n for n in body.graph.nodes if _product(n) and (_units(n) or _halves(n))]
+        if products:
+            policy = policy or _policy(gm, record)
+            _rewrite(body.graph, products, policy, record)
+            body.module.recompile()
+
+
+def _policy(gm: GraphModule, record: Record) -> Policy:
+    """What the aten graph's policy will be, as far as the linear layers of this one tell."""
+    linears = [n for body in bodies(gm) for n in body.graph.nodes if target_name(n) == "linear"]
+    pairs = [pair for node in linears if (pair := _operands(node)) is not None]
+    training = any(value(node).requires_grad for node in linears)
+    times = 3 if training else 1  # for the gradients of its factors a layer multiplies again
+    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if}
+    return Policy.of_products(record.options, pairs * times, training=training, **how)
+
+
+def _product(node: Node) -> bool:
+    """Is ``node`` a product of matrices (..., 2F)?"""
+    known = value(node)
+    if target_name(node) not in _PRODUCTS or not hasattr(known, "fake_mode") or not known.dim():
+        return False
+    width = known.shape[-1]
+    return isinstance(width, int) and width > 0 and width % 2 == 0
+
+
+def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
+    """(M, K) and (K, N) of a linear layer, in the dtype that it computes in; None where they are no
+    plain tensors."""
+    known = [value(n) for n in _layer(node)[:2]]
+    if not all(hasattr(t, "fake_mode") for t in (value(node), *known)) or known[1].dim() != 2:
+        return None
+    with value(node).fake_mode, torch.no_grad():
+        x, w = (t.to(value(node).dtype) for t in known)
+        return x.reshape(-1, x.shape[-1]), w.t()
+
+
+def _layer(node: Node) -> tuple[Any, Any, Any]:
+    """The input, weight and bias of a linear layer."""
+    given = named(node, "input", "weight", "bias", bias=None)
+    return (None,) * 3 if given is None else (given["input"], given["weight"], given["bias"])
+
+
+def _halves(product: Node) -> dict[Node, int]:
+    """Nodes that take the lower (0) or the upper (1) half of the columns of ``product``, if both
+    are taken."""
+    half = value(product).shape[-1] // 2
+    ends = {(0, half): 0, (half, None): 1}
+    found: dict[Node, int] = {}
+    for node in _near(product):
+        canon = normalize(node) if target_name(node) in _CUTS else None
+        if canon is None or canon.op != "columns" or canon.args[0] is not product:
+            continue
+        _, start, stop, step = canon.args
+        if step == 1 and (start, stop) in ends:
+            found[node] = ends[start, stop]
+    return found if len(set(found.values())) == 2 else {}
+
+
+def _near(product: Node) -> list[Node]:
+    """What reads ``product``, or what a view and a division make of it."""
+    near, behind = [], [product]
+    while behind:
+        users = [u for node in behind for u in node.users]
+        near += users
+        behind = [u for u in users if target_name(u) in _BETWEEN]
+    return near
+
+
+def _units(product: Node) -> list[Node]:
+    """The gated linear units of the columns of ``product``."""
+    found = []
+    for node in product.users:
+        given = named(node, "input", "dim", dim=-1) if target_name(node) == "glu" else None
+        if given is not None and given["dim"] in (-1, value(product).dim() - 1):
+            found.append(node)
+    return found
+
+
+def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record) -> None:
+    hazards, last = Hazards(graph), graph.output_node().all_input_nodes
+    shared = {s for n in (*changes(graph), *last) for s in memory(n) or ()}
+    for product in products:
+        own = memory(product)
+        if own is None or not own.isdisjoint(shared):
+            continue
+        for unit in _units(product):
+            _expand(product, unit)
+        halves = _halves(product)
+        if not halves or hazards.between((product, *halves)):
+            continue
+        if _splits(product, halves, policy, record):
+            parts = _split(product)
+        elif len(ways := {n.args[0] for n in halves}) == 1 and target_name(*ways) in _JOINED:
+            continue
+        else:
+            parts = _chunk(product, like=min(halves))
+        for node, index in halves.items():
+            node.replace_all_uses_with(parts[index])
+            _erase(node, product)
+
+
+def _splits(product: Node, halves: dict[Node, int], policy: Policy, record: Record) -> bool:
+    """May ``product`` be two, and does that pay?"""
+    pair = _operands(product) if target_name(product) == "linear" else None
+    if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
+        return False
+    if not same(pair[1].stride(0), 1) or not _meet(halves):
+        return False
+    others = [n for n in _near(product) if n not in halves and target_name(n) != "size"]
+    if not all(n.users and target_name(n) in _BETWEEN for n in others):
+        return False
+    if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
+        return False
+    training = value(product).requires_grad and value(_layer(product)[1]).requires_grad
+    why = policy.takes(*pair) or policy.split_loses(pair[0], training)
+    if why is not None:
+        record.refuse("packed projection", place(product), why)
+    return why is None
+
+
+def _meet(halves: dict[Node, int]) -> bool:
+    """Does some elementwise op depend on both?"""
+    lower, upper = (_elementwise_readers([n for n in halves if halves[n] == i]) for i in (0, 1))
+    return not lower.isdisjoint(upper)
+
+
+def _elementwise_readers(nodes: Sequence[Node]) -> set[Node]:
+    found: set[Node] = set()
+    frontier = set(nodes)
+    for _ in range(_FAR):
+        frontier = {u for n in frontier for u in n.users if u not in found and _elementwise(u)}
+        found |= frontier
+    return found
+
+
+def _elementwise(node: Node) -> bool:
+    """Is the aten op of its name, in the common dialect, computed element by element?"""
+    canon = normalize(node)
+    name = target_name(node) if canon is None else canon.op
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    return name == "cast" or any(torch.Tag.pointwise in op.tags for op in overloads)
+
+
+def _split(product: Node) -> list[Node]:
+    """The products by the halves of its weight, in front of ``product``."""
+    put, dtype = _Put(product), value(product).dtype
+    with product.graph.inserting_before(product), value(product).fake_mode:
+        x, *factors = (  # cast once, where autocast would cast each half
+            node if value(node).dtype == dtype else put(torch.ops.aten.to.dtype, node, dtype)
+            for node in _layer(product)
+            if node is not None
+        )
+        pairs = [put.chunk(node, 0) for node in factors]
+        return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
+
+
+def _chunk(product: Node, *, like: Node) -> list[Node]:
+    with product.graph.inserting_before(like), value(product).fake_mode:
+        return _Put(like).chunk(product, -1)
+
+
+def _expand(product: Node, unit: Node) -> None:
+    """Not where the result would be laid out otherwise."""
+    with value(product).fake_mode, unit.graph.inserting_before(unit):
+        lower, upper = value(product).chunk(2, -1)
+        if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):
+            return
+        put = _Put(unit)
+        gate = put.chunk(product, -1)
+        new = put(operator.mul, gate[0], put(torch.sigmoid, gate[1]))
+    unit.replace_all_uses_with(new)
+    unit.graph.erase_node(unit)
+
+
+def _erase(node: Node, product: Node) -> None:
+    """Erase ``node``, and what is between it and ``product`` and read by nothing else; ``product``
+    too, if nothing is left that reads it."""
+    while not node.users:
+        source = node.args[0]
+        node.graph.erase_node(node)
+        if node is product:
+            break
+        node = source
+
+
+class _Put:
+    """Puts calls into a graph, with the metadata of ``like`` and recorded values."""
+
+    def __init__(self, like: Node):
+        self.like = like
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        made = self.like.graph.call_function(target, args)
+        known = target(*torch.fx.node.map_arg(args, value))
+        made.meta = {**self.like.meta, "example_value": known}
+        return made
+
+    def chunk(self, node: Node, dim: int) -> list[Node]:
+        parts = self(torch.chunk, node, 2, dim)
+        return [self(operator.getitem, parts, i) for i in range(2)]

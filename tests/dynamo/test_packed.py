@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed gate and up projection: read as two products that meet in one tile, in whatever way the
+halves are taken out of it, or left as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, leave_custom_ops, randn
+from harness import Harness
+from passes import codes
+from torch import nn
+
+from coda_inductor.refusal import refuse
+from coda_inductor.select.policy import Policy
+
+D, H = 16, 24
+
+
+def unfolded(z):
+    return z.view(*z.shape[:-1], 2, H)
+
+
+def selected(z):
+    both = z.reshape(*z.shape[:-1], 2, -1)
+    return both.select(-2, 0), both.select(-2, 1)
+
+
+def indexed(z):
+    both = unfolded(z)
+    return both[..., 0, :], both[..., 1, :]
+
+
+CUTS = {
+    "chunk": lambda z: z.chunk(2, -1),
+    "split": lambda z: z.split([H, H], -1),
+    "unbind": lambda z: unfolded(z).unbind(-2),
+    "unflatten": lambda z: torch.unbind(z.unflatten(-1, (2, -1)), dim=2),
+    "index": indexed,
+    "select": selected,
+    "slices": lambda z: (z[..., :H], z[:, :, H:]),
+    "slices from the end": lambda z: (z[..., :-H], z[..., -H:]),
+    "narrow": lambda z: (z.narrow(2, 0, H), z.narrow(-1, H, H)),
+    "tensor_split": lambda z: z.tensor_split(2, -1),
+    "tensor_split at": lambda z: torch.tensor_split(z, (H,), dim=-1),
+}
+GATES = {
+    "SwiGLU": lambda g, u: F.silu(g) * u,
+    "GeGLU": lambda g, u: F.gelu(g) * u,
+    "ReGLU, gate last": lambda u, g: u * F.relu(g),
+}
+
+
+def mlp(cut, gate=GATES["SwiGLU"], bias=False):
+    def function(x, w, gamma, gate_up, b, down):
+        x = x + F.linear(x, w)
+        z = F.linear(F.rms_norm(x, (D,), gamma, 1e-2), gate_up, b if bias else None)
+        return x + F.linear(gate(*cut(z)), down)
+
+    shapes = ((D, D), (D,), (2 * H, D), (2 * H,), (D, H))
+    return Weights(function, *(randn(*shape) for shape in shapes))
+
+
+def pairs(harness) -> int:
+    return sum(site.program.paired for site in harness.fused)
+
+
+def divided(harness) -> set[int]:
+    """Of how many dimensions what ``chunk`` divides is: a weight has 2, the product 3."""
+    chunks = [node.args[0] for node in harness.raised.nodes if node.target is torch.chunk]
+    return {node.meta["example_value"].dim() for node in chunks}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_halves_meet_in_one_tile(gate, bias):
+    harness = check(mlp(CUTS["chunk"], GATES[gate], bias), randn(2, 5, D))
+    assert harness.counts["rms_norm"] == 1
+    assert pairs(harness) == 1
+    assert len(harness.report.sites) == 3  # w, gate and up, down
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_are_eagers(cut, bias):
+    """The gradient's parts are made in down's dgrad; nothing joins them."""
+    harness = check_gradients(mlp(CUTS[cut], bias=bias), randn(2, 5, D).requires_grad_())
+    for name in ("rms_norm", "swiglu"):
+        assert harness.counts[name] == harness.counts[f"{name}_backward"] == 1
+    assert pairs(harness) == 1
+    joined = [n for n in harness.graph.nodes if n.target is torch.ops.aten.cat.default]
+    weight, row = (2 * H, D), (2 * H,)
+    assert {tuple(n.meta["val"].shape) for n in joined} == ({weight, row} if bias else {weight})
+
+
+@pytest.mark.parametrize("cut", ["chunk", "unbind"])
+def test_dynamic_sizes(cut):
+    harness = check_gradients(mlp(CUTS[cut]), randn(2, 5, D).requires_grad_(), dynamic=True)
+    assert pairs(harness) == 1
+    assert all(site.shape[1:] != (2 * H, D) for site in harness.report.sites)
+
+
+def test_a_frozen_weight():
+    function = mlp(CUTS["chunk"]).requires_grad_(False)
+    assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
+
+
+def test_no_tokens_of_a_symbolic_batch():
+    """A view may have one -1, but not beside a 0."""
+    compiled = torch.compile(mlp(CUTS["chunk"]), backend=Harness())
+    x = randn(3, 0, D)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        assert compiled(x).shape == (3, 0, D)
+
+
+@pytest.mark.parametrize("gate", [F.glu, lambda z: F.glu(z, 2), nn.GLU()], ids=["", "dim", "nn"])
+def test_gated_linear_units_share_a_tile(gate):
+    function = mlp(lambda z: (z,), gate)
+    assert pairs(check(function, randn(2, 5, D))) == 1
+    assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
+
+
+def test_gated_linear_units_of_an_exported_program():
+    x, function = randn(2, 5, D), mlp(lambda z: (z,), F.glu)
+    program = torch.export.export(function, (x,)).module()
+    assert pairs(check(program, x)) == 1
+
+
+def test_more_readers_of_one_half():
+    def cut(z):
+        low, high = z[..., :H], z[..., H:]
+        return low + z[..., :H].sin(), high
+
+    assert divided(check_gradients(mlp(cut), randn(2, 5, D).requires_grad_())) == {2}
+
+
+def read_elsewhere(x, w):
+    z = F.linear(x, w)
+    return F.silu(z[..., :H]) * z[..., H:] + z.mean()
+
+
+def never_meeting(x, w):
+    z = F.linear(x, w)
+    return z[..., :H].softmax(-1), z[..., H:].cumsum(0)
+
+
+def not_k_major(x, w):
+    z = F.linear(x, w.reshape(D, 2 * H).t())
+    return F.silu(z[..., :H]) * z[..., H:]
+
+
+def times_a_matrix(x, w):
+    z = x @ w.reshape(D, 2 * H)
+    return F.silu(z[..., :H]) * z[..., H:]
+
+
+@pytest.mark.parametrize("function", [read_elsewhere, never_meeting, not_k_major, times_a_matrix])
+def test_products_that_stay_one_whose_gradient_is_put_together(function):
+    harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
+    assert divided(harness) == {3}
+
+
+def test_in_fp8_halves_would_have_other_scales():
+    harness = check(mlp(CUTS["slices"]), randn(2, 5, D), fp8="rowwise")
+    assert divided(harness) == {3}
+    assert pairs(harness) == 0
+
+
+def test_refused_with_the_gates_reason(monkeypatch):
+    why = refuse("split-copies-gradient", "too few rows")
+    monkeypatch.setattr(Policy, "split_loses", lambda *_: why)
+    harness = check(mlp(CUTS["chunk"]), randn(2, 5, D))
+    assert pairs(harness) == 0
+    assert "split-copies-gradient" in codes(harness)
+
+
+def test_partials_of_pairs_with_rows(monkeypatch):
+    """The op's own implementation reads a row vector of 2N: every value twice."""
+    leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    harness = check(mlp(CUTS["chunk"], bias=True), randn(2, 5, D))
+    (pair,) = [s.program for s in harness.fused if s.program.paired]
+    assert [o.kind for o in pair.operands] == ["col", "row", "row"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
+def test_halves_that_are_no_floats_are_no_failure(dtype):
+    """Strict: what warns would raise."""
+
+    def function(x, w):
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return gate * up
+
+    harness = check(function, torch.ones(5, D, dtype=dtype), torch.ones(2 * H, D, dtype=dtype))
+    assert not harness.fused
+
+
+def glu_of_rows(x, w):
+    return F.glu(F.linear(x, w), dim=1)
+
+
+def one_half(x, w):
+    return F.linear(x, w)[..., :H].sin()
+
+
+def interleaved(x, w):
+    z = F.linear(x, w)
+    return F.silu(z[..., ::2]) * z[..., 1::2]
+
+
+def as_in_gpt_oss(x, w):
+    z = F.linear(x, w)
+    gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def in_rows(x, w):
+    low, high = F.linear(x, w).unflatten(1, (2, 3)).unbind(1)
+    return F.silu(low) * high
+
+
+def of_no_product(x, w):
+    low, high = x[..., : D // 2], x[..., D // 2 :]
+    return F.linear(F.silu(low) * high, w[:, : D // 2])
+
+
+def three_parts(x, w):
+    q, k, v = F.linear(x, w).split([H, H // 2, H // 2], -1)
+    return q.sin(), k * v
+
+
+def overlapping(x, w):
+    z = F.linear(x, w)
+    return F.silu(z[..., :H]) * z[..., H - 1 : -1]
+
+
+def returned(x, w):
+    z = F.linear(x, w)
+    return z[..., :H], z[..., H:].sin()
+
+
+def changed(x, w):
+    z = F.linear(x, w)
+    low, high = z[..., :H], z[..., H:]
+    low.mul_(2)
+    return F.silu(low) * high
+
+
+def changed_between(x, w):
+    z = F.linear(x, w)
+    low = z[..., :H] * 3
+    z[..., H:] += 1
+    return low * z[..., H:]
+
+
+def in_two_modes(x, w):
+    z = F.linear(x, w)
+    low = z[..., :H]
+    with torch.no_grad():
+        high = z[..., H:]
+    return F.silu(low) * high
+
+
+OTHERS = [
+    glu_of_rows, one_half, interleaved, as_in_gpt_oss, in_rows, of_no_product, three_parts,
+    overlapping, returned, changed, changed_between, in_two_modes,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
+def test_what_else_is_taken_stays(function):
+    harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
+    assert not divided(harness)
+    assert not any(site.program.paired for site in harness.fused)
