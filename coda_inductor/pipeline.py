@@ -197,6 +197,8 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
     given = enumerate(gm.graph.find_nodes(op="placeholder"))
     record.tensors = frozenset(i for i, n in given if not isinstance(value(n), torch.nn.Parameter))
     _run(ON_DYNAMO, gm.graph, record)
+    for body in bodies(gm.graph):
+        body.module.recompile()
     record.folder.graph("1_raised", gm)
     _count(record)
     wraps, record.around = record.around, []  # of this graph, not of the record's next one
@@ -325,7 +327,7 @@ def _graphs(passes: Sequence[Pass], graph: Graph) -> list[tuple[GraphModule | No
     """What passes may change: an aten graph; a Dynamo graph with its checkpointed regions."""
     if passes is ON_ATEN:
         return [(None, graph)]
-    return [(body.module, body.graph) for body in bodies(_owner(graph))]
+    return [(body.module, body.graph) for body in bodies(_owner(graph).graph)]
 
 
 def _owner(graph: Graph) -> GraphModule:

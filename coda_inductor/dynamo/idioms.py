@@ -24,9 +24,10 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor import patterns
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.nodes import erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
@@ -52,16 +53,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def raise_idioms(graph: Graph, record: Record) -> None:
     """Replace every idiom of every enabled pattern in ``graph`` and its checkpointed regions, in
     place. Tensors keep shapes, dtypes and devices; parameters are untouched."""
-    gm, options = graph.owning_module, record.options
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
-    known = patterns.load(options.patterns, strict=options.strict)
-    dual = forward_mode(gm)
-    for body in bodies(gm):
+    known = patterns.load(record.options.patterns, strict=record.options.strict)
+    dual = forward_mode(graph)
+    for body in bodies(graph):
         ops = _ops(body.graph)
         for pattern in known:
             if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
                 ops = _ops(body.graph)
-        body.module.recompile()
 
 
 def _calls(graph: Graph) -> list[Node]:
@@ -217,30 +215,15 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
 
 
 def _replace(graph: Graph, pattern: Pattern, match: Match) -> None:
-    root, arguments = match.root, pattern.arguments(match)
-    with value(root).fake_mode, graph.inserting_before(root):
-        example = pattern.op(*map(_fake, arguments))
-        arguments = tuple(_flat(root, arg) if isinstance(arg, Flat) else arg for arg in arguments)
-        call = graph.call_function(pattern.op, arguments)
-        call.meta = {**root.meta, "example_value": example}
-        new = call
-        if pattern.result is not None:
-            new = graph.call_function(operator.getitem, (call, pattern.result))
-            new.meta = dict(root.meta)
+    root, put = match.root, Put(match.root)
+    arguments = pattern.arguments(match)
+    arguments = [put("reshape", a.node, -1) if isinstance(a, Flat) else a for a in arguments]
+    new = put(pattern.op, *arguments)
+    if pattern.result is not None:
+        new = put(operator.getitem, new, pattern.result)
+        new.meta = dict(root.meta)
     root.replace_all_uses_with(new)
-    for node in sorted((*match.nodes, *match.casts), key=_position(graph), reverse=True):
+    for node in sorted((*match.nodes, *match.casts), reverse=True):
         if not node.users:
             graph.erase_node(node)
     logger.debug("raise: %s at %s", pattern.name, new.name)
-
-
-def _flat(root: Node, arg: Flat) -> Node:
-    """``arg`` as a node of the graph; called in the mode of its recorded values."""
-    node = root.graph.call_method("reshape", (arg.node, -1))
-    node.meta = {**root.meta, "example_value": _fake(arg)}
-    return node
-
-
-def _position(graph: Graph):
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return order.__getitem__

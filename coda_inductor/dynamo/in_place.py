@@ -5,16 +5,19 @@ Before::
 
     mean = x.pow(2).mean(-1, keepdim=True);  rstd = mean.add_(eps).rsqrt_()
     y = linear(h, W);  y += x
+    bias = zeros(T, T);  bias.masked_fill_(hidden, -inf)     # as SDPA's documentation writes it
 
 After::
 
     mean = x.pow(2).mean(-1, keepdim=True);  rstd = mean.add(eps).rsqrt()
     y = linear(h, W);  add = y + x
+    bias = zeros(T, T).masked_fill(hidden, -inf)
 
 Why it is valid: the tensor was made in this graph, is no view and has none, so that who reads it
 later can read the result instead. Both compute the same, in one dtype.
 
-What it enables: patterns never look through a change in place; without one they need not ask.
+What it enables: patterns and masks never look through a change in place; without one they need not
+ask.
 
 Leaves alone, silently, for nothing is lost that was there: what else shares the memory of, or may;
 ops that would promote; what another mode (``no_grad``, autocast) separates from its tensor; in 16
@@ -28,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator
 from coda_inductor.graph.sizes import same
@@ -41,20 +44,20 @@ _OPERATORS = {
 }  # fmt: skip
 _FLAGGED = (F.silu, F.relu)
 #: Methods that compute in the dtype of what they are given, under autocast too; and the others.
-_ALIKE = ("add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "relu_")
+_ALIKE = (
+    "add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "relu_", "masked_fill_", "triu_",
+    "tril_",
+)  # fmt: skip
 _WIDENED = ("rsqrt_", "sqrt_", "square_", "reciprocal_", "pow_", "exp_")
 
 
 def change_copies(graph: Graph, _record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
-    for body in bodies(gm):
-        if _change(body.graph):
-            body.module.recompile()
+    for body in bodies(graph):
+        _change(body.graph)
 
 
-def _change(graph: Graph) -> bool:
+def _change(graph: Graph) -> None:
     mode, seen = 0, dict[Node, int]()
     sharing: dict[int, set[Node]] = {}  # storage -> what stands before, without ``replaced``
     replaced: set[Node] = set()
@@ -76,7 +79,6 @@ def _change(graph: Graph) -> bool:
         seen[node] = mode
         for place in memory(node) or ():
             sharing.setdefault(place, set()).add(node)
-    return bool(replaced)
 
 
 def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
@@ -105,7 +107,7 @@ def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> boo
     """Is the result of ``call`` like that of ``node``, which is its own first argument?"""
     want = value(node)
     mode = getattr(want, "fake_mode", None)
-    if not isinstance(want, torch.Tensor) or mode is None or not want.is_floating_point():
+    if not isinstance(want, torch.Tensor) or mode is None:
         return False
     if node.target in _WIDENED and want.element_size() < 4:
         return False

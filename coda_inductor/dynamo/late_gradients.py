@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.sizes import hint
@@ -87,13 +87,11 @@ class _Head(NamedTuple):
 def separate(graph: Graph, record: Record) -> None:
     """Detach such outputs of ``graph``, in place. The record gets what to wrap around the compiled
     graph, so that it takes and returns what it did before."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
-    output = next(n for n in gm.graph.nodes if n.op == "output")
+    output = graph.output_node()
     results = list(output.args[0])
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = list(graph.find_nodes(op="placeholder"))
     found: list[tuple[int, int, int | None, float]] = []
-    changed = changes(gm.graph)
+    changed = changes(graph)
     for place, logits in enumerate(results):
         if not isinstance(logits, Node) or not _is_large(logits) or _shared(logits, results):
             continue
@@ -103,15 +101,14 @@ def separate(graph: Graph, record: Record) -> None:
         parameters = {p for p in (head.w, head.b) if p is not None}
         if not parameters <= set(inputs) or changed & _read(logits, {head.h, *parameters}):
             continue
-        with gm.graph.inserting_before(output):
-            detached = gm.graph.call_method("detach", (logits,))
+        with graph.inserting_before(output):
+            detached = graph.call_method("detach", (logits,))
         detached.meta = {**logits.meta, "example_value": value(logits).detach()}
         results[place] = detached
         results.append(head.h)
         bias = None if head.b is None else inputs.index(head.b)
         found.append((place, inputs.index(head.w), bias, head.cap))
     output.args = (tuple(results),)
-    gm.recompile()
     if found:
         record.around.append(lambda compiled: _wrap(compiled, found))
 

@@ -31,10 +31,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from coda_inductor.dynamo.nodes import Put, is_view
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
+from coda_inductor.matching.rows import is_last
 from coda_inductor.record import Record
 
 #: Of no class, in 32 bits too.
@@ -43,21 +45,16 @@ _NOTHING = -(2**31)
 
 def gathered_losses(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
     if not record.enabled("cross_entropy"):
         return
-    for body in bodies(gm):
+    for body in bodies(graph):
         hazards = Hazards(body.graph)
-        found = [n for n in body.graph.nodes if target_name(n) in _GATHERS]
-        for node in found:
+        for node in [n for n in body.graph.nodes if target_name(n) in _GATHERS]:
             if (logits := _logits(node, hazards)) is not None:
                 _replace(node, logits)
             else:
                 for difference, minus in _differences(node, hazards):
                     _replace_difference(difference, node, minus)
-        if found:
-            body.module.recompile()
 
 
 _GATHERS = ("gather", "take_along_dim")
@@ -66,16 +63,8 @@ _GATHERS = ("gather", "take_along_dim")
 def _given(node: Node) -> dict[str, Any] | None:
     if target_name(node) == "gather":
         return named(node, "input", "dim", "index", "sparse_grad", sparse_grad=False)
-    names = ("input", "indices", "dim")
-    given = named(node, *names, dim=None)
-    if given is None:
-        return None
-    return {
-        "input": given["input"],
-        "dim": given["dim"],
-        "index": given["indices"],
-        "sparse_grad": False,
-    }
+    given = named(node, "input", "indices", "dim", dim=None)
+    return given and {**given, "index": given["indices"], "sparse_grad": False}
 
 
 def _logits(node: Node, hazards: Hazards) -> Node | None:
@@ -97,8 +86,10 @@ def _takes_one_a_row(given: dict[str, Any], logits: Node, source: Node) -> bool:
     x, rows, index = value(logits), value(source), value(given["index"])
     if not all(hasattr(t, "fake_mode") for t in (x, rows, index)) or index.dtype != torch.int64:
         return False
-    last = isinstance(given["dim"], int) and given["dim"] in (-1, x.dim() - 1)
-    one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
+    last, one = (
+        is_last(given["dim"], given["input"]),
+        x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1)),
+    )
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
     return last and one and x.is_floating_point() and not narrowed
 
@@ -129,13 +120,7 @@ def _differences(node: Node, hazards: Hazards) -> Iterator[tuple[Node, bool]]:
 
 def _without_last(node: Node) -> list[Node]:
     """``node`` (..., 1), and what reads it without its last dimension."""
-    found = [node]
-    for user in node.users:
-        name, rest = target_name(user), user.args[1:]
-        squeezed = name == "squeeze" and rest in ((-1,), (value(node).dim() - 1,))
-        if (squeezed and not user.kwargs) or (name == "getitem" and rest == ((Ellipsis, 0),)):
-            found.append(user)
-    return found
+    return [node, *(u for u in node.users if is_view(u, value(node).squeeze(-1)))]
 
 
 def _logsumexp(node: Node, logits: Node) -> Node | None:
@@ -148,10 +133,7 @@ def _logsumexp(node: Node, logits: Node) -> Node | None:
     given = named(node, "input", "dim", "keepdim", keepdim=False)
     if given is None or not _one(given["input"], logits):
         return None
-    dim = given["dim"]
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    rows = isinstance(dim, int) and dim in (-1, value(logits).dim() - 1)
-    return node if rows else None
+    return node if is_last(given["dim"], logits) else None
 
 
 def _replace(node: Node, logits: Node) -> None:
@@ -180,31 +162,16 @@ def _replace_difference(node: Node, gather: Node, minus: bool) -> None:
 def _put_loss(node: Node, logits: Node, index: Node, dtype: torch.dtype, *, negative: bool) -> None:
     """Let the users of ``node`` read the cross entropy of ``logits``, computed in ``dtype`` and
     shaped like ``node``: like ``index`` or without its last dimension."""
-    graph = node.graph
-    x, i = value(logits), value(index)
-
-    def put(target: Any, *args: Any, of: Any, **kwargs: Any) -> Node:
-        make = graph.call_method if isinstance(target, str) else graph.call_function
-        made = make(target, args, kwargs)
-        made.meta = {**node.meta, "example_value": of}
-        return made
-
-    with graph.inserting_before(node), x.fake_mode:
-        if x.dtype != dtype:
-            x = x.to(dtype)
-            logits = put("to", logits, dtype, of=x)
-        x, i = x.flatten(0, -2), i.flatten()
-        rows, classes = put("flatten", logits, 0, -2, of=x), put("flatten", index, of=i)
-        how: dict[str, Any] = {"ignore_index": _NOTHING, "reduction": "none"}
-        loss = F.cross_entropy(x, i, **how)
-        found = put(F.cross_entropy, rows, classes, of=loss, **how)
-        if negative:
-            loss = loss.neg()
-            found = put("neg", found, of=loss)
-        loss = loss.view_as(value(index))
-        found = put("view_as", found, index, of=loss)
-        if value(node).dim() < loss.dim():
-            found = put("squeeze", found, -1, of=loss.squeeze(-1))
+    put = Put(node)
+    if value(logits).dtype != dtype:
+        logits = put("to", logits, dtype)
+    rows, classes = put("flatten", logits, 0, -2), put("flatten", index)
+    found = put(F.cross_entropy, rows, classes, ignore_index=_NOTHING, reduction="none")
+    if negative:
+        found = put("neg", found)
+    found = put("view_as", found, index)
+    if value(node).dim() < value(index).dim():
+        found = put("squeeze", found, -1)
     node.replace_all_uses_with(found)
 
 

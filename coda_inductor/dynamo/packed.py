@@ -38,9 +38,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.nodes import place
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import (
@@ -68,20 +69,17 @@ _FAR = 16  # how many elementwise ops may lie between a half and where it meets 
 def split_packed(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Counts nothing: that a
     pair shares a tile does."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
     policy = None
-    for body in bodies(gm):
+    for body in bodies(graph):
         products = [n for n in body.graph.nodes if _product(n) and (_units(n) or _halves(n))]
         if products:
-            policy = policy or _policy(gm, record)
+            policy = policy or _policy(graph, record)
             _rewrite(body.graph, products, policy, record)
-            body.module.recompile()
 
 
-def _policy(gm: GraphModule, record: Record) -> Policy:
+def _policy(graph: Graph, record: Record) -> Policy:
     """What the aten graph's policy will be, as far as the linear layers of this one tell."""
-    linears = [n for body in bodies(gm) for n in body.graph.nodes if target_name(n) == "linear"]
+    linears = [n for body in bodies(graph) for n in body.graph.nodes if target_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(value(node).requires_grad for node in linears)
     times = 3 if training else 1  # for the gradients of its factors a layer multiplies again
@@ -168,7 +166,7 @@ def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record)
         elif len(ways := {n.args[0] for n in halves}) == 1 and target_name(*ways) in _JOINED:
             continue
         else:
-            parts = _chunk(product, like=min(halves))
+            parts = _chunk(Put(min(halves)), product, -1)
         for node, index in halves.items():
             node.replace_all_uses_with(parts[index])
             _erase(node, product)
@@ -219,32 +217,30 @@ def _elementwise(node: Node) -> bool:
 
 def _split(product: Node) -> list[Node]:
     """The products by the halves of its weight, in front of ``product``."""
-    put, dtype = _Put(product), value(product).dtype
-    with product.graph.inserting_before(product), value(product).fake_mode:
-        x, *factors = (  # cast once, where autocast would cast each half
-            node if value(node).dtype == dtype else put(torch.ops.aten.to.dtype, node, dtype)
-            for node in _layer(product)
-            if node is not None
-        )
-        pairs = [put.chunk(node, 0) for node in factors]
-        return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
+    put, dtype = Put(product), value(product).dtype
+    x, *factors = (  # cast once, where autocast would cast each half
+        node if value(node).dtype == dtype else put("to", node, dtype)
+        for node in _layer(product)
+        if node is not None
+    )
+    pairs = [_chunk(put, node, 0) for node in factors]
+    return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
 
 
-def _chunk(product: Node, *, like: Node) -> list[Node]:
-    with product.graph.inserting_before(like), value(product).fake_mode:
-        return _Put(like).chunk(product, -1)
+def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
+    parts = put(torch.chunk, node, 2, dim)
+    return [put(operator.getitem, parts, i) for i in range(2)]
 
 
 def _expand(product: Node, unit: Node) -> None:
     """Not where the result would be laid out otherwise."""
-    with value(product).fake_mode, unit.graph.inserting_before(unit):
+    with value(product).fake_mode:
         lower, upper = value(product).chunk(2, -1)
         if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):
             return
-        put = _Put(unit)
-        gate = put.chunk(product, -1)
-        new = put(operator.mul, gate[0], put(torch.sigmoid, gate[1]))
-    unit.replace_all_uses_with(new)
+    put = Put(unit)
+    gate = _chunk(put, product, -1)
+    unit.replace_all_uses_with(put(operator.mul, gate[0], put(torch.sigmoid, gate[1])))
     unit.graph.erase_node(unit)
 
 
@@ -257,20 +253,3 @@ def _erase(node: Node, product: Node) -> None:
         if node is product:
             break
         node = source
-
-
-class _Put:
-    """Puts calls into a graph, with the metadata of ``like`` and recorded values."""
-
-    def __init__(self, like: Node):
-        self.like = like
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        made = self.like.graph.call_function(target, args)
-        known = target(*torch.fx.node.map_arg(args, value))
-        made.meta = {**self.like.meta, "example_value": known}
-        return made
-
-    def chunk(self, node: Node, dim: int) -> list[Node]:
-        parts = self(torch.chunk, node, 2, dim)
-        return [self(operator.getitem, parts, i) for i in range(2)]

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import OpOverload, schema
 from coda_inductor.matching import bodies, value
@@ -58,21 +58,14 @@ _FIRST: dict[str, tuple[Callable[..., Any], int]] = {
 
 def respell(graph: Graph, _record: Record) -> None:
     """Rename the aten calls of ``graph`` and its checkpointed regions, in place."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
-    for body in bodies(gm):
-        calls = [n for n in body.graph.nodes if _aten(n)]
-        for node in calls:
+    for body in bodies(graph):
+        for node in [n for n in body.graph.nodes if _aten(n)]:
             _respell(node)
-        if calls:
-            body.module.recompile()
 
 
 def spelled_in_aten(graph: Graph, _record: Record) -> bool:
     """Is there anything to do?"""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
-    return any(_aten(node) for body in bodies(gm) for node in body.graph.nodes)
+    return any(_aten(node) for body in bodies(graph) for node in body.graph.nodes)
 
 
 def _aten(node: Node) -> bool:
@@ -155,14 +148,9 @@ def _to(node: Node) -> Call | None:
 def _to_copy(node: Node) -> Call | None:
     """Where the dtype changes ``x.to`` copies as well."""
     source, made = value(node.args[0]), value(node)
-    if (
-        source is None
-        or made is None
-        or source.dtype == made.dtype
-        or set(node.kwargs) != {"dtype"}
-    ):
-        return None
-    return "to", (node.args[0], node.kwargs["dtype"]), {}
+    known = source is not None and made is not None and set(node.kwargs) == {"dtype"}
+    copies = known and source.dtype != made.dtype
+    return ("to", (node.args[0], node.kwargs["dtype"]), {}) if copies else None
 
 
 def _slice(node: Node) -> Call | None:
@@ -206,10 +194,6 @@ def _index(node: Node) -> Call | None:
     return operator.getitem, (x, tuple(slice(None) if i is None else i for i in items)), {}
 
 
-def _size(node: Node) -> Call | None:
-    return "size", node.args, node.kwargs
-
-
 def _cross_entropy(node: Node) -> Call | None:
     """``cross_entropy_loss(x, target, weight, reduction, ignore_index, label_smoothing)``."""
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
@@ -223,5 +207,6 @@ def _cross_entropy(node: Node) -> Call | None:
 
 _SPECIAL: dict[str, Callable[[Node], Call | None]] = {
     "to": _to, "_to_copy": _to_copy, "slice": _slice, "select": _select, "index": _index,
-    "sym_size": _size, "cross_entropy_loss": _cross_entropy,
+    "sym_size": lambda node: ("size", node.args, node.kwargs),
+    "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip

@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from coda_inductor.dynamo.nodes import Put, is_view, uncast
 from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
 from coda_inductor.record import Record
 
@@ -45,11 +46,9 @@ _OPTIONS: dict[str, Any] = {
 
 def whole_losses(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
-    gm = graph.owning_module
-    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
     if not record.enabled("cross_entropy"):
         return
-    for body in bodies(gm):
+    for body in bodies(graph):
         found = [n for n in body.graph.nodes if target_name(n) == "cross_entropy"]
         hazards = Hazards(body.graph)
         for node in found:
@@ -61,8 +60,6 @@ def whole_losses(graph: Graph, record: Record) -> None:
                 logits, chain = _without_last_row(given)
             if logits is not None and not hazards.between((given["input"], *chain, node)):
                 _replace(node, given, logits, chain)
-        if found:
-            body.module.recompile()
 
 
 def _of_classes(given: dict[str, Any]) -> bool:
@@ -76,23 +73,10 @@ def _of_classes(given: dict[str, Any]) -> bool:
 
 def _classes_second(node: Node) -> Node | None:
     """What ``node`` (B, V, T, ...) turns, (B, T, ..., V), if it is that."""
-    source, rank = node.args[0] if node.args else None, value(node).dim()
-    if not isinstance(source, Node) or rank < 3:
-        return None
-    order, name = list(range(rank)), target_name(node)
-    if name == "permute":
-        dims = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-    elif name in ("transpose", "swapaxes") and len(node.args) == 3:
-        i, j = node.args[1:]
-        if not all(isinstance(d, int) for d in (i, j)):
-            return None
-        order[i], order[j] = order[j], order[i]
-        dims = order
-    else:
-        return None
-    if not all(isinstance(d, int) for d in dims) or node.kwargs:
-        return None
-    return source if [d % rank for d in dims] == [0, rank - 1, *range(1, rank - 1)] else None
+    source = node.args[0] if node.args else None
+    logits = value(source)
+    turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
+    return source if turns and is_view(node, logits.movedim(-1, 1)) else None
 
 
 def _without_last_row(given: dict[str, Any]) -> tuple[Node | None, tuple[Node, ...]]:
@@ -104,29 +88,20 @@ def _without_last_row(given: dict[str, Any]) -> tuple[Node | None, tuple[Node, .
     if rows.dim() != 2 or target.dim() != 1:
         return None, ()
     while len(node.users) == 1 and isinstance(node.args[0] if node.args else None, Node):
-        chain, source, name = (node, *chain), node.args[0], target_name(node)
-        if name == "getitem":
-            logits = value(source)
-            cut = isinstance(logits, torch.Tensor) and logits.dim() == 3
-            if not cut or not _all_but_last(node.args[1]):
-                return None, ()
+        chain, source = (node, *chain), node.args[0]
+        logits = value(source)
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
             known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             apart = known and rows.shape[1] == logits.shape[2]
-            return (source, chain) if apart and not _may_overflow(source) else (None, ())
+            # Infinite logits of rows that nobody reads would be NaNs in the gradient.
+            overflows = value(uncast(source)).dtype == torch.float16
+            return (source, chain) if apart and not overflows else (None, ())
         canon = normalize(node)
         viewed = canon is not None and canon.op in ("view", "flatten")
-        if not viewed and not (name in _COPIES and _copied(source, node)):
+        if not viewed and not (target_name(node) in _COPIES and _copied(source, node)):
             break
         node = source
     return None, ()
-
-
-def _may_overflow(logits: Node) -> bool:
-    """Are ``logits`` of float16, or were they? Infinite ones of rows that nobody reads would be
-    NaNs in the gradient."""
-    while (canon := normalize(logits)) is not None and canon.op == "cast":
-        logits = canon.args[0]
-    return value(logits).dtype == torch.float16
 
 
 #: Methods that copy: into another layout or a wider dtype.
@@ -142,49 +117,26 @@ def _copied(source: Node, copy: Node) -> bool:
     return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
-def _all_but_last(index: Any) -> bool:
-    """Does ``index`` take of (B, T, V) all positions but the last?"""
-    if not isinstance(index, tuple):
-        return False
-    whole, cut = slice(None), (slice(None, -1), slice(0, -1))
-    index = tuple(slice(None) if i == slice(0, None) else i for i in index)
-    ways = [(whole, c) for c in cut] + [
-        (*w, c, whole) for w in ((whole,), (Ellipsis,)) for c in cut
-    ]
-    return any(index == way for way in ways)
-
-
 def _replace(node: Node, given: dict[str, Any], logits: Node, chain: tuple[Node, ...]) -> None:
     """Put the loss of all rows of ``logits`` in the place of ``node``; ``chain``: the slice that
     leaves the last row of each sequence out, if one does, and what follows it."""
-    graph = node.graph
-
-    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-        make = graph.call_method if isinstance(target, str) else graph.call_function
-        made = make(target, args, kwargs)
-        first, *others = torch.fx.node.map_arg(args, value)
-        call = getattr(type(first), target) if isinstance(target, str) else target
-        of = call(first, *others, **torch.fx.node.map_arg(kwargs, value))
-        made.meta = {**node.meta, "example_value": of}
-        return made
-
+    put = Put(node)
     target, ignored = given["target"], given["ignore_index"]
     dtype = value(node).dtype  # autocast widens the logits, which nothing below is recorded under
-    with graph.inserting_before(node), value(logits).fake_mode:
-        if value(logits).dtype != dtype:
-            logits = put("to", logits, dtype)
-        classes = target
+    if value(logits).dtype != dtype:
+        logits = put("to", logits, dtype)
+    classes = target
+    if chain:
+        rows = value(chain[0]).shape[:2]
+        classes = put(F.pad, put("view", target, *rows), (0, 1), "constant", ignored)
+    how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
+    found = put(F.cross_entropy, put("flatten", logits, 0, -2), put("flatten", classes), **how)
+    if given["reduction"] == "none":
+        found = put("view_as", found, classes)
         if chain:
-            rows = value(chain[0]).shape[:2]
-            classes = put(F.pad, put("view", target, *rows), (0, 1), "constant", ignored)
-        how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
-        found = put(F.cross_entropy, put("flatten", logits, 0, -2), put("flatten", classes), **how)
-        if given["reduction"] == "none":
-            found = put("view_as", found, classes)
-            if chain:
-                found = put("flatten", put(operator.getitem, found, (Ellipsis, slice(None, -1))))
+            found = put("flatten", put(operator.getitem, found, (Ellipsis, slice(None, -1))))
     node.replace_all_uses_with(found)
-    graph.erase_node(node)
+    node.graph.erase_node(node)
     for dead in reversed(chain):
         if not dead.users:
-            graph.erase_node(dead)
+            dead.graph.erase_node(dead)

@@ -29,16 +29,18 @@ class Body:
         return self.module.graph
 
 
-def bodies(gm: GraphModule, around: Body | None = None) -> Iterator[Body]:
-    """``gm`` and the bodies of its checkpoint and nested_compile_region calls, outermost first.
+def bodies(graph: Graph, around: Body | None = None) -> Iterator[Body]:
+    """``graph`` and the bodies of its checkpoint and nested_compile_region calls, outermost first.
 
     Other nested graphs (flex_attention's score_mod, cond branches) have semantics of their own and
     are left out.
     """
+    gm = graph.owning_module
+    assert isinstance(gm, GraphModule), "Dynamo's graph has an owner"
     body = around or Body(gm)
     yield body
     callers: dict[str, list[Node]] = {}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if target_name(node) in _REGIONS:
             for target in nested(node):
                 callers.setdefault(target, []).append(node)
@@ -46,7 +48,7 @@ def bodies(gm: GraphModule, around: Body | None = None) -> Iterator[Body]:
         child = getattr(gm, target, None)
         if isinstance(child, GraphModule):
             outer = passed(calls[0], child) if len(calls) == 1 else None
-            yield from bodies(child, Body(child, body, outer or {}))
+            yield from bodies(child.graph, Body(child, body, outer or {}))
 
 
 def nested(node: Node) -> dict[str, GraphModule | None]:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import (
     HigherOrderOperator,
@@ -136,10 +136,10 @@ def _written_inside(node: Node) -> set[Node]:
     return found if children else set(node.all_input_nodes)
 
 
-def forward_mode(gm: GraphModule) -> str | None:
-    """The node of ``gm``, or of a checkpointed region in it, that starts forward-mode
+def forward_mode(graph: Graph) -> str | None:
+    """The node of ``graph``, or of a checkpointed region in it, that starts forward-mode
     differentiation (``make_dual``, ``torch.func.jvp``); None if there is none."""
-    nodes = (node for body in bodies(gm) for node in body.graph.nodes)
+    nodes = (node for body in bodies(graph) for node in body.graph.nodes)
     return next((n.name for n in nodes if _starts_forward_mode(n)), None)
 
 

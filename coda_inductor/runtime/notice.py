@@ -127,7 +127,7 @@ def _limited(entry: Any) -> bool:
 
 
 def _has_product(gm: GraphModule) -> bool:
-    calls = (node for body in bodies(gm) for node in body.graph.nodes)
+    calls = (node for body in bodies(gm.graph) for node in body.graph.nodes)
     names = (str(getattr(n.target, "__name__", n.target)) for n in calls)
     return any(name.split(".")[0] in _PRODUCTS for name in names)  # mm, and aten's mm.default
 

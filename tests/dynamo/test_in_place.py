@@ -99,12 +99,6 @@ def that_narrows(x, w, v):
     return y
 
 
-def of_integers(x, w, v):
-    n = torch.arange(4) + 1
-    n.mul_(2)
-    return x * n[:, None]
-
-
 def without_gradients(x, w, v):
     y = x @ w
     with torch.no_grad():
@@ -113,8 +107,7 @@ def without_gradients(x, w, v):
 
 
 OTHERS = (
-    of_an_input, of_a_view, behind_a_view, behind_itself, that_narrows, of_integers,
-    without_gradients,
+    of_an_input, of_a_view, behind_a_view, behind_itself, that_narrows, without_gradients,
 )  # fmt: skip
 
 

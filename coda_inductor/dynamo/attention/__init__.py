@@ -2,8 +2,6 @@
 """Around ``scaled_dot_product_attention`` in Dynamo's graph, where SDPA has not chosen its kernel.
 
 constants     what a tensor's values are, where sizes are numbers
-fills         factories that fill a tensor with one number
-fresh         masks that are filled in place
 calls         masks become flags, repeated heads become grouped ones
 additive      what a mask of 0 and -inf was made of
 blocks        a mask's blocks, and the call of FlexAttention that walks along them

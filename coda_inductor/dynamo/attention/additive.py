@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.dynamo.attention.fills import FILLED, fill, op_name
-from coda_inductor.matching import normalize, value
+from coda_inductor.matching import normalize, target_name, value
 from coda_inductor.refusal import Refusal, refuse
 
 #: Arguments in order; the tensor itself is a method's first.
@@ -21,6 +21,11 @@ _ARGUMENTS = {
     ("masked_fill", "call_function"): ("input", "mask", "value"),
     ("masked_fill", "call_method"): ("input", "mask", "value"),
 }
+#: Ops of which no argument but the filling number says what the elements are.
+_FILLED = {
+    "ones": 1, "ones_like": 1, "new_ones": 1, "zeros": 0, "zeros_like": 0, "new_zeros": 0,
+    "full": None, "full_like": None, "new_full": None,
+}  # fmt: skip
 
 
 class Condition(NamedTuple):
@@ -48,7 +53,7 @@ def condition(mask: Node, constants: Constants) -> Condition | Refusal:
     while (canon := normalize(mask)) is not None and canon.op == "cast":
         mask = canon.args[0]
         steps.add(mask)
-    name = op_name(mask)
+    name = target_name(mask)
     names = _ARGUMENTS.get((name, mask.op), ())
     given = dict(zip(names, mask.args, strict=False)) | mask.kwargs
     if not names or set(given) != set(names):
@@ -68,8 +73,12 @@ def _number(arg: Any, constants: Constants) -> float | None:
     if isinstance(arg, (int, float)):
         return float(arg)
     try:
-        if arg.op.startswith("call_") and op_name(arg) in FILLED and arg not in constants.changed:
-            return fill(arg)  # of any size
+        if (
+            arg.op.startswith("call_")
+            and target_name(arg) in _FILLED
+            and arg not in constants.changed
+        ):
+            return _fill(arg)  # of any size
         known = constants.value(arg)
     except NotConstantError:
         return None
@@ -77,3 +86,18 @@ def _number(arg: Any, constants: Constants) -> float | None:
         return None
     low, high = known.aminmax()
     return float(low) if low == high else None
+
+
+def _fill(node: Node) -> float | None:
+    """What a call of one of ``_FILLED`` fills its tensor with, as its dtype holds it; None if that
+    is not known."""
+    number = _FILLED[target_name(node)]
+    if number is None:
+        number = node.args[-1] if "fill_value" not in node.kwargs else node.kwargs["fill_value"]
+    if not isinstance(number, (bool, int, float)):
+        return None
+    with unset_fake_temporarily():
+        try:
+            return float(torch.full((), number, dtype=value(node).dtype, device="cpu").item())
+        except (RuntimeError, OverflowError):
+            return None

@@ -121,14 +121,12 @@ class _Site:
 
 def skip_blocks(graph: Graph, record: Record) -> None:
     """Rewrite the attention calls of ``graph`` and its checkpointed regions, in place."""
-    module = graph.owning_module
-    assert isinstance(module, GraphModule), "Dynamo's graph has an owner"
     if not record.enabled(NAME):
         return
-    dual = forward_mode(module)
+    dual = forward_mode(graph)
     scopes: dict[int, _Scope] = {}
     groups: dict[tuple[Any, ...], list[_Site]] = {}
-    for body in bodies(module):
+    for body in bodies(graph):
         around = None if body.around is None else scopes[id(body.around)]
         constants = Constants(body.graph, body.outer, around.constants if around else None)
         scope = scopes[id(body)] = _Scope(body, around, constants)
@@ -150,8 +148,6 @@ def skip_blocks(graph: Graph, record: Record) -> None:
         else:
             for site in group:
                 record.refuse(NAME, site.call.name, why)
-    for scope in scopes.values():
-        scope.body.module.recompile()
 
 
 def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refusal | None:

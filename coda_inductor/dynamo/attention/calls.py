@@ -34,11 +34,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_leaves, unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.dynamo.attention.fresh import fill_out_of_place
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Body, bodies, changes_mode, target_name, value, writes_to
 from coda_inductor.program.dtypes import HALF
@@ -65,13 +65,10 @@ def simplify_attention(graph: Graph, record: Record) -> None:
     """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
     place."""
     known: dict[int, _Masks] = {}
-    assert isinstance(graph.owning_module, GraphModule), "Dynamo's graph has an owner"
-    fill_out_of_place(graph.owning_module)
-    for body in bodies(graph.owning_module):
+    for body in bodies(graph):
         around = None if body.around is None else known[id(body.around)]
         masks = known[id(body)] = _Masks(body, around)
         _simplify(body.graph, masks, record)
-        body.module.recompile()
 
 
 class _Masks:
@@ -243,13 +240,7 @@ class _Repetition:
 
     def heads(self, call: Node) -> Node:
         """The (B, H, T, D) tensor whose heads are repeated."""
-        if not self.turned:
-            return self.source
-        with call.graph.inserting_before(call):
-            new = call.graph.call_method("transpose", (self.source, 1, 2))
-        heads = value(self.source).transpose(1, 2)
-        new.meta = {**self.source.meta, "example_value": heads}
-        return new
+        return Put(call)("transpose", self.source, 1, 2) if self.turned else self.source
 
 
 def repetition(repeated: Any) -> _Repetition | None:

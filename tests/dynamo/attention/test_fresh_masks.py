@@ -42,7 +42,13 @@ def nested(hidden):
     return torch.zeros_like(zeros()).masked_fill_(hidden, -math.inf)
 
 
-@pytest.mark.parametrize("make", [documented, nested])
+def read_before(hidden):
+    bias = zeros()
+    bias.sum()
+    return bias.masked_fill_(hidden, -math.inf)
+
+
+@pytest.mark.parametrize("make", [documented, nested, read_before])
 @pytest.mark.parametrize("region", [False, True])
 def test_data(make, region):
     def attend(q, k, v, hidden):
@@ -83,12 +89,6 @@ def test_symbolic_sizes():
     assert check_gradients(attend, *inputs(), dynamic=True).counts["constant_mask"] == 0
 
 
-def read_before(hidden):
-    bias = zeros()
-    total = bias.sum()
-    return bias.masked_fill_(hidden, -math.inf) + total
-
-
 def viewed_before(hidden):
     bias = zeros()
     view = bias.view(-1)
@@ -106,7 +106,7 @@ def like_turned(hidden):
     return torch.zeros_like(zeros().t()).masked_fill_(hidden, -math.inf)
 
 
-STAY = [read_before, viewed_before, written_again, like_turned]
+STAY = [viewed_before, written_again, like_turned]
 
 
 @pytest.mark.parametrize("make", STAY, ids=lambda f: f.__name__)
