@@ -36,7 +36,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import changes, normalize, value
+from coda_inductor.matching import changes, named, normalize, value
 from coda_inductor.record import Record
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 
@@ -167,8 +167,8 @@ def _linear(node: Node, cap: float) -> _Head | None:
     """The arguments of ``F.linear(h, w, b)``."""
     if node.op != "call_function" or node.target is not F.linear:
         return None
-    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    h, w, b = named.get("input"), named.get("weight"), named.get("bias")
+    given = named(node, "input", "weight", "bias", bias=None) or {}
+    h, w, b = (given.get(key) for key in ("input", "weight", "bias"))
     if not isinstance(h, Node) or not isinstance(w, Node) or not isinstance(b, Node | None):
         return None
     return _Head(h, w, b, cap)

@@ -39,16 +39,14 @@ from coda_inductor.record import Record
 #: How a node calls: a function or the name of a method, arguments, keyword arguments.
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-#: Python functions that take the first so many arguments of the op of their name as it does.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
-    "__and__": (operator.and_, 2), "__or__": (operator.or_, 2),
-    "silu": (F.silu, 1), "gelu": (F.gelu, 1), "linear": (F.linear, 3), "mish": (F.mish, 1),
-    "softplus": (F.softplus, 3), "elu": (F.elu, 2), "leaky_relu": (F.leaky_relu, 2),
-    "hardtanh": (F.hardtanh, 3), "hardswish": (F.hardswish, 1), "hardsigmoid": (F.hardsigmoid, 1),
-    "relu6": (F.relu6, 1), "relu": (F.relu, 1),
-    "glu": (F.glu, 2),
-    "scaled_dot_product_attention": (F.scaled_dot_product_attention, 6),
+#: Functions of ``torch.nn.functional`` that take so many first arguments of the op of their name as
+#: it does.
+_FUNCTIONS = {
+    "silu": 1, "gelu": 1, "linear": 3, "mish": 1, "softplus": 3, "elu": 2, "leaky_relu": 2,
+    "hardtanh": 3, "hardswish": 1, "hardsigmoid": 1, "relu6": 1, "relu": 1, "glu": 2,
+    "scaled_dot_product_attention": 6,
 }  # fmt: skip
+_OPERATORS = {"__and__": operator.and_, "__or__": operator.or_}
 _REDUCTIONS = ("none", "mean", "sum")
 #: Ops of several results -> the function of the first one, and how many arguments it takes.
 _FIRST: dict[str, tuple[Callable[..., Any], int]] = {
@@ -93,9 +91,11 @@ def _respell(node: Node) -> None:
 
 def _same(node: Node, name: str) -> Call | None:
     """What torch calls ``name``, if it takes the same arguments."""
+    if name in _OPERATORS:
+        return _OPERATORS[name], node.args, node.kwargs
     if name in _FUNCTIONS:
-        function, most = _FUNCTIONS[name]
-        return (function, node.args, node.kwargs) if len(node.args) <= most else None
+        takes = len(node.args) <= _FUNCTIONS[name]
+        return (getattr(F, name), node.args, node.kwargs) if takes else None
     if isinstance(builtin := getattr(torch, name, None), types.BuiltinFunctionType):
         return builtin, node.args, node.kwargs
     method = getattr(torch.Tensor, name, None)

@@ -8,12 +8,10 @@ In-place spellings (``operator.iadd``, ``mul_``) are never normalized: they are 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
 from coda_inductor.matching import columns, rows
@@ -21,27 +19,10 @@ from coda_inductor.matching.canon import Canon, named, of_torch, target_name, va
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
-_FUNCTIONS: dict[Any, str] = {
-    operator.gt: "gt", operator.ge: "ge", operator.lt: "lt", operator.le: "le",
-    operator.abs: "abs", operator.getitem: "getitem",
-    operator.add: "add", torch.add: "add", operator.mul: "mul", torch.mul: "mul",
-    torch.multiply: "mul", operator.sub: "sub", torch.sub: "sub",
-    operator.truediv: "div", torch.div: "div", torch.true_divide: "div",
-    operator.neg: "neg", torch.neg: "neg", operator.pow: "pow", torch.pow: "pow",
-    torch.square: "square", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
-    torch.reciprocal: "reciprocal", torch.mean: "mean", torch.sigmoid: "sigmoid",
-    torch.reshape: "view",
-    F.sigmoid: "sigmoid", F.silu: "silu", torch.ops.aten.silu.default: "silu",
-    torch.rms_norm: "rms_norm", F.rms_norm: "rms_norm", torch.var: "var",
-    torch.layer_norm: "layer_norm", F.layer_norm: "layer_norm",
-}  # fmt: skip
-_METHODS = {
-    "add": "add", "mul": "mul", "multiply": "mul", "sub": "sub", "div": "div",
-    "true_divide": "div", "neg": "neg", "pow": "pow", "square": "square", "rsqrt": "rsqrt",
-    "sqrt": "sqrt", "reciprocal": "reciprocal", "mean": "mean", "var": "var",
-    "sigmoid": "sigmoid", "to": "cast", "type": "cast", "type_as": "cast", "float": "cast",
-    "half": "cast", "bfloat16": "cast", "double": "cast", "reshape": "view",
-}  # fmt: skip
+#: Other names of an op. Any other name, torch's or Python's operator's, is the op's own.
+_ALIASES = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
+#: Methods that are casts, of floating types.
+_CASTS = dict.fromkeys(("to", "type", "type_as", "float", "half", "bfloat16", "double"), "cast")
 
 #: Functions with options: what may stand after the input, and the default. An option left out and
 #: one that says the default are the same spelling. ``inplace=True`` is another function.
@@ -64,13 +45,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def normalize(node: Node) -> Canon | None:
     """``node`` in the common dialect, or None when it is not one of the known operations."""
-    if node.op == "call_function":
-        name = _FUNCTIONS.get(node.target) or _torch_name(node.target)
-    elif node.op == "call_method":
-        name = _METHODS.get(str(node.target), str(node.target))
-    else:
+    method = node.op == "call_method"
+    if not (method or (node.op == "call_function" and of_torch(node.target))):
         return None
-    if name is None or name.endswith("_"):
+    name = target_name(node)
+    name = _CASTS.get(name, name) if method else name
+    name = _ALIASES.get(name, name)
+    if not name or name.endswith("_"):
         return None
     special = _SPECIAL.get(name)
     if special is not None:
@@ -105,7 +86,7 @@ def as_written(node: Node) -> Canon | None:
         return Canon("reciprocal", canon.through[:1])
     name = target_name(node)
     if canon.op in ("mean_last", "mean_row", "sum_last"):
-        op = _METHODS.get(name) or _FUNCTIONS.get(node.target)
+        op = _ALIASES.get(name, name)
         if op in ("mul", "div"):
             return Canon(op, tuple(node.args))
         new = name == "unsqueeze" or node.args[1:] == ((Ellipsis, None),)
@@ -118,12 +99,6 @@ def as_written(node: Node) -> Canon | None:
 
 
 _MISSING = object()
-
-
-def _torch_name(target: Any) -> str | None:
-    """The plain name of a function of torch's own that is not in the tables, e.g. ``sin``."""
-    name = getattr(target, "__name__", "")
-    return name if name and of_torch(target) else None
 
 
 def _with_options(name: str, node: Node) -> Canon | None:

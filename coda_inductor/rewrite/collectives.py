@@ -32,7 +32,6 @@ Inductor's asynchronous tensor parallelism, which wants one product a collective
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -64,15 +63,14 @@ def merge_collectives(graph: Graph, record: Record) -> None:
 
 def _merge_equal(graph: Graph, scope: Scope) -> int:
     """Keep the first of equal collectives, and of what waits for it or moves its result."""
-    first: dict[Hashable, Node] = {}
+    first: dict[tuple[Any, ...], Node] = {}
     gone: list[Node] = []
     moved: set[Node] = set()  # collectives, and what only moves their results
     for node in graph.nodes:
         if node.target not in COLLECTIVES and not (moves(node) and moved & {*node.all_input_nodes}):
             continue
         moved.add(node)
-        key = _key(node, scope)
-        known = first.setdefault(key, node) if key is not None else node
+        known = first.setdefault(_key(node, scope), node)
         if known is not node and not _leaves(node):
             node.replace_all_uses_with(known)
             gone.append(node)
@@ -87,20 +85,10 @@ def _leaves(node: Node) -> bool:
     return leaves(node) or any(is_wait(user) and leaves(user) for user in node.users)
 
 
-def _key(node: Node, scope: Scope) -> Hashable | None:
-    """What ``node`` computes, on which side and in which checkpoint; None where that is unknown."""
-    try:
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-        hash(key)
-    except TypeError:
-        return None
-    return (*key, node in scope.forward, scope.recomputed(node), checkpoint(node))
-
-
-def _frozen(tree: Any) -> Hashable:
-    if isinstance(tree, dict):
-        return tuple(sorted((name, _frozen(value)) for name, value in tree.items()))
-    return tuple(map(_frozen, tree)) if isinstance(tree, (list, tuple)) else tree
+def _key(node: Node, scope: Scope) -> tuple[Any, ...]:
+    """What ``node`` computes, on which side and in which checkpoint."""
+    what = node.target, str(node.args), str(node.kwargs)  # nodes' names are unique
+    return (*what, node in scope.forward, scope.recomputed(node), checkpoint(node))
 
 
 def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
