@@ -33,9 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, is_view
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
+from coda_inductor.matching import Hazards, bodies, is_view, named, normalize, target_name, value
 from coda_inductor.matching.rows import is_last
 from coda_inductor.record import Record
 

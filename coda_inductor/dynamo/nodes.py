@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes on Dynamo's graph share: new calls with recorded values, and one tensor by two
-names."""
+"""What passes on Dynamo's graph share: new calls with recorded values, and what casts are of."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from coda_inductor.compat import storage
-from coda_inductor.graph.sizes import same
 from coda_inductor.matching import normalize, value
 
 
@@ -30,16 +27,6 @@ class Put:
             call = getattr(Tensor, target) if named else target
             made.meta = {**self.like.meta, "example_value": call(*known[0], **known[1])}
         return made
-
-
-def is_view(node: Node, tensor: Tensor) -> bool:
-    """Is ``node`` the very elements of ``tensor``, however it was spelled: one memory, and the same
-    sizes and strides?"""
-    known = value(node)
-    if not isinstance(known, Tensor) or storage(known) != storage(tensor):
-        return False
-    sizes = [(*t.shape, *t.stride(), t.storage_offset()) for t in (known, tensor)]
-    return known.dtype == tensor.dtype and same(*sizes)
 
 
 def uncast(node: Node) -> Node:

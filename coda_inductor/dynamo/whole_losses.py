@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, is_view, uncast
-from coda_inductor.matching import Hazards, bodies, named, normalize, target_name, value
+from coda_inductor.dynamo.nodes import Put, uncast
+from coda_inductor.matching import Hazards, bodies, is_view, named, normalize, target_name, value
 from coda_inductor.record import Record
 
 _OPTIONS: dict[str, Any] = {

@@ -12,7 +12,7 @@ bodies     the graphs inside a graph
 """
 
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import named, of_torch, target_name, value
+from coda_inductor.matching.canon import is_view, named, of_torch, target_name, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -27,6 +27,6 @@ from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
+    "forward_mode", "is_view", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
     "target_name", "value", "writes_to",
 ]  # fmt: skip

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from coda_inductor.compat import storage
 
 
 class Canon(NamedTuple):
@@ -43,6 +48,19 @@ def value(node: Any) -> Any:
         if key in node.meta:
             return node.meta[key]
     return None
+
+
+def is_view(node: Node, tensor: Any) -> bool:
+    """Is ``node`` the very elements of ``tensor``, however it was spelled: one memory, and the same
+    sizes and strides?"""
+    known = value(node)
+    strided = all(isinstance(t, Tensor) and t.layout == torch.strided for t in (known, tensor))
+    if not strided or storage(known) != storage(tensor):
+        return False
+    if known.dtype != tensor.dtype or known.dim() != tensor.dim():
+        return False
+    sizes = [(*t.shape, *t.stride(), t.storage_offset()) for t in (known, tensor)]
+    return all(statically_known_true(a == b) for a, b in zip(*sizes, strict=True))
 
 
 def named(node: Node, *names: str, **defaults: Any) -> dict[str, Any] | None:

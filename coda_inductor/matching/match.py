@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching.canon import target_name, value
+from coda_inductor.matching.canon import is_view, value
 from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
 
 
@@ -144,31 +144,16 @@ def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
     return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
 
 
-#: Views, which are what they are of.
-_VIEWS = ("expand", "permute", "select", "squeeze", "transpose", "unflatten", "unsqueeze", "view")
-
-
 def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
     """Are both one thing: a literal, a node, or one view of it that was written twice? Then both
     are added to ``twins``."""
     if not (isinstance(left, Node) and isinstance(right, Node)):
         return type(left) is type(right) and left == right
-    if left is right:
-        return True
-    if (left.op, left.target) != (right.op, right.target) or left.kwargs != right.kwargs:
-        return False
-    name = target_name(left)
-    if name == "getitem":
-        index = left.args[1]
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(part, (Node, list, bool)) for part in parts):
-            return False  # a tensor, a list or a mask copies
-    elif name not in _VIEWS:
-        return False
-    pairs = zip(left.args[1:], right.args[1:], strict=False)
-    alike = len(left.args) == len(right.args) and all(a == b for a, b in pairs)
-    twins[left, right] = None
-    return alike and _same(left.args[0], right.args[0], twins)
+    if left is not right:
+        if not is_view(left, value(right)):
+            return False
+        twins[left, right] = None
+    return True
 
 
 def _is_cast(node: Any) -> bool:
