@@ -35,7 +35,7 @@ def hold(model, *inputs, tangent=None, reference=True, training=True):
 
 @KERNELS
 @pytest.mark.parametrize("cap", [0.0, 30.0])
-@pytest.mark.parametrize("confidence", [1, 8, 14])
+@pytest.mark.parametrize("confidence", [1, 14])
 def test_loss_of_confident_tokens(confidence, cap, reference):
     """At 14 the loss is 0.001: what is left of p - 1 must not be the rounding of a logit. Beyond,
     at 1e-5, float32 itself cannot tell a log-sum-exp of 20 from its logit (docs/patterns.md)."""
@@ -44,7 +44,7 @@ def test_loss_of_confident_tokens(confidence, cap, reference):
 
 
 @pytest.mark.parametrize("start", [0, 100])
-@pytest.mark.parametrize("mean", [0, 10, 100, 1000])
+@pytest.mark.parametrize("mean", [0, 100, 1000])
 def test_layer_norm_after_an_update_with_a_large_mean(mean, start):
     inputs = randn(ROWS, D) + start, randn(ROWS, D)
     harness = hold(edges.Stream(mean, D, HIDDEN), *inputs, training=False)

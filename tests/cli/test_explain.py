@@ -105,11 +105,3 @@ def test_errors_of_a_language_model_have_no_hint_about_others(capsys):
     assert "--hf is for language models" not in capsys.readouterr().err
     assert main(["explain", "--hf", "vit", "--set", "num_hidden_layers=1"]) == 1
     assert "--hf is for language models" in capsys.readouterr().err
-
-
-def test_help_names_the_families(capsys):
-    """That the module runs as a program is said by ``test_check``."""
-    with pytest.raises(SystemExit) as caught:
-        main(["explain", "--help"])
-    assert caught.value.code == 0
-    assert "--hf FAMILY" in capsys.readouterr().out

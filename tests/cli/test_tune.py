@@ -28,9 +28,7 @@ BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache; the store of a GPU model in it."""
-    monkeypatch.setattr(command, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measurements, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measurements, "folder", tmp_path.joinpath)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     return Store(HOPPER, tmp_path / FOLDER)
 
 

@@ -17,7 +17,6 @@ from decoder import (
     fired,
     fresh,
     heard,
-    loss_of,
     mine,
     single,
     train,
@@ -133,19 +132,3 @@ def check_blocks_and_a_graph_of_head_and_loss():
     have = fired()
     want = BLOCKS | {"cross_entropy": 1}
     assert {name: have.get(name, 0) for name in want} == want, have
-
-
-def check_gradients_add_up_without_synchronization():
-    fresh()
-    model = decoder(LAYERS, WIDTH)
-    data = batches(2, 2)
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        ddp = blocks_first(model)
-        with ddp.no_sync():
-            loss_of(ddp(mine(data[0])), mine(data[0])).backward()
-        loss_of(ddp(mine(data[1])), mine(data[1])).backward()
-    plain = decoder(LAYERS, WIDTH)
-    for tokens in data:
-        loss_of(plain(tokens), tokens).backward()
-    for have, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(have.grad, want.grad, rtol=1e-9, atol=1e-12)

@@ -69,7 +69,7 @@ def sharded(how):
     model = decoder(1)
     for block in model.layers:
         block.compile(backend=how)
-    return checks_fsdp.shard(model, reshard=True)
+    return checks_fsdp.shard(model)
 
 
 def in_parts(how):

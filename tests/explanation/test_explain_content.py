@@ -10,7 +10,7 @@ from coda_inductor import explain
 from coda_inductor.explanation.capture import capture
 from coda_inductor.explanation.flow import repeated
 from coda_inductor.explanation.kernels import kernels
-from coda_inductor.explanation.naming import epilogue_work, general_path, leaf, readable_bytes
+from coda_inductor.explanation.naming import epilogue_work
 from coda_inductor.explanation.result import Explanation, fold
 from coda_inductor.options import parse
 from coda_inductor.refusal import Refusal, refuse
@@ -130,17 +130,6 @@ def test_layers_fold_into_one_row():
     assert (
         len(rows) == 11
     )  # q, k, v of the first layer, of the others; o, gate + up, down; two last
-
-
-def test_names_for_people():
-    assert general_path("h.3.mlp.0.fc") == "h.*.mlp.0.fc"
-    assert general_path("lm_head") == "lm_head"
-    names = [
-        leaf(p) for p in ("model.layers.0.mlp.up_proj", "h.0.fc.2", "layer.1.output.dense", "a")
-    ]
-    assert names == ["up_proj", "fc.2", "output.dense", "a"]
-    sizes = [readable_bytes(b) for b in (0, 999, 1000, 8_388_608, 99_600_000, 3e12)]
-    assert sizes == ["0 B", "999 B", "1 KB", "8.39 MB", "100 MB", "3 TB"]
 
 
 def test_the_table_lists_every_gemm():

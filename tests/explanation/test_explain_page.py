@@ -98,12 +98,6 @@ def test_names_are_escaped():
     assert "<h1>&lt;i&gt;" in page
 
 
-def test_layers_are_folded_so_that_depth_does_not_lengthen_the_page():
-    found, page = explained("llama")
-    assert page.count("<tr class=") < len(found.sites) + 10
-    assert "x 3 layers" in page
-
-
 def test_the_page_is_saved_as_one_file_and_framed_in_notebooks(tmp_path):
     found, page = explained("nothing")
     assert html.unescape(re.search(r'^<iframe.* srcdoc="([^"]*)"', found._repr_html_())[1]) == page

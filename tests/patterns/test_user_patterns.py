@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +21,11 @@ from gates import (
     swish,
     write,
 )
-from harness import Harness
 from torch import nn
 
 from coda_inductor import patterns
 from coda_inductor.patterns.source import read, run
 from coda_inductor.semantic.define import DEFINITIONS
-
-HERE = Path(__file__).parent
-
 
 #: A process for each file would take seconds.
 pytestmark = pytest.mark.usefixtures("prove_here")
@@ -109,15 +101,6 @@ def test_activation_of_one_tensor(tmp_path):
     gradients = [g.clone() for g in gradients]
     module.zero_grad(), setattr(x, "grad", None)
     assert_same(gradients, differentiate(function(x), (module, (x,))))
-
-
-def test_frozen_weights_need_no_pattern_of_their_own(tmp_path):
-    path = write(tmp_path, MISH)
-    module = model(mish, 2)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_("up" in name)
-    harness = check_gradients(module, randn(4, D), patterns=[path])
-    assert harness.counts["mish_glu"] == 2
 
 
 def op_examples(dtype: torch.dtype):
@@ -262,14 +245,13 @@ def swiglu_pattern():
     ("written", "means"),
     [
         (lambda g, u: torch.clamp(g, max=1.0) * u, "gate.clamp(None, 1.0) * up"),
-        (lambda g, u: F.gelu(g, approximate="none") * u, "F.gelu(gate) * up"),
         (lambda g, u: F.leaky_relu(g) * u, "F.leaky_relu(gate, negative_slope=0.01) * up"),
         (
             lambda g, u: torch.where(g > 0, g, 2 * g) * u,
             "torch.where(gate > 0, gate, gate * 2) * up",
         ),
     ],
-    ids=["clamp", "gelu", "leaky_relu", "where"],
+    ids=["clamp", "leaky_relu", "where"],
 )
 def test_options_left_out_and_said_are_one_spelling(written, means, tmp_path):
     path = write(tmp_path, MISH.replace("F.mish(gate) * up", means).replace(", spelled_out", ","))
@@ -285,41 +267,3 @@ def test_in_place_activation_is_not_the_idiom(tmp_path):
     for written in (lambda g, u: F.relu(g, inplace=True) * u, lambda g, u: g.relu_() * u):
         harness = check(written, randn(4, D), randn(4, D), patterns=[path])
         assert len(raised(harness, load(path))) == 0
-
-
-COMPILE = """
-import sys
-import quack.gemm_runtime.host as host
-host.get_max_active_clusters = lambda *args, **kwargs: 0  # only a GPU knows, only a launch asks
-from coda_inductor.mainloop.build import build
-from coda_inductor.program import EpilogueProgram
-from coda_inductor.select.config import legal_configs
-import json
-for text in json.load(sys.stdin):
-    program = EpilogueProgram.from_json(text)
-    build(program, legal_configs(program, 9)[0])
-    print("compiled")
-"""
-
-
-def test_kernels_of_a_users_gate_compile_for_hopper(tmp_path):
-    """Forward, paired, and backward, in bfloat16."""
-    pytest.importorskip("quack")
-    path = write(tmp_path, MISH)
-    module = model(mish, 1, torch.bfloat16)
-    harness = Harness(patterns=[path])
-    harness.train(module, randn(8, D, dtype=torch.bfloat16))
-    wanted = [s.program for s in harness.fused if any("mish_glu" in p for p in s.patterns)]
-    assert [p.paired for p in wanted] == [True, False]
-    environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"}
-    environment |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CODA_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parents[1]), environment.get("PYTHONPATH", "")]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        input=json.dumps([p.to_json() for p in wanted]),
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 2

@@ -14,6 +14,7 @@ from coda_inductor.runtime.launch import Kernel, requests
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.runtime.tensors import UnpairableError, pair_order
 from coda_inductor.select.config import Config
+from coda_inductor.select.kinds import kinds
 
 CONFIG = Config(128, 128, 2, 1, False)
 M, N, K = 300, 64, 96
@@ -80,7 +81,11 @@ def unsupported(program, dtypes, n=N, k=K, n_major=False, terms=1):
     return op._unsupported(program.to_json(), n, k, dtypes, n_major, terms, None)
 
 
-def test_unsupported_names_both_dtypes():
+def test_unsupported_names_the_dtypes():
+    program = kinds()["scale"]
+    why = unsupported(program, (torch.float16,) * 2)
+    assert why.failure
+    assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
     program = programs()["fp8_dswiglu"]
     why = unsupported(program, (torch.float8_e4m3fn, torch.float8_e5m2))
     assert why.text == (

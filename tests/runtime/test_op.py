@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import subprocess
-import sys
 import time
 
 import pytest
@@ -81,23 +79,6 @@ def test_partials_stand_in_the_first_tile(name, m):
             assert torch.equal(output, value)
 
 
-def test_compiles_with_a_dynamic_row_count():
-    program = both_reductions("float32")
-
-    @torch.compile(backend="aot_eager", dynamic=True)
-    def run(a, b, bias):
-        store, rows, cols = gemm_epilogue([a], [b], [bias], program.to_json(), str(CONFIG))
-        return store, rows.sum(1), cols.amax(0)
-
-    for m in (300, 77):
-        (a,), (b,), (bias,) = inputs(program, m, N, K)
-        store, rows, cols = run(a, b, bias)
-        exact = a @ b + bias
-        torch.testing.assert_close(store, exact)
-        torch.testing.assert_close(rows, exact.sum(1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(cols, exact.amax(0))
-
-
 SITE = "layers.0.mlp.down_proj"
 
 
@@ -143,7 +124,6 @@ FAILURES = {  # error -> builds of three calls, and of three more two minutes la
     "full disk": (FULL, 1, 2),
     "full disk, wrapped": (RuntimeError("could not save the kernel"), 1, 2),
     "missing library": (OSError("libcute.so: cannot open shared object file"), 1, 1),
-    "bug": (RuntimeError("no such instruction"), 1, 1),
 }
 
 
@@ -175,13 +155,6 @@ def test_a_launch_that_fails_is_tried_again(broken, monkeypatch):
     assert len(launches) == 2
 
 
-def test_strict_raises_every_time(broken):
-    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    for _ in range(2):
-        with pytest.raises(KernelError, match=f"at {SITE} .*no such instruction"):
-            op._cuda(*arguments, SITE, True)
-
-
 class Mlp(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -207,8 +180,9 @@ def on_gpu(broken, monkeypatch):
     library._destroy()
 
 
-@pytest.mark.parametrize("first", ["strict", "lenient"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("direction", "first"), [("forward", "strict"), ("backward", "lenient"), ("backward", "strict")]
+)
 def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
     """Compiling one model changes nothing for the other, whichever is compiled first; backward
     graphs, which run on autograd's own threads, too."""
@@ -224,7 +198,7 @@ def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
 
     models = {
         name: torch.compile(Mlp(), backend=coda, options={"strict": name == "strict"})
-        for name in (first, "strict", "lenient")
+        for name in dict.fromkeys((first, "strict", "lenient"))
     }
     for name in (*models, *models):
         if name == "lenient":
@@ -244,25 +218,6 @@ def test_a_compilation_tries_failed_kernels_again(broken, monkeypatch):
     torch.compile(torch.sin, backend=coda)(torch.ones(2))
     op._cuda(*arguments)
     assert len(builds) == 2
-
-
-def test_unsupported_names_the_dtype():
-    program = both_reductions("bfloat16")
-    why = op._unsupported(program.to_json(), N, K, (torch.float16,) * 2, False, 1, None)
-    assert why.failure
-    assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
-
-
-def test_importing_the_runtime_and_rendering_import_no_kernel_library():
-    code = (
-        "import sys, coda_inductor.runtime.op;"
-        "from coda_inductor.codegen.render import render;"
-        "from coda_inductor.select.kinds import kinds;"
-        "[render(p) for p in kinds().values()];"
-        "assert not {'quack', 'cutlass'} & set(sys.modules);"
-        "import torch; torch.ops.coda_inductor.gemm_epilogue"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_pair_order_and_distance():
@@ -286,12 +241,6 @@ def test_weights_that_cannot_be_paired(second, why):
     first = torch.zeros(N, K, dtype=torch.bfloat16).t()
     with pytest.raises(UnpairableError, match=why):
         pair_order(first, second(first))
-
-
-def test_n_major_weights_cannot_be_paired():
-    weights = [torch.zeros(K, N, dtype=torch.bfloat16) for _ in range(2)]
-    with pytest.raises(UnpairableError, match="K-major"):
-        pair_order(*weights)
 
 
 def test_only_what_tma_cannot_read_is_copied():

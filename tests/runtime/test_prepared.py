@@ -238,13 +238,6 @@ def test_more_rows_than_the_columns_of_a_have_room_for(entry):
     assert given(entry, ([more], bs, [torch.zeros(72)], *how))[1]
 
 
-def test_distances_that_tma_does_not_reach(entry, monkeypatch):
-    call = case("norm_bwd_joined")
-    given(entry, call)
-    monkeypatch.setattr(tensors, "_MAX_STRIDE", 16)
-    assert given(entry, call)[1]
-
-
 def test_the_current_device_and_the_deterministic_mode_are_asked_at_each_call(entry, monkeypatch):
     call = case("norm_bwd_joined")
     for after in ([True, False], [False, False]):

@@ -15,11 +15,7 @@ from coda_inductor.tune.timing import Times
 @pytest.fixture
 def gpu(monkeypatch):
     made = LimitedGpu()
-    cuda = SimpleNamespace(Event=made.event, synchronize=made.synchronize)
-    for module in (timing, load):
-        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(timing, "time", made)
-    monkeypatch.setattr(timing, "_flush", lambda _: lambda: made.draw(timing._HOST_US, 300.0))
+    made.install(monkeypatch)
     return made
 
 
