@@ -23,7 +23,6 @@ from benchmarks import (  # noqa: E402
     distributed_run,
     environment,
     families,
-    masks,
     measure,
     report,
     run,
@@ -183,18 +182,6 @@ def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
     assert found["errors"] == {}
     assert len(found["variants"]["eager"]["samples_ms"]) == 2
     assert "tensor tiny 16" in capsys.readouterr().out
-
-
-def test_a_model_with_masks_from_data(monkeypatch, capsys):
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
-    monkeypatch.setattr(masks, "LLAMA", small)
-    monkeypatch.setattr(masks, "DOCUMENTS", (20, 7, 13))
-    monkeypatch.setattr(masks, "VARIANTS", {"eager": ("eager", None)})
-    masks.part("packed", 2)
-    found = json.loads(capsys.readouterr().out)["eager"]
-    assert found["median_ms"] > 0
-    assert 0 < found["gradient_error"] < 0.1
 
 
 # Tables that ship

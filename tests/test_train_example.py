@@ -46,14 +46,6 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(capsys):
     assert "unknown conda; known: eager, " in capsys.readouterr().err
 
 
-def test_differences_pair_equal_seeds():
-    runs = [{"backend": name, "seed": seed, "eval_loss": loss + off}
-            for name, off in (("coda", 0.5), ("eager", 0.0))
-            for seed, loss in enumerate((1.0, 2.0))]  # fmt: skip
-    found = train.differences(runs, lambda run: run["eval_loss"])
-    assert found == {"coda": 0.5, "eager": 0.0}
-
-
 def test_rows_are_held_out_and_epochs_follow_one_another():
     training, held_out = train.rows_of_text(1024)
     assert len(training) > 14 * len(held_out) > 0

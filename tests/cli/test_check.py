@@ -145,10 +145,6 @@ def test_refusal_in_the_example_is_said(tmp_path):
     assert found["fires squared_sigmoid"].outcome == "fail"
     assert "Refused: squared_sigmoid at" in found["fires squared_sigmoid"].detail
     assert "not today" in found["fires squared_sigmoid"].detail
-    (norm,) = patterns.load_file(patterns.builtin_folder() / "rms_norm.py")
-    refused = trial.Trial(torch.zeros(1), [], refused=["rms_norm at x: not today"])
-    assert steps._fired(norm, refused)[0] == "skip"
-    assert steps._fired(norm, trial.Trial(torch.zeros(1), []))[0] == "fail"
 
 
 def test_a_pipe_has_one_line_a_result(tmp_path, capsys):

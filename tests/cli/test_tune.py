@@ -66,13 +66,12 @@ def test_a_damaged_file_or_a_strange_key_hides_no_other(full, capsys):
     assert f"{full.path.stem}: 4 sites" in said
 
 
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_a_plot(ending, full, tmp_path, capsys):
+def test_a_plot(full, tmp_path, capsys):
     pytest.importorskip("matplotlib").use("Agg")
-    path = tmp_path / f"plot.{ending}"
+    path = tmp_path / "plot.svg"
     assert main(["tune", "--plot", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
-    assert path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+    assert path.read_bytes()[:5] == b"<?xml"
 
 
 def test_of_nothing_there_is_no_plot(cache, tmp_path, capsys):
@@ -99,17 +98,11 @@ def test_a_plot_that_cannot_be_written_is_a_message(full, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--hf", "llama"], "tune measures on a GPU, and torch sees none"),
-        (["model.py:make"], "tune measures on a GPU, and torch sees none"),
-        ([], "give a model to measure, or --report"),
-    ],
-)
-def test_without_a_gpu_or_a_model_there_is_a_message(arguments, said, cache, capsys):
-    assert main(["tune", *arguments]) == 1
-    assert said in capsys.readouterr().err
+def test_without_a_gpu_or_a_model_there_is_a_message(cache, capsys):
+    assert main(["tune", "--hf", "llama"]) == main(["tune"]) == 1
+    said = capsys.readouterr().err
+    assert "tune measures on a GPU, and torch sees none" in said
+    assert "give a model to measure, or --report" in said
 
 
 TINY = ("hidden_size=2048", "intermediate_size=8192", "num_hidden_layers=1", "vocab_size=512",
@@ -179,7 +172,7 @@ def test_options_reach_the_backend(gpu, monkeypatch):
         (["--option", "gat=1"], "unknown option 'gat'"),
         (["--set", "hidden=3"], "LlamaConfig has no such value"),
         *[(["--tokens", wrong], f"--tokens {wrong!r}: write one or more positive numbers")
-          for wrong in ("", "many", "512,", "0", "512,-1", "1.5")],
+          for wrong in ("", "512,", "512,-1")],
     ],
 )  # fmt: skip
 def test_mistakes_are_messages(arguments, says, gpu, capsys):

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
@@ -103,14 +102,6 @@ def check_steps_of_clipped_gradients_that_were_added_up():
     assert_fired(BLOCK)
 
 
-def check_blocks_that_are_computed_again():
-    """Around the compiled block, which runs its forward graph twice."""
-    model = sharded()
-    model.each = lambda block, x: checkpoint(block, x, use_reentrant=False)
-    trained(model)
-    assert_fired(BLOCK)
-
-
 def products():
     """A policy of selective checkpointing that keeps every product."""
     keep = {torch.ops.aten.mm.default}
@@ -119,22 +110,6 @@ def products():
         return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def check_blocks_of_which_products_are_kept():
-    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is, so
-    that no norm waits."""
-    fresh()
-    model = decoder(LAYERS)
-    for block in model.layers:
-        forward = block.forward
-
-        def again(x, forward=forward):
-            return checkpoint(forward, x, use_reentrant=False, context_fn=products)
-
-        block.forward = torch.compile(again, **HOW)
-    trained(shard(model))
-    assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 0})
 
 
 def check_checkpointed_blocks_as_torchtitan_wraps_them():

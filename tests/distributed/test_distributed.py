@@ -51,15 +51,6 @@ def test_ranks(modules, world, seconds, check):
         pytest.fail(errors, pytrace=False)
 
 
-def test_a_hang_is_a_failure_in_time():
-    begun = time.monotonic()
-    hung = ranks.Group(("hanging",), 1, 5)
-    assert time.monotonic() - begun < 60
-    assert hung.codes != [0]
-    assert hung.errors("hanging.check_that_hangs").startswith(ranks.NOT_ENDED)
-    assert hung.errors("hanging.check_behind_it") == ranks.NOT_RUN
-
-
 @pytest.mark.parametrize(("modules", "world", "seconds"), NAMED, ids=str)
 def test_every_rank_ends_by_itself(modules, world, seconds):
     done = ranks.group(modules, world, seconds)

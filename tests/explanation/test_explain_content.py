@@ -8,7 +8,6 @@ from torch import nn
 
 from coda_inductor import explain
 from coda_inductor.explanation.capture import capture
-from coda_inductor.explanation.flow import repeated
 from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.naming import epilogue_work
 from coda_inductor.explanation.result import Explanation, fold
@@ -162,12 +161,3 @@ def test_slices_of_the_logits_gradient_count_as_traffic(monkeypatch):
     sliced = [k for g in graphs for k in kernels(g) if k.inner]
     assert [k.inner for k in sliced] == [3 * 32 * 64 * 2]
     assert sliced[0].bytes > sliced[0].inner
-
-
-def test_what_repeats_is_found():
-    layer = ["self_attn.q", "self_attn.o", "mlp.up", "mlp.down"]
-    model = [f"model.layers.{i}.{name}" for i in range(5) for name in layer]
-    assert repeated([*model, "lm_head"]) == "model.layers.2"
-    assert repeated(["0", "2", "4"]) is None  # nn.Sequential: products, not blocks
-    assert repeated(["enc.0.a", "enc.0.b", "lm_head"]) is None  # one layer does not repeat
-    assert repeated([f"{i}.{name}" for i in range(2) for name in layer]) == "1"

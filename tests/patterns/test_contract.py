@@ -5,7 +5,6 @@ the prover's, and what it says that we say we do say."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from test_tutorial import ROOT, blocks
@@ -57,9 +56,3 @@ def test_every_field_of_a_pattern_is_described():
     described = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
     for_ops = {"op", "arguments", "result"}  # the vocabulary of this repository, not of authors
     assert {f.name for f in fields(Pattern)} - for_ops <= described
-
-
-def test_documents_name_files_that_exist():
-    for page in ("tutorial.md", PAGE):
-        for target in re.findall(r"\]\(([\w./]+)\)", (ROOT / "docs" / page).read_text()):
-            assert (Path(ROOT / "docs") / target).resolve().is_file(), target

@@ -61,19 +61,12 @@ def test_a_process_without_kernels_is_told_once(warnings, monkeypatch):
     assert "options={'reference': True}" in said
 
 
-def checkpointed(model, x):
-    return lambda x: checkpoint(model, x, use_reentrant=False)
-
-
-def exported(model, x):
-    return torch.export.export(model, (x,)).module()
-
-
-@pytest.mark.parametrize("made", [checkpointed, exported])
-def test_a_product_inside_counts(made, warnings, monkeypatch):
+def test_a_product_inside_counts(warnings, monkeypatch):
+    """Of a checkpointed region, say."""
     stack(monkeypatch, WHY)
-    x = torch.ones(2, 8)
-    torch.compile(made(nn.Linear(8, 8), x), backend=backend.coda)(x.requires_grad_())
+    model, x = nn.Linear(8, 8), torch.ones(2, 8, requires_grad=True)
+    inside = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    torch.compile(inside, backend=backend.coda)(x)
     assert len(warnings()) == 1
 
 
@@ -213,7 +206,7 @@ def test_the_last_graph_of_some_code_is_named_once_with_the_remedy(heard):
 def test_ordinary_programs_have_fewer_graphs(heard):
     """One graph for all blocks; modes, sizes that become dynamic, gradients; three models."""
     made = blocks(2 * LIMIT)
-    for rows in (2, 3, 4, 5):
+    for rows in (2, 3):
         for train in (True, False):
             for block in made:
                 block.train(train)(torch.ones(rows, 4)).sum().backward()

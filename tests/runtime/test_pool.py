@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import os
 import subprocess
 import sys
 
@@ -67,21 +66,6 @@ def test_nobody_hears_of_forks():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "has no kernel" in done.stdout
     assert "fork" not in done.stderr
-
-
-def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
-    """Two containers that share a folder: one writes while the other is about to replace."""
-    replace, file = os.replace, tmp_path / "file"
-
-    def late(*names):
-        monkeypatch.setattr(os, "replace", replace)
-        write(file, "theirs")
-        replace(*names)
-
-    monkeypatch.setattr(os, "replace", late)
-    write(file, "ours")
-    assert file.read_text() == "ours"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
