@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 (``fully_shard``): parameters are gathered block by block, and move at every step."""
+"""FSDP2 (``fully_shard``): parameters are gathered block by block, and move at every step. Pipeline
+parallelism: a stage's input and its gradient come from other ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import gc
 import weakref
 
 import torch
+import torch.distributed as dist
 from decoder import (
     OPTIONS,
     assert_trained_as,
@@ -21,9 +23,11 @@ from decoder import (
     single,
     train,
 )
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -161,3 +165,42 @@ def check_nothing_keeps_a_sharded_model():
     del model
     gc.collect()
     assert not any(reference() for reference in kept)
+
+
+PARTS = 2  # of a batch
+
+
+class Stage(nn.Module):
+    """The first or the last half of a decoder, blocks compiled."""
+
+    def __init__(self, whole: nn.Module, first: bool):
+        super().__init__()
+        half = LAYERS // 2
+        self.layers = whole.layers[:half] if first else whole.layers[half:]
+        for block in self.layers:
+            block.compile(**HOW)
+        self.before = whole.embedding if first else nn.Identity()
+        self.behind = nn.Identity() if first else nn.Sequential(whole.norm, whole.head)
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.layers:
+            x = block(x)
+        return self.behind(x)
+
+
+def check_stages_of_blocks():
+    fresh()
+    first = dist.get_rank() == 0
+    stage = Stage(decoder(LAYERS), first)
+    runs = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = Schedule1F1B(runs, n_microbatches=PARTS, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+    for tokens in batches(2):
+        schedule.step(*([tokens] if first else []), target=None if first else tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = Stage(single(batches(2), LAYERS), first)
+    for have, want in zip(stage.parameters(), plain.parameters(), strict=True):
+        assert (have - want).norm() <= 1e-6 * want.norm()
+    assert_fired(BLOCK)

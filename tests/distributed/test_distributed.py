@@ -15,7 +15,6 @@ import checks_ddp
 import checks_four
 import checks_fsdp
 import checks_inductor
-import checks_pipeline
 import checks_slow
 import checks_tensor
 import pytest
@@ -25,7 +24,7 @@ import ranks
 #: machine takes that has nothing else to do.
 GROUPS = (
     (
-        (checks_ddp, checks_fsdp, checks_tensor, checks_pipeline, checks_slow, checks_inductor),
+        (checks_ddp, checks_fsdp, checks_tensor, checks_slow, checks_inductor),
         2,
         540,
     ),

@@ -20,6 +20,7 @@ from gates import (
 )
 
 from coda_inductor import patterns
+from coda_inductor.errors import PatternError
 from coda_inductor.semantic.define import DEFINITIONS
 
 #: A process for each file would take seconds.
@@ -228,3 +229,60 @@ def test_in_place_activation_is_not_the_idiom(tmp_path):
     for written in (lambda g, u: F.relu(g, inplace=True) * u, lambda g, u: g.relu_() * u):
         harness = check(written, randn(4, D), randn(4, D), patterns=[path])
         assert len(raised(harness, load(path))) == 0
+
+
+TOKENS, WIDTH = 5, 8
+TEXT = '''
+"""A spelling of a rotation."""
+import torch
+from coda_inductor import Pattern, value
+from coda_inductor.semantic import rotate
+
+def idiom(x, c, s):
+{body}
+
+def arguments(match):
+    x, c, s = (match.bound[name] for name in "xcs")
+    return x, c, s, {distance}, True, False, True, value(match.root).dtype
+
+PATTERN = Pattern(
+    name="mine", idioms=(idiom,), op=rotate, arguments=arguments,
+    example={{"x": (2, 3, 4), "c": (3, 2), "s": (3, 2)}},
+)
+'''
+PAIRS = """
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
+"""
+CHUNKS = """
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * c - b * s, b * c + a * s), -1)
+"""
+ROWS = """
+    a, b = x.unflatten(-1, (2, -1)).unbind(-2)
+    return torch.cat((a * c - b * s, b * c + a * s), -1)
+"""
+
+
+def of_pairs(x, c, s):
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
+
+
+def rotated(function, body, distance, folder):
+    path = write(folder, TEXT.format(body=body.strip("\n"), distance=distance))
+    (pattern,) = patterns.load_file(path)
+    given = randn(2, TOKENS, WIDTH), randn(TOKENS, WIDTH // 2), randn(TOKENS, WIDTH // 2)
+    harness = check(function, *given, patterns=[path], disable=["rotary"])
+    return sum(node.target is pattern.op for node in harness.raised.nodes)
+
+
+def test_a_flattened_stack_by_a_dimension_from_the_first(tmp_path):
+    assert rotated(of_pairs, PAIRS, 1, tmp_path) == 1
+
+
+@pytest.mark.parametrize("body", [CHUNKS, ROWS], ids=["chunk", "unbind"])
+def test_columns_whose_number_an_idiom_does_not_know(body, tmp_path):
+    """How wide they are is not written there: that is said, and nothing fails."""
+    with pytest.raises(PatternError, match=r"getitem.* which the matcher cannot read"):
+        rotated(of_pairs, body, WIDTH // 2, tmp_path)
