@@ -100,20 +100,14 @@ def test_debug_folder(tmp_path):
     model = Block().bfloat16()
     run(model, torch.randn(3, D).bfloat16(), debug=True, debug_dir=str(tmp_path / "debug"))
     (folder,) = (tmp_path / "debug").iterdir()
-    stages = sorted(path.name for path in folder.glob("*.py"))
-    assert stages == [
-        "0_before.py", "1_raised.py", "2_traced.py", "3_rewritten.py", "4_fused.py",
-    ]  # fmt: skip
+    stages = ["0_before.py", "1_raised.py", "2_traced.py", "3_rewritten.py", "4_fused.py"]
+    assert sorted(path.name for path in folder.glob("*.py")) == stages
     text = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
     for source in folder.rglob("*.py"):
         ast.parse(source.read_text(), str(source))
-    assert "silu" in text["0_before.py"]
-    assert "coda_inductor.rms_norm" not in text["0_before.py"]
-    assert "coda_inductor.rms_norm" in text["1_raised.py"]
-    assert "coda_inductor.rms_norm" in text["2_traced.py"]
-    assert "coda_inductor.rms_norm" not in text["3_rewritten.py"]
-    table = text["gemms.txt"]
-    assert all(name in table for name in ("rms_norm", "swiglu", "residual", "3x8x8", "3x16x8"))
+    raised = ["coda_inductor.rms_norm" in text[stage] for stage in stages[:4]]
+    assert raised == [False, True, True, False]
+    assert all(name in text["gemms.txt"] for name in ("rms_norm", "residual", "3x8x8", "3x16x8"))
     found = coda_inductor.reports()[-1]
     assert found.folder == str(folder)
     for site in found.sites:

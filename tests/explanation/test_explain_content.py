@@ -14,14 +14,10 @@ from subjects import LAYERS, SUBJECTS, Gated, Residual, explained
 from torch import nn
 
 from coda_inductor import explain
-from coda_inductor.explanation.capture import capture
-from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.naming import epilogue_work, time_words, traffic_words
 from coda_inductor.explanation.result import Explanation, Totals, fold
-from coda_inductor.options import parse
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Estimate, SiteReport
-from coda_inductor.runtime import linear_cross_entropy
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)
 
@@ -153,22 +149,6 @@ def test_epilogue_work_is_named_by_what_it_does():
     before = ("+ bias", "+ residual", "* norm weight", "row statistics")
     after = ("* row scale", "+ bias")  # the qkv projection; the MLP's has the activation too
     assert work == {before, after, (*after, "GELU (tanh)")}
-
-
-def test_slices_of_the_logits_gradient_count_as_traffic(monkeypatch):
-    """They are written once and read by two products, though none is ever whole."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
-    head = nn.Linear(16, 64, bias=False).bfloat16()
-
-    def loss(x, labels):
-        return nn.functional.cross_entropy(head(torch.tanh(x)).float(), labels)
-
-    x = torch.randn(32, 16).bfloat16().requires_grad_()
-    found = capture(loss, (x, torch.arange(32)), {}, parse(None, {}))
-    graphs = found.graphs[0].ours.graphs
-    sliced = [k for g in graphs for k in kernels(g) if k.inner]
-    assert [k.inner for k in sliced] == [3 * 32 * 64 * 2]
-    assert sliced[0].bytes > sliced[0].inner
 
 
 def words(page):

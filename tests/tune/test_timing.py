@@ -22,13 +22,6 @@ def rounds(count: int, noise: float = 0.0, seed: int = 0, **us: float) -> dict[s
     }
 
 
-def test_of_equal_rounds_nothing_is_unsure():
-    found = evaluated(rounds(9, a=10.0, b=20.0))
-    assert found["a"].median == pytest.approx(10.0)
-    assert found["b"].median == pytest.approx(20.0)
-    assert found["a"].spread == pytest.approx(0.0, abs=1e-12)
-
-
 def test_a_clock_that_changes_all_changes_no_comparison():
     """Twice as slow at the end as at the start, and each round its own clock."""
     still = rounds(40, 0.001, a=100.0, b=103.0)
