@@ -238,10 +238,11 @@ def test_the_limit_is_torchs_setting(heard):
     assert heard() == []
 
 
-def test_graphs_of_one_module_only_have_a_limit_each(heard):
-    def entries(count, **fields):
+def test_graphs_of_one_module_only_and_isolated_ones_have_a_limit_each(heard):
+    def entries(count, isolated=-1, **fields):
         manager = types.SimpleNamespace(**fields)
-        return [types.SimpleNamespace(guard_manager=manager) for _ in range(count)]
+        entry = types.SimpleNamespace(guard_manager=manager, isolate_recompiles_id=isolated)
+        return [entry] * count
 
     frame = types.SimpleNamespace(f_code=blocks.__code__, f_locals={})
     found = entries(LIMIT - 1)
@@ -250,6 +251,8 @@ def test_graphs_of_one_module_only_have_a_limit_each(heard):
         patch.setattr(notice, "debug_get_cache_entry_list", lambda _code: found)
         assert notice.last_graph() is not None
         found = entries(LIMIT - 2) + entries(LIMIT, id_matched_objs={"self": None})
+        assert notice.last_graph() is None
+        found = entries(LIMIT - 2) + entries(LIMIT, isolated=0)
         assert notice.last_graph() is None
 
 
