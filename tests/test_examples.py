@@ -111,12 +111,10 @@ def main(*arguments: object) -> None:
         train.main()
 
 
+@pytest.mark.usefixtures("without_code")
 def test_coda_follows_eager_step_by_step(tmp_path, capsys):
     out = tmp_path / "runs.json"
-    with torch._inductor.config.patch({"cpp.simdlen": 0}):  # scalar code builds faster
-        main(
-            *f"--device cpu --no-autocast --steps {STEPS} --backends eager,coda --out {out}".split()
-        )
+    main(*f"--device cpu --no-autocast --steps {STEPS} --backends eager,coda --out {out}".split())
     eager, coda = json.loads(out.read_text())
     ours = torch.tensor(coda["losses"])
     assert len(ours) == STEPS

@@ -221,9 +221,7 @@ def _machine_arch() -> str:
 
 
 def _resolved(request: KernelRequest) -> KernelRequest:
-    if request.arch is not None:
-        return request
-    return dataclasses.replace(request, arch=_machine_arch())
+    return dataclasses.replace(request, arch=request.arch or _machine_arch())
 
 
 if hasattr(os, "register_at_fork"):

@@ -54,7 +54,7 @@ class Process:
     """
 
     def __init__(self, index: int, program: str = _START, patience: float = PATIENCE):
-        self._patience = patience
+        self._patience, self.answered = patience, False  # it never has so far
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
         self._process = subprocess.Popen(  # noqa: S603 (our own module)
             [sys.executable, "-I", "-c", program, str(index)],
@@ -69,9 +69,6 @@ class Process:
         threading.Thread(target=self._read, name="coda tuning", daemon=True).start()
         package = str(Path(__file__).parents[2])
         self._send([*(path for path in import_path() if path != package), package])
-
-    #: Has it ever?
-    answered = False
 
     @property
     def pid(self) -> int:
