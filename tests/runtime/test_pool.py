@@ -124,16 +124,6 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
     assert "no processes for 90" in pool.wait([request])[request]
 
 
-def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
-    """Which a program that is run as ``python -m`` or typed in has on its path."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    for name in ("json", "sympy", "cutlass", "coda_inductor"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "has no kernel: 100 rows" in pool.wait([BAD])[BAD]
-    assert not (tmp_path / "ran").exists()
-
-
 def test_the_architecture_is_known_without_quack(monkeypatch):
     monkeypatch.setenv("QUACK_ARCH", "sm_100a")
     assert pool._machine_arch() == "100"
