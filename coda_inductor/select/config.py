@@ -13,9 +13,7 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.device import H100
 
-_TEXT = re.compile(
-    r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn|:np)?(?::kN)?(?::pN)?".replace("N", r"([1-9]\d*)")
-)
+_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
 _SWIZZLE = 8  # QuACK's
 
 
@@ -33,13 +31,9 @@ class Config:
             cache's sake.
         dynamic: a cluster takes its next tile from a counter in memory, not every so-manieth one:
             none waits for processors that another kernel holds. On Hopper; Blackwell always does.
-        persistent: a cluster works on one tile after the other; if not, each tile has its own, and
-            the hardware hands them out. Cooperative only.
         split_k: K is divided among so many CTAs, whose sums the last adds up, in order.
-        processors: it is launched for so many, 0 for those there are. For more than these, its CTAs
-            run one after the other, and end sooner.
 
-    ``swizzle`` and ``processors`` are arguments of a launch, all others are compiled in.
+    ``swizzle`` is an argument of a launch, all others are compiled in.
     """
 
     tile_m: int
@@ -50,9 +44,7 @@ class Config:
     lean: bool = False
     swizzle: int = _SWIZZLE
     dynamic: bool = False
-    persistent: bool = True
     split_k: int = 1
-    processors: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -62,9 +54,8 @@ class Config:
         ]
         parts += ["lean"] * self.lean
         parts += [f"sw{self.swizzle}"] * (self.swizzle != _SWIZZLE)
-        parts += ["dyn"] * self.dynamic + ["np"] * (not self.persistent)
+        parts += ["dyn"] * self.dynamic
         parts += [f"k{self.split_k}"] * (self.split_k != 1)
-        parts += [f"p{self.processors}"] * (self.processors != 0)
         return ":".join(parts)
 
     @staticmethod
@@ -73,13 +64,13 @@ class Config:
 
         Raises:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
-                ":lean", ":sw4", ":dyn" or ":np", ":k2" and ":p120", in this order.
+                ":lean", ":sw4", ":dyn" and ":k2", in this order.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise KernelError(
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', perhaps "
-                "followed by ':lean', ':sw4', ':dyn' or ':np', ':k2', ':p120', in this order"
+                "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
         config = Config(
@@ -90,10 +81,8 @@ class Config:
             pingpong=match[5] == "pp",
             lean=match[6] is not None,
             swizzle=int(match[7] or _SWIZZLE),
-            dynamic=match[8] == ":dyn",
-            persistent=match[8] != ":np",
+            dynamic=match[8] is not None,
             split_k=int(match[9] or 1),
-            processors=int(match[10] or 0),
         )
         if str(config) != text:
             raise KernelError(f"{text!r} is not how this kernel config is written: {config}")
@@ -110,14 +99,8 @@ class Config:
         m, n = self.tile_m, self.tile_n
         if self.cluster_m * self.cluster_n > 4:
             return "a cluster has at most 4 CTAs"
-        if self.dynamic and not self.persistent:
-            return "only a persistent kernel has a scheduler"
-        if self.pingpong:
-            widest = {64: 256, 128: 208, 192: 128}.get(m, 0)
-            if not self.persistent:
-                return "a ping-pong kernel is persistent"
-        else:
-            widest = {64: 256, 128: 256, 256: 208}.get(m, 0)
+        by_rows = {64: 256, 128: 208, 192: 128} if self.pingpong else {64: 256, 128: 256, 256: 208}
+        widest = by_rows.get(m, 0)
         if not 0 < n <= widest or n % 16:
             return f"{m} rows go with multiples of 16 up to {widest} columns"
         return None
@@ -125,7 +108,7 @@ class Config:
     def dynamic_twin(self) -> Config:
         """The same on Hopper, but for taking its tiles from a counter: as fast on a free GPU, and
         not held up by another kernel on some of its processors."""
-        return replace(self, dynamic=True, persistent=True)
+        return replace(self, dynamic=True)
 
     def cta_tile_m(self, arch: int) -> int:
         """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
