@@ -27,8 +27,10 @@ _MODULE = "coda_inductor.runtime.server"
 _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
 
 
-class LostError(Exception):
-    """A kernel was not compiled, but may be if it is tried again: a worker died, or the server."""
+class Lost(str):
+    """Why a kernel was not compiled that may be another time: a worker died, or the server."""
+
+    __slots__ = ()
 
 
 class Server:
@@ -50,12 +52,11 @@ class Server:
             threading.Thread(target=target, name="coda compile server", daemon=True).start()
 
     def submit(self, job: dict[str, Any]) -> concurrent.futures.Future:
-        """Compile ``job``, as ``server`` describes it. The result is an error text or None;
-        LostError if its process died."""
+        """Compile ``job``, as ``server`` describes it. The result is an error text or None."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
             if self.ended:
-                future.set_exception(LostError("the compile server ended"))
+                future.set_result(Lost("the compile server ended"))
                 return future
             number = next(self._numbers)
             self._futures[number] = future
@@ -93,23 +94,20 @@ class Server:
             while message := self.child.connection.recv():
                 with self._lock:
                     future = self._futures.pop(message["id"], None)
-                if future is None:
-                    continue  # dropped since
-                if "lost" in message:
-                    future.set_exception(LostError(message["lost"]))
-                else:
-                    future.set_result(message["error"])
+                if future is not None:  # not dropped since
+                    lost = message.get("lost")
+                    future.set_result(Lost(lost) if lost else message["error"])
         self._outbox.put(None)
         with self._lock:
             self.ended = True
             futures = list(self._futures.values())
             self._futures.clear()
         how = self.child.ended()
+        why: str = Lost("the compile server ended")
+        if how.code and how.code > 0:  # it raised: another one would as well
+            why = f"no compile server: {how}"
         for future in futures:
-            if how.code and how.code > 0:  # it raised: another one would as well
-                future.set_result(f"no compile server: {how}")
-            else:
-                future.set_exception(LostError("the compile server ended"))
+            future.set_result(why)
 
 
 def workers() -> int:
