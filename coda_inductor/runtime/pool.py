@@ -65,14 +65,15 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        outcome |= {r: _outcome(_resolved(r), deadline) for r in requests}
+        # The last ones first: what is given up before it was begun does not begin.
+        outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
         submit(lost)  # once more: a worker may have died of its neighbours' need for memory
         outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
-        outcome |= {r: f"no compile pool: {error!r}" for r in requests if r not in outcome}
-    return outcome
+        outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
+    return {r: outcome[r] for r in requests}
 
 
 def warm_up() -> None:

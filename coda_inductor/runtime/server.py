@@ -20,7 +20,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 import warnings
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -31,7 +30,6 @@ from coda_inductor.runtime.worker import KernelRequest, compile_kernel, prepare
 
 #: Seconds without work after which the server ends: it and its workers hold gigabytes.
 IDLE = 120.0
-_LOOK = 0.5  # seconds between two looks at the clock
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,22 +92,18 @@ class _Server:
 
     def run(self) -> None:
         """Until the parent is gone, or nothing has happened for :data:`IDLE` seconds."""
-        busy = time.monotonic()
+        everybody: list[Any] = [self.requests]
+        ready: Any
         try:
-            while True:
-                everybody: list[Any] = [self.requests, *self.workers]
-                ready: Any
-                for ready in (found := wait(everybody, _LOOK)):
+            while (found := wait(everybody, IDLE)) or any(w.job is not None for w in self.workers):
+                for ready in found:
                     if ready is self.requests:
                         while ready.poll():  # all of them: what is cancelled must not be begun
                             self._accept(ready.recv())
                     elif ready in self.workers:  # not cancelled since
                         self._answer(ready)
                 self._hand_out()
-                if found or any(worker.job is not None for worker in self.workers):
-                    busy = time.monotonic()
-                elif time.monotonic() - busy >= IDLE:  # a busy machine can lose seconds anywhere:
-                    break  # only a look that found nothing ends it
+                everybody = [self.requests, *self.workers]
         except (EOFError, OSError):
             pass  # nobody asks, or reads the answers
         finally:

@@ -209,12 +209,6 @@ def test_an_idle_server_ends_and_another_is_started(serve):
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
 
-def test_no_server_ends_before_it_has_looked_for_requests(serve):
-    """As where a busy machine lets it wait for longer than an idle one lives."""
-    serve("server.IDLE = -1; server._LOOK = 30")
-    assert pool.wait([ask("pass")]) == {ask("pass"): None}
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "want"),
     [(128, "8", 2), (128, "2", 8), (12, "2", 6), (16, "64", 1), (4, "8", 1), (128, "1", 16),
