@@ -73,17 +73,9 @@ class Config:
                 "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        config = Config(
-            tile_m,
-            tile_n,
-            cluster_m,
-            cluster_n,
-            pingpong=match[5] == "pp",
-            lean=match[6] is not None,
-            swizzle=int(match[7] or _SWIZZLE),
-            dynamic=match[8] is not None,
-            split_k=int(match[9] or 1),
-        )
+        schedule, lean, swizzle, dynamic, split_k = match.groups()[4:]
+        tail = bool(lean), int(swizzle or _SWIZZLE), bool(dynamic), int(split_k or 1)
+        config = Config(tile_m, tile_n, cluster_m, cluster_n, schedule == "pp", *tail)
         if str(config) != text:
             raise KernelError(f"{text!r} is not how this kernel config is written: {config}")
         return config
@@ -117,78 +109,68 @@ class Config:
         return self.tile_m // 2 if two_ctas else self.tile_m
 
 
-#: One of these runs in 16 bits on Hopper where nothing alike was measured.
-DEFAULTS = frozenset(
-    Config.parse(f"{text}{lean}")
-    for text in ("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x256:2x1:co")
-    for lean in ("", ":lean")
-)
+def _configs(*lines: str, more: str = "") -> tuple[Config, ...]:
+    return tuple(Config.parse(f"{text}{more}") for line in lines for text in line.split())
+
+
 #: The candidates on Hopper (compute capability 9).
-HOPPER = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x208:2x1:pp"),
-        *("192x128:2x1:pp", "128x192:1x2:pp", "128x160:1x2:pp", "128x128:1x2:pp"),
-        *("128x256:2x1:co", "256x128:2x1:co", "256x192:2x1:co", "256x208:2x1:co"),
-        *("256x160:2x1:co", "256x192:1x2:co", "256x128:1x2:co", "128x256:1x2:co"),
-    )
+HOPPER = _configs(
+    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x208:2x1:pp",
+    "192x128:2x1:pp 128x192:1x2:pp 128x160:1x2:pp 128x128:1x2:pp",
+    "128x256:2x1:co 256x128:2x1:co 256x192:2x1:co 256x208:2x1:co",
+    "256x160:2x1:co 256x192:1x2:co 256x128:1x2:co 128x256:1x2:co",
 )
 #: More of them, for programs that load tiles, all of their tiles being 16-bit.
-HOPPER_LEAN = tuple(
-    Config.parse(f"{text}:lean")
-    for text in (
-        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x192:1x2:pp"),
-        *("128x128:1x2:pp", "128x128:2x2:pp", "128x192:2x2:pp", "128x256:2x1:co"),
-        *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
-    )
+HOPPER_LEAN = _configs(
+    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x192:1x2:pp",
+    "128x128:1x2:pp 128x128:2x2:pp 128x192:2x2:pp 128x256:2x1:co",
+    "256x128:2x1:co 128x256:1x2:co 256x128:1x2:co 256x192:2x1:co",
+    more=":lean",
+)
+_USUAL = "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp"
+#: One of these runs in 16 bits on Hopper where nothing alike was measured.
+DEFAULTS = frozenset(
+    _configs(_USUAL, "128x256:2x1:co") + _configs(_USUAL, "128x256:2x1:co", more=":lean")
 )
 #: More that are the fastest somewhere by more than 1 %: with other bands or shapes for many rows,
 #: small tiles for few, and the twins of the main ones, which other kernels do not hold up.
-HOPPER_MORE = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x192:2x1:pp:sw16", "128x208:2x1:pp:lean", "256x160:1x2:co:lean"),
-        *("128x64:2x1:pp", "64x64:1x1:pp", "64x128:1x1:pp", "64x32:1x1:co"),
-        *("64x64:1x1:co:k2", "64x64:1x1:co:k4"),
-        *("128x192:2x1:pp:dyn", "128x160:2x1:pp:dyn", "128x128:2x1:pp:dyn"),
-        *("128x192:2x1:pp:lean:dyn", "128x160:2x1:pp:lean:dyn", "128x128:2x1:pp:lean:dyn"),
-        *("128x256:2x1:co:dyn", "256x128:2x1:co:dyn"),
-    )
+HOPPER_MORE = (
+    *_configs("128x192:2x1:pp:sw16 128x208:2x1:pp:lean 256x160:1x2:co:lean"),
+    *_configs("128x64:2x1:pp 64x64:1x1:pp 64x128:1x1:pp 64x32:1x1:co"),
+    *_configs("64x64:1x1:co:k2 64x64:1x1:co:k4"),
+    *_configs(_USUAL, more=":dyn"),
+    *_configs(_USUAL, more=":lean:dyn"),
+    *_configs("128x256:2x1:co 256x128:2x1:co", more=":dyn"),
 )
 
 
-def _fp8(*texts: str) -> tuple[Config, ...]:
+def _fp8(text: str) -> tuple[Config, ...]:
     """Each lean and not, then their dynamic twins. The first one runs until a site is measured."""
-    still = [Config.parse(f"{text}{more}") for text in texts for more in (":lean", "")]
+    still = [config for each in text.split() for more in (":lean", "")
+             for config in _configs(each, more=more)]  # fmt: skip
     return (*still, *(config.dynamic_twin() for config in still))
 
 
 #: In FP8. An accumulator that is added up in float32 at each step of K has twice the registers:
 #: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
-HOPPER_FP8 = _fp8("128x128:2x1:co", "128x128:1x2:co", "128x128:1x1:co")
+HOPPER_FP8 = _fp8("128x128:2x1:co 128x128:1x2:co 128x128:1x1:co")
 #: Where fast accumulation is allowed: the larger ones need no more registers than in 16 bits then
 #: (``mainloop.fast``).
 HOPPER_FP8_FAST = _fp8(
-    *("128x128:2x1:co", "128x256:2x1:co", "128x128:1x2:co", "128x192:2x1:pp"),
-    *("256x128:2x1:co", "128x256:1x2:co", "128x128:2x1:pp"),
+    "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
+    "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
 )
 #: On data-centre Blackwell, the first until someone measures.
-BLACKWELL = tuple(
-    Config.parse(text)
-    for text in (
-        *("256x256:2x1:co", "256x224:2x1:co", "256x192:2x1:co", "256x160:2x1:co"),
-        *("256x128:2x1:co", "128x256:2x1:co", "128x192:2x1:co", "128x128:2x1:co"),
-        *("256x256:2x2:co", "256x128:2x2:co", "128x256:1x1:co", "128x192:1x1:co"),
-        *("128x128:1x1:co", "128x64:1x1:co", "128x32:1x1:co", "128x128:1x1:co:k4"),
-    )
+BLACKWELL = _configs(
+    "256x256:2x1:co 256x224:2x1:co 256x192:2x1:co 256x160:2x1:co",
+    "256x128:2x1:co 128x256:2x1:co 128x192:2x1:co 128x128:2x1:co",
+    "256x256:2x2:co 256x128:2x2:co 128x256:1x1:co 128x192:1x1:co",
+    "128x128:1x1:co 128x64:1x1:co 128x32:1x1:co 128x128:1x1:co:k4",
 )
 #: On consumer Blackwell, which has no clusters.
-BLACKWELL_CONSUMER = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x128:1x1:pp", "128x64:1x1:pp", "64x128:1x1:pp", "128x160:1x1:pp"),
-        *("128x128:1x1:co", "128x192:1x1:co", "64x64:1x1:pp", "64x32:1x1:co"),
-    )
+BLACKWELL_CONSUMER = _configs(
+    "128x128:1x1:pp 128x64:1x1:pp 64x128:1x1:pp 128x160:1x1:pp",
+    "128x128:1x1:co 128x192:1x1:co 64x64:1x1:pp 64x32:1x1:co",
 )
 #: By compute capability, major. What is not there has no kernels.
 _CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
@@ -243,34 +225,38 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     ``terms``: how many products the accumulator is the sum of.
     """
     if arch != 9:
-        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch))
-        configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
-        return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
-    lean = _may_be_lean(program)
+        fits = [c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch)]
+        return tuple(_deepest(program, fits, 1, arch))
+    fits = [c for c in _on_hopper(program) if _suits(program, c, terms)]
     if program.fp8:
-        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
-        fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
-        configs = [c for c in fits if mainloop_stages(program, c) >= 2]
-        configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
         # Until a site is measured the first one runs: not one with few stages.
+        configs = _deepest(program, fits, 2)
         return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
-    candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
-    suiting = [c for c in candidates if _suits(program, c, terms)]
-    configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
-    # Two stages are too few: a load takes longer than the multiplication before it.
-    configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
-    if not configs:  # so heavy that only tiny tiles are left, which nobody costed
-        return ()
-    more = [c for c in HOPPER_MORE if _suits(program, c, terms) and (lean or not c.lean)]
-    return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
+    more = [c for c in fits if c in HOPPER_MORE and mainloop_stages(program, c) >= 3]
+    configs = _deepest(program, [c for c in fits if c not in HOPPER_MORE], 2)
+    return (*configs, *more) if configs else ()  # so heavy that only tiny tiles are left
+
+
+def _deepest(
+    program: EpilogueProgram, configs: list[Config], least: int, arch: int = 9
+) -> list[Config]:
+    """Those with more than ``least`` stages: a load takes longer than the multiplication before it;
+    else those with so many."""
+    stages = {config: mainloop_stages(program, config, arch) for config in configs}
+    return [c for c in configs if stages[c] > least] or [c for c in configs if stages[c] == least]
 
 
 def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
-    """The candidates for ``program``, of 16 bits, whether its columns can be divided so or not."""
-    if arch != 9:
-        return _CANDIDATES.get(arch, ())
+    """The candidates for ``program``, whether it can be divided so or not."""
+    return _on_hopper(program) if arch == 9 else _CANDIDATES.get(arch, ())
+
+
+def _on_hopper(program: EpilogueProgram) -> tuple[Config, ...]:
+    candidates = HOPPER + HOPPER_LEAN + HOPPER_MORE
+    if program.fp8:
+        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
     lean = _may_be_lean(program)
-    return tuple(c for c in HOPPER + HOPPER_LEAN + HOPPER_MORE if lean or not c.lean)
+    return tuple(c for c in candidates if lean or not c.lean)
 
 
 def _may_be_lean(program: EpilogueProgram) -> bool:
