@@ -53,6 +53,20 @@ def run_idiom(**options) -> tuple[bool, Harness]:
     return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
 
 
+def test_what_is_no_dict_or_not_of_inductors_type_is_named(monkeypatch):
+    with pytest.raises(OptionError, match=r"options is a dict .*got \['debug'\]"):
+        parse(None, ["debug"])
+    with pytest.raises(OptionError, match=r"'max_autotune', which is Inductor's, takes bool, got"):
+        parse(None, {"max_autotune": "hm"})
+    with pytest.raises(OptionError, match=r"unknown option 'debgu'.*did you mean 'debug'\?"):
+        parse(None, {"debgu": True})
+    with pytest.raises(OptionError, match=r"did you mean 'max-autotune'\?"):
+        parse("max_autotune", None)
+    monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
+    with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
+        parse(None, None)
+
+
 def test_unknown_option_or_mode_lists_the_known_ones():
     with pytest.raises(OptionError) as caught:
         parse(None, {"verbose": True})

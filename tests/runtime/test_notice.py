@@ -261,12 +261,11 @@ def test_a_fresh_process_is_told():
     """End to end, at the default log level, with no setting. Nor is a kernel library imported, also
     not to write kernels' sources."""
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r});"
-        "import torch; m = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU());"
+        "import sys, torch; m = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU());"
         "torch.compile(m, backend='coda')(torch.ones(2, 8)); torch.compile(m[0], backend='coda')"
         "(torch.ones(3, 8));"
         "from coda_inductor.codegen.render import render;"
-        "from kinds import kinds;"
+        "sys.path.insert(0, 'tests'); from kinds import kinds;"
         "[render(p) for p in kinds().values()];"
         "assert not {'quack', 'cutlass'} & set(sys.modules)"
     )
