@@ -94,16 +94,18 @@ def _prove_elsewhere(source: Source) -> str | None:
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         child = Child("coda_inductor.patterns.worker", environment=environment)
+    except OSError as error:
+        return f"{source.path}: no process could be started to prove it: {error}"
+    try:
         answer = child.ask({"path": str(source.path), "digest": source.digest}, deadline)
+        return answer["refused"]
     except LateError:
         return f"{source.path}: {too_slow('it did not answer')}"
     except EndedError as error:
         how = f"ended with {error.code}: {error.words or 'nothing'}"
         return f"{source.path}: the process that proves it {how}"
-    except OSError as error:
-        return f"{source.path}: no process could be started to prove it: {error}"
-    child.end()
-    return answer["refused"]
+    finally:
+        child.end()
 
 
 def time_limit() -> float:

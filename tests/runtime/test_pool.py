@@ -126,9 +126,6 @@ def test_the_architecture_is_known_without_quack(monkeypatch):
     assert pool._machine_arch() == "100"
 
 
-pytest.importorskip("quack")
-
-
 @pytest.mark.parametrize("there", [False, True])
 def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
     monkeypatch, tmp_path, there
