@@ -5,12 +5,9 @@ program that compiles notices nothing of it."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -124,84 +121,9 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
     assert "no processes for 90" in pool.wait([request])[request]
 
 
-def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
-    """Which a program that is run as ``python -m`` or typed in has on its path."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    for name in ("json", "sympy", "cutlass", "coda_inductor"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "has no kernel: 100 rows" in pool.wait([BAD])[BAD]
-    assert not (tmp_path / "ran").exists()
-
-
 def test_the_architecture_is_known_without_quack(monkeypatch):
     monkeypatch.setenv("QUACK_ARCH", "sm_100a")
     assert pool._machine_arch() == "100"
-
-
-pytest.importorskip("quack")
-
-ROOT = Path(__file__).parents[2]
-
-PROGRAM = """
-import json, multiprocessing, os, pickle, threading, time
-
-class Mine:
-    pass
-
-def environment(connection):
-    connection.send({k: os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "CUTE_DSL_ARCH")})
-
-def pickle_until(done, failures):
-    while not done.wait(0.01):
-        try:
-            pickle.dumps(Mine())
-        except Exception as error:
-            failures.append(str(error))
-
-if __name__ == "__main__":
-    from coda_inductor.runtime import pool
-    from kinds import kinds
-
-    done, failures = threading.Event(), []
-    thread = threading.Thread(target=pickle_until, args=(done, failures))
-    thread.start()
-    start = time.monotonic()
-    pool.warm_up()
-    seconds = time.monotonic() - start
-    request = pool.KernelRequest(kinds()["scale"].to_json(), "100x100:2x1:pp", arch="90")
-    why = pool.wait([request], timeout=200)[request]
-    done.set()
-    thread.join()
-    context = multiprocessing.get_context("forkserver")
-    receive, send = context.Pipe(False)
-    child = context.Process(target=environment, args=(send,))
-    child.start()
-    assert receive.poll(60)
-    answer = {"failures": failures[:1], "seconds": seconds, "why": why, "child": receive.recv()}
-    child.join()
-    print(json.dumps(answer))
-"""
-
-
-def test_a_program_does_not_notice(tmp_path):
-    """Its ``__main__`` can be pickled meanwhile, ``warm_up`` does not wait for imports, and its own
-    ``multiprocessing`` children have its environment."""
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "QUACK_ARCH": "90"}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    environment.pop("CUTE_DSL_ARCH", None)
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert "has no kernel: 100 rows" in answer["why"]
-    assert answer["failures"] == []
-    assert answer["seconds"] < 1
-    assert answer["child"] == {"CUDA_VISIBLE_DEVICES": None, "CUTE_DSL_ARCH": None}
 
 
 @pytest.mark.parametrize("there", [False, True])
