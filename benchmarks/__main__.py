@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "masks": ("masks", ()),
     "report": ("report", ()),
     "worth": ("worth", ()),
+    "headline": ("headline", ()),
 }  # fmt: skip
 
 

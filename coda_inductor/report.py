@@ -33,11 +33,11 @@ class Estimate:
         unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
         fused_us: the generated kernel; None where there can be none, or nothing is fused.
         ground: what the times rest on, a key of :data:`GROUNDS`.
-        config: the config that the kernel would have.
+        config: of the kernel, e.g. ``128x192:2x1:pp``; also where one is possible but would lose.
         refusal: why it would not run as a kernel there; None if it would.
     """
 
-    unfused_us: float
+    unfused_us: float = 0.0
     fused_us: float | None = None
     ground: str = "roofline"
     config: str = ""

@@ -1,43 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of processes share: who lives, and a compile server that compiles nothing."""
+"""What tests of processes share: who lives, and children that do as they are told."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-from coda_inductor.runtime import client
+import coda_inductor
+
+PACKAGE = Path(coda_inductor.__file__).parent
+#: A child that runs the statements of each message; ``say`` answers.
+TOLD = """
+import json, os, signal, sys, time
+
+def main(parent, *arguments):
+    def say(**answer):
+        parent.send(answer)
+
+    while True:
+        exec(parent.recv()["do"], globals() | locals())
+"""
 
 #: A compile server that imports nothing; what a request's program says is what its worker does.
 QUICK = f"""
-import importlib.util, os, sys, time, types
-spec = importlib.util.spec_from_file_location("server", {str(client._PROGRAM)!r})
-server = importlib.util.module_from_spec(spec)
-sys.modules["server"] = server
-spec.loader.exec_module(server)
+import os, sys, time, types
 
 def compile_kernel(request, marker, folder):
     exec(request.program)
     return os.environ.get("ANSWER")
 
-def load(arch, path):
-    names = {{"KernelRequest": lambda **fields: types.SimpleNamespace(**fields)}}
-    names["compile_kernel"] = compile_kernel
-    for name in ("coda_inductor", "coda_inductor.runtime", "coda_inductor.runtime.worker"):
-        sys.modules[name] = types.ModuleType(name)
-    vars(sys.modules["coda_inductor.runtime.worker"]).update(names)
-
-server._load = load
+package = types.ModuleType("coda_inductor")
+package.__path__ = [{str(PACKAGE)!r}]
+worker = types.ModuleType("coda_inductor.runtime.worker")
+worker.KernelRequest = lambda **fields: types.SimpleNamespace(**fields)
+worker.compile_kernel, worker.prepare = compile_kernel, lambda arch: None
+sys.modules |= {{each.__name__: each for each in (package, worker)}}
+from coda_inductor.runtime import server
 SETTINGS
-server.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+main = server.main
 """
 
 
-def quick_server(folder: Path, settings: str = "") -> Path:
-    """The program of such a server. ``settings``: statements about ``server``."""
-    path = folder / "quick_server.py"
-    path.write_text(QUICK.replace("SETTINGS", settings))
-    return path
+def told(folder: Path, monkeypatch) -> str:
+    """The name of the module :data:`TOLD`."""
+    return _module(folder, "told", TOLD, monkeypatch)
+
+
+def quick_server(folder: Path, monkeypatch, settings: str = "") -> str:
+    """The name of the module :data:`QUICK`. ``settings``: statements about ``server``."""
+    return _module(folder, "quick_server", QUICK.replace("SETTINGS", settings), monkeypatch)
+
+
+def _module(folder: Path, name: str, text: str, monkeypatch) -> str:
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return name
 
 
 def children(pid: int) -> list[int]:

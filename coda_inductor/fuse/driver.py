@@ -233,7 +233,7 @@ class _Planner:
         planned = self._site(region)
         patterns = sorted({name for name, _ in _patterns(region)})
         if patterns == ["epilogue"] and not self.record.enabled("epilogue"):
-            return site, Choice("unfused", refusal=_disabled("epilogue"))
+            return site, Choice(refusal=_disabled("epilogue"), how="unfused")
         choice = self.policy.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
         if choice.how == "unfused":
             return site, choice

@@ -9,7 +9,6 @@ from quack.gemm_runtime.host import GemmEpiPlan
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.mod import load
-from coda_inductor.mainloop.plan import limited
 from coda_inductor.mainloop.plan import run as run_gemm_epi_plan
 from coda_inductor.mainloop.resources import DELTA_DIVISOR
 from coda_inductor.program import EpilogueProgram
@@ -52,7 +51,7 @@ def build(
     # The scheduler of Blackwell is dynamic in hardware; Hopper's counts in memory.
     blackwell = _arch(device) >= 10
     counter = torch.empty(1, dtype=torch.int32, device=device) if config.dynamic else None
-    plan = mod.gemm(
+    return mod.gemm(
         a,
         b,
         d,
@@ -63,7 +62,6 @@ def build(
         cluster_M=config.cluster_m,
         cluster_N=config.cluster_n,
         pingpong=config.pingpong,
-        persistent=config.persistent,
         is_dynamic_persistent=config.dynamic or blackwell,
         tile_count_semaphore=counter,
         max_swizzle_size=config.swizzle,
@@ -72,7 +70,6 @@ def build(
         post_init_attrs=(("lean", True),) if config.lean else (),
         _launch=False,
     )
-    return limited(plan, config.processors)
 
 
 def dummy_arguments(program, config, m, n, k, a_major, b_major, device):

@@ -15,8 +15,7 @@ import functools
 import hashlib
 import json
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import sympy
@@ -25,6 +24,7 @@ import torch
 from coda_inductor.cache_dir import cache_dir, prewarmed, write
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.source import Source
+from coda_inductor.processes.child import Child, EndedError, LateError
 
 #: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
 LIMIT = 20.0
@@ -89,36 +89,23 @@ def _key(source: Source) -> str:
 
 def _prove_elsewhere(source: Source) -> str | None:
     """Why the file is refused, or None."""
-    limit = time_limit()
-    package = _FOLDER.parent
-    command = [sys.executable, "-I", str(_FOLDER / "isolated.py"), str(package)]
-    command += [json.dumps(_search_path()), str(source.path), source.digest]
+    deadline = time.monotonic() + _START + time_limit()
     # Its own threads would count as memory: their stacks and arenas are address space.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(  # noqa: S603 (our own module)
-            command, env=environment, capture_output=True, text=True, check=False,
-            timeout=_START + limit, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"{source.path}: {too_slow('it did not answer')}"
+        child = Child("coda_inductor.patterns.worker", environment=environment)
     except OSError as error:
         return f"{source.path}: no process could be started to prove it: {error}"
-    lines = done.stdout.splitlines()
     try:
-        answer = json.loads(lines[-1])
+        answer = child.ask({"path": str(source.path), "digest": source.digest}, deadline)
         return answer["refused"]
-    except (IndexError, ValueError, KeyError, TypeError):
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        return f"{source.path}: the process that proves it ended with {done.returncode}: {said}"
-
-
-def _search_path() -> list[str]:
-    """Where this process imports from, without the current folder; torch and sympy in any case."""
-    here = os.path.realpath(os.curdir)
-    found = [p for p in sys.path if os.path.isabs(p) and os.path.realpath(p) != here]
-    needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in (torch, sympy)]
-    return list(dict.fromkeys([*found, *needed]))
+    except LateError:
+        return f"{source.path}: {too_slow('it did not answer')}"
+    except EndedError as error:
+        how = f"ended with {error.code}: {error.words or 'nothing'}"
+        return f"{source.path}: the process that proves it {how}"
+    finally:
+        child.end()
 
 
 def time_limit() -> float:

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs and proves one file, which ``isolated`` starts.
+"""The process that runs and proves one file: a child (``processes``).
 
-Its last line of output is ``{"refused": why or null}``. It ends itself when its time is up; the
-alarm interrupts Python code, also sympy's, and the parent's own limit is for what it cannot. Its
-memory is limited, too: sympy may take all there is before the time is up.
+``{"path": ..., "digest": ...}`` answers ``{"refused": why or null}``. It refuses what is not done
+when its time is up; the alarm interrupts Python code, also sympy's, and the parent's own limit is
+for what it cannot. Its memory is limited, too: sympy may take all there is before the time is up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -22,6 +19,7 @@ from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.source import Source, read, run
 from coda_inductor.patterns.verdict import MEMORY, time_limit, too_large, too_slow
+from coda_inductor.processes.start import Messages
 
 
 class _TooSlowError(BaseException):
@@ -77,7 +75,14 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
             signal.signal(signal.SIGALRM, before)
 
 
-def main(path: str, digest: str) -> str | None:
+def main(parent: Messages) -> None:
+    """Be the process: limit its memory, prove, answer."""
+    _limit_memory(MEMORY)
+    asked = parent.recv()
+    parent.send({"refused": refused(asked["path"], asked["digest"])})
+
+
+def refused(path: str, digest: str) -> str | None:
     """Why the file is refused, or None."""
     try:
         source = read(Path(path))
@@ -87,14 +92,6 @@ def main(path: str, digest: str) -> str | None:
     except PatternError as error:
         return str(error)
     return None
-
-
-def answer(path: str, digest: str) -> None:
-    """Be the process: limit its memory, prove, print the answer."""
-    _limit_memory(MEMORY)
-    with contextlib.redirect_stdout(sys.stderr):  # a file's own prints are no answer
-        refused = main(path, digest)
-    print(json.dumps({"refused": refused}), flush=True)  # noqa: T201 (the answer)
 
 
 def _limit_memory(more: int) -> None:

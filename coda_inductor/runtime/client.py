@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compile server as this process sees it: started, asked, ended.
 
-The server (``server.py``) is a program of its own, not a child of ``multiprocessing``: that would
-re-import ``__main__``, share one fork server with the user's own processes, and join its workers
-when the interpreter exits. torch's pool for Inductor's compilers is one too, but cannot end a
-single job, waits five minutes for its process, and looks for its parent once a minute.
+The server (``server.py``) is a child (``processes``). torch's pool for Inductor's compilers is one
+too, but cannot end a single job, waits five minutes for its process, and looks for its parent once
+a minute.
 
 Nothing here waits for the server, but ``end``, for a second.
 """
@@ -17,23 +16,21 @@ import functools
 import itertools
 import os
 import queue
-import subprocess
-import sys
 import threading
-from multiprocessing.connection import Pipe
-from pathlib import Path
 from typing import Any
 
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
+from coda_inductor.processes.child import Child
 
-_PROGRAM = Path(__file__).with_name("server.py")
+_MODULE = "coda_inductor.runtime.server"
 _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
-_GRACE = 1.0  # seconds for a server to end by itself
 
 
-class LostError(Exception):
-    """A kernel was not compiled, but may be if it is tried again: a worker died, or the server."""
+class Lost(str):
+    """Why a kernel was not compiled that may be another time: a worker died, or the server."""
+
+    __slots__ = ()
 
 
 class Server:
@@ -43,39 +40,23 @@ class Server:
     """
 
     def __init__(self, arch: str):
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
-        command += [str(_PROGRAM), str(os.getpid()), str(max(1, workers())), arch]
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 (our own module)
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,  # what libraries print is for nobody
-                env=_environment(arch),
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
-            )
+        limit = str(max(1, workers()))
+        self.child = Child(_MODULE, limit, arch, environment=_environment(arch))
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._futures: dict[int, concurrent.futures.Future] = {}
-        self._failed = ""
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox.put(import_path())
         #: It takes no more requests.
         self.ended = False
         for target in (self._read, self._write):
             threading.Thread(target=target, name="coda compile server", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def submit(self, job: dict[str, Any]) -> concurrent.futures.Future:
-        """Compile ``job``, as ``server`` describes it. The result is an error text or None;
-        LostError if its process died."""
+        """Compile ``job``, as ``server`` describes it. The result is an error text or None."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
             if self.ended:
-                future.set_exception(LostError("the compile server ended"))
+                future.set_result(Lost("the compile server ended"))
                 return future
             number = next(self._numbers)
             self._futures[number] = future
@@ -96,51 +77,37 @@ class Server:
         """End the process and its workers, at once; takes at most two seconds."""
         with self._lock:
             self.ended = True
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
-            return
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
+        self.child.end()
 
     def abandon(self) -> None:
-        """In a fork of this process: leave the server to the process that it belongs to, and let
-        it notice that one's end."""
+        """In a fork of this process: see :meth:`Child.abandon`."""
         self.ended = True
-        self._connection.close()
-        self._process.returncode = 0  # else Popen warns that it was not waited for
+        self.child.abandon()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
-                self._connection.send(message)
+                self.child.connection.send(message)
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
-            while message := self._connection.recv():
-                if "failed" in message:
-                    self._failed = message["failed"]
-                    continue
+            while message := self.child.connection.recv():
                 with self._lock:
                     future = self._futures.pop(message["id"], None)
-                if future is None:
-                    continue  # dropped since
-                if "lost" in message:
-                    future.set_exception(LostError(message["lost"]))
-                else:
-                    future.set_result(message["error"])
+                if future is not None:  # not dropped since
+                    lost = message.get("lost")
+                    future.set_result(Lost(lost) if lost else message["error"])
         self._outbox.put(None)
         with self._lock:
             self.ended = True
             futures = list(self._futures.values())
             self._futures.clear()
+        how = self.child.ended()
+        why: str = Lost("the compile server ended")
+        if how.code and how.code > 0:  # it raised: another one would as well
+            why = f"no compile server: {how}"
         for future in futures:
-            if self._failed:
-                future.set_result(f"no compile server: {self._failed}")
-            else:
-                future.set_exception(LostError("the compile server ended"))
-        self._process.wait()
+            future.set_result(why)
 
 
 def workers() -> int:
@@ -179,18 +146,9 @@ def ranks() -> tuple[int, int]:
 def _environment(arch: str) -> dict[str, str]:
     """Of the server: GPU-blind, compiling for ``arch`` from its first import on."""
     return {
-        **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "QUACK_ARCH": arch,
         "CUTE_DSL_ARCH": f"sm_{arch}a",
         "CODA_CACHE_DIR": str(cache_dir()),
         "TORCH_WARM_POOL": "0",  # torch would start compile workers of its own
     }
-
-
-def import_path() -> list[str]:
-    """``sys.path``, without the current folder: what lies there is data, not a library."""
-    here = None
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-        here = os.path.realpath(os.getcwd())
-    return [p for p in map(os.fspath, sys.path) if p and os.path.realpath(p) != here]

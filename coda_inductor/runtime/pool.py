@@ -33,13 +33,8 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.runtime.client import LostError, Server, ranks, workers
+from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest
-
-
-class _Lost(str):
-    """Why a kernel was not compiled that may yet be: a worker that died, for one."""
-
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}  # by architecture
@@ -70,14 +65,15 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        outcome |= {r: _outcome(_resolved(r), deadline) for r in requests}
-        lost = [r for r, error in outcome.items() if isinstance(error, _Lost)]
+        # The last ones first: what is given up before it was begun does not begin.
+        outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
+        lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
         submit(lost)  # once more: a worker may have died of its neighbours' need for memory
         outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
-        outcome |= {r: f"no compile pool: {error!r}" for r in requests if r not in outcome}
-    return outcome
+        outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
+    return {r: outcome[r] for r in requests}
 
 
 def warm_up() -> None:
@@ -137,14 +133,11 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
     with _lock:
         job = _jobs.get(request)
     if job is None:
-        return None if is_ready(request) else _Lost("the compile pool was shut down")
+        return None if is_ready(request) else Lost("the compile pool was shut down")
     server, future = job
-    try:
-        concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
-        server.drop(future, "compiling its kernel took too long")
-        error = future.result()
-    except LostError as lost:
-        error = _Lost(lost)
+    concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
+    server.drop(future, "compiling its kernel took too long")
+    error = future.result()
     with _lock:
         if _jobs.get(request) == job:
             del _jobs[request]
@@ -197,7 +190,9 @@ def _after_fork() -> None:
 
 
 def _marker(request: KernelRequest) -> Path:
-    return _marker_folder() / _request_hash(request)
+    from coda_inductor.mainloop.ahead import marker_folder
+
+    return marker_folder() / _request_hash(request)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,14 +204,6 @@ def _request_hash(request: KernelRequest) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-@functools.lru_cache(maxsize=1)
-def _marker_folder() -> Path:
-    from coda_inductor.mainloop.ahead import marker_folder
-
-    return marker_folder()
-
-
-@functools.lru_cache(maxsize=1)
 def _machine_arch() -> str:
     """As QuACK would say, whose import takes seconds: ``QUACK_ARCH``, or that of the GPU."""
     if text := os.environ.get("QUACK_ARCH"):
@@ -227,9 +214,7 @@ def _machine_arch() -> str:
 
 
 def _resolved(request: KernelRequest) -> KernelRequest:
-    if request.arch is not None:
-        return request
-    return dataclasses.replace(request, arch=_machine_arch())
+    return dataclasses.replace(request, arch=request.arch or _machine_arch())
 
 
 if hasattr(os, "register_at_fork"):

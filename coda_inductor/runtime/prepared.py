@@ -33,6 +33,9 @@ from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
 
 _MOST_VIEWS = 1024
+#: (as_, bs, operands) -> the outputs, or None for a call that has to go the long way. It raises
+#: whatever the kernel's entry point raises.
+Prepared = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor] | None]
 #: (A, B, the launch, distances): how a call's A and B are read
 _Reading = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, Callable, tuple]]
 
@@ -85,21 +88,59 @@ def prepare(
     launches = [_ready()(plan(*majors, swap, way), names) for swap, way in ways]
     if None in launches:
         return None
-    mapping = ports(program)
-    reading = _terms(launches) if len(as_) > 1 else _one(launches[0])
-    return Prepared(
-        reading=_pair(launches, b) if program.paired else reading,
-        outputs=outputs,
-        c=None if mapping.c is None else [o.name for o in program.operands].index(mapping.c),
-        d=None if mapping.d is None else program.outputs.index(mapping.d),
-        scalars=[i for i, o in enumerate(program.operands) if o.kind == "scalar"],
-        most_rows=math.inf if a.stride(1) == 1 else a.stride(1),
-        index=a.get_device(),
-    )
+    mapping, names = ports(program), [o.name for o in program.operands]
+    if program.paired:
+        reading = _pair(launches, b)
+    else:
+        reading = _terms(launches) if len(as_) > 1 else _one(launches[0])
+    c = None if mapping.c is None else names.index(mapping.c)
+    d = None if mapping.d is None else program.outputs.index(mapping.d)
+    scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
+    most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
+    return _call(reading, outputs, c, d, scalars, most_rows, a.get_device())
+
+
+def _call(
+    reading: _Reading,
+    shapes: list[tuple[int, int, torch.dtype]],
+    c: int | None,
+    d: int | None,
+    scalars: list[int],
+    most_rows: float,
+    index: int,
+) -> Prepared:
+    """A launch of calls that are alike, on the CUDA device ``index``. ``shapes``: as
+    :func:`_outputs` has them. ``c``: which operand is the kernel's C, ``d``: which output is its D.
+    """
+
+    def call(as_, bs, operands):
+        m = as_[0].shape[0]
+        bits = as_[0].data_ptr() | bs[0].data_ptr()
+        for x in operands:
+            bits |= x.data_ptr()
+        if bits & 15 or not 0 < m <= most_rows or index != current_device():
+            return None
+        for i in scalars:
+            if operands[i].get_device() != index:
+                return None
+        try:
+            a, b, launch, distances = reading(as_, bs)
+        except UnpairableError:
+            return None
+        outputs = [
+            empty_strided_cuda((-(-m // rows) if rows else m, n), (n, 1), dtype)
+            for rows, n, dtype in shapes
+        ]
+        its_c, its_d = None if c is None else operands[c], None if d is None else outputs[d]
+        launch(a, b, its_d, its_c, [*operands, *outputs, *distances, None])
+        return outputs
+
+    return call
 
 
 def _outputs(program, config, a, b) -> list[tuple[int, int, torch.dtype]] | None:
-    """As ``Prepared`` takes them; None if one of them is copied after the launch."""
+    """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
+    tile (tiles, columns). None if one of them is copied after the launch."""
     n = b.shape[1]
     tile_n = config.tile_n // 2 if program.paired else config.tile_n
     found = []
@@ -124,64 +165,6 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
     if x.dtype != getattr(torch, operand.dtype):
         return False
     return x.stride(0) == 1 if operand.kind in ("row", "col") else readable(x)
-
-
-class Prepared:
-    """Calls that are alike.
-
-    Args:
-        reading: what reads A and B in place.
-        outputs: (rows of a tile or 0, columns, dtype) of each: (M, columns), or with the rows of a
-            tile (tiles, columns).
-        c: which operand is the kernel's C, d: which output is its D; None: there is none.
-        scalars: which operands are scalars.
-        most_rows: the largest M for which A can be read in place.
-        index: the CUDA device of all tensors.
-    """
-
-    def __init__(
-        self,
-        reading: _Reading,
-        outputs: list[tuple[int, int, torch.dtype]],
-        c: int | None,
-        d: int | None,
-        scalars: list[int],
-        most_rows: float,
-        index: int,
-    ):
-        self._reading = reading
-        self._outputs = outputs
-        self._c, self._d = c, d
-        self._scalars = scalars
-        self._most_rows = most_rows
-        self._index = index
-
-    def __call__(self, as_, bs, operands) -> list[Tensor] | None:
-        """Launch; the outputs, or None for a call that has to go the long way.
-
-        Raises whatever the kernel's entry point raises.
-        """
-        m = as_[0].shape[0]
-        bits = as_[0].data_ptr() | bs[0].data_ptr()
-        for x in operands:
-            bits |= x.data_ptr()
-        if bits & 15 or not 0 < m <= self._most_rows or self._index != current_device():
-            return None
-        for i in self._scalars:
-            if operands[i].get_device() != self._index:
-                return None
-        try:
-            a, b, launch, distances = self._reading(as_, bs)
-        except UnpairableError:
-            return None
-        outputs = [
-            empty_strided_cuda((-(-m // rows) if rows else m, n), (n, 1), dtype)
-            for rows, n, dtype in self._outputs
-        ]
-        c = None if self._c is None else operands[self._c]
-        d = None if self._d is None else outputs[self._d]
-        launch(a, b, d, c, [*operands, *outputs, *distances, None])
-        return outputs
 
 
 def current_device() -> int:

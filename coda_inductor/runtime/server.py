@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compile workers fork from. Run by path, by ``client``: no module of ours yet.
+"""The process that compile workers fork from: a child (``processes``) that ``client`` asks.
 
-It imports torch and CuTeDSL once, cannot see the GPU, and is sent the parent's ``sys.path``, and
-then messages:
+It imports torch and CuTeDSL once, cannot see the GPU, and is sent messages:
 
 - ``{"id": 1, "request": {...}, "marker": ..., "folder": ...}`` is compiled by a worker; the answer
   is ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
 - ``{"cancel": 1}`` ends the worker that has it.
 
-It ends, and its workers with it, when its parent does, however that ends, and after two idle
-minutes. It starts no thread, for it forks; those of the CUDA driver and NumPy, which imports start,
-hold nothing that a worker needs.
+It ends, and its workers with it, when its parent does, and after two idle minutes. It starts no
+thread, for it forks; those of the CUDA driver, of NumPy and the one that looks for the parent hold
+nothing that a worker needs.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import importlib.util
 import os
 import signal
 import sys
-import time
 import warnings
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from coda_inductor.processes.start import Messages
+from coda_inductor.runtime.worker import KernelRequest, compile_kernel, prepare
+
 #: Seconds without work after which the server ends: it and its workers hold gigabytes.
 IDLE = 120.0
-_LOOK = 0.5  # seconds between two looks for the parent
 _PR_SET_PDEATHSIG = 1
 
 
@@ -73,8 +72,6 @@ def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             server.close()
-            from coda_inductor.runtime.worker import KernelRequest, compile_kernel
-
             while True:
                 job = requests.recv()
                 request = KernelRequest(**job["request"])
@@ -86,31 +83,27 @@ def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
 
 
 class _Server:
-    """Hands the requests of ``parent``, at the other end of ``requests``, to ``limit`` workers."""
+    """Hands the requests of the parent, at the other end of ``requests``, to ``limit`` workers."""
 
-    def __init__(self, parent: int, limit: int, requests: Connection):
-        self.parent, self.limit, self.requests = parent, limit, requests
+    def __init__(self, limit: int, requests: Messages):
+        self.limit, self.requests = limit, requests
         self.waiting: collections.deque[dict[str, Any]] = collections.deque()
         self.workers: list[_Worker] = []
 
     def run(self) -> None:
         """Until the parent is gone, or nothing has happened for :data:`IDLE` seconds."""
-        busy = time.monotonic()
+        everybody: list[Any] = [self.requests]
+        ready: Any
         try:
-            while os.getppid() == self.parent:
-                everybody: list[Any] = [self.requests, *self.workers]
-                ready: Any
-                for ready in (found := wait(everybody, _LOOK)):
+            while (found := wait(everybody, IDLE)) or any(w.job is not None for w in self.workers):
+                for ready in found:
                     if ready is self.requests:
                         while ready.poll():  # all of them: what is cancelled must not be begun
                             self._accept(ready.recv())
                     elif ready in self.workers:  # not cancelled since
                         self._answer(ready)
                 self._hand_out()
-                if found or any(worker.job is not None for worker in self.workers):
-                    busy = time.monotonic()
-                elif time.monotonic() - busy >= IDLE:  # a busy machine can lose seconds anywhere:
-                    break  # only a look that found nothing ends it
+                everybody = [self.requests, *self.workers]
         except (EOFError, OSError):
             pass  # nobody asks, or reads the answers
         finally:
@@ -171,56 +164,11 @@ class _Server:
                 worker.connection.send(message)
 
 
-def _look_for(parent: int, seconds: float) -> None:
-    """End when ``parent`` has, which is looked for every so many seconds; 0: no longer."""
-    signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
-    signal.siginterrupt(signal.SIGALRM, False)  # whoever reads a file is not to notice
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-
-
-def _load(arch: str, path: list[str]) -> None:
-    """Import all that workers need. This very package, and nothing from the current folder."""
-    sys.path[:] = path
-    package = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location(
-        package.name, package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[package.name] = module
-    spec.loader.exec_module(module)
-    from coda_inductor.runtime.worker import prepare
-
-    prepare(arch)
-
-
-def main(parent: int, limit: int, arch: str) -> None:
-    """``parent``: its process id. ``limit``: of workers. ``arch``: compute capability, e.g. 90.
-    Standard input is the connection to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+def main(parent: Messages, limit: str, arch: str) -> None:
+    """Serve ``parent``. ``limit``: of workers. ``arch``: compute capability, e.g. 90."""
     # Python 3.12 counts threads of libraries too, and would tell the user of each fork.
     warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
-    try:
-        os.fstat(2)
-    except OSError:  # the parent has closed its own, as daemons do; the next file would be it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    requests = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _look_for(parent, _LOOK)  # imports take seconds, in which it may end
-    try:
-        _load(arch, requests.recv())
-    except EOFError:
-        return
-    except BaseException as error:
-        requests.send({"failed": f"{type(error).__name__}: {error}"})
-        raise
-    _look_for(parent, 0)
+    prepare(arch)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with contextlib.suppress(SystemExit):
-        _Server(parent, limit, requests).run()
-    os._exit(0)  # taking the interpreter down in order takes a second
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        _Server(int(limit), parent).run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import Estimate
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import H100, Gpu, arch_of
@@ -22,25 +23,14 @@ from coda_inductor.select.store import Store, store_of
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a site runs.
+class Choice(Estimate):
+    """How a site runs, and what it is expected to take.
 
     Attributes:
         how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
-        config: of the kernel, e.g. ``128x192:2x1:pp``; also where one is possible but would lose.
-        refusal: why it is no kernel.
-        fused_us: expected microseconds of the kernel; None where nothing is known.
-        unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
-        ground: what these times rest on: "here" (measured by this user), "shipped" (measured),
-            "roofline", or "unknown" (a GPU of a generation without constants).
     """
 
-    how: str
-    config: str = ""
-    refusal: Refusal | None = None
-    fused_us: float | None = None
-    unfused_us: float = 0.0
-    ground: str = "roofline"
+    how: str = "kernel"
 
     @property
     def measured(self) -> bool:
@@ -72,7 +62,7 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
     why = unsupported(program, site.n, site.k, *majors, device=site.device, terms=len(site.ks))
     if why is not None:
         plain = roofline.products_us(site, gpu)
-        return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
+        return Choice(plain, ground=ground, refusal=why, how="unfused")
     found = store.find(site)
     if found is not None:
         return _measured(site, *found, gpu, gated=gated)
@@ -83,9 +73,7 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
         why = gate.loses(site, fused, unfused)
     elif not optimistic:
         why = gate.unmeasured(gpu)
-    if why is not None and gated:
-        return Choice("unfused", config, why, fused, unfused, ground)
-    return Choice("kernel", config, None, fused, unfused, ground)
+    return _chosen(unfused, fused, ground, config, why if gated else None)
 
 
 def _config(site: Site, gpu: Gpu, store: Store) -> Config:
@@ -103,12 +91,16 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
     if config is None:
         first = next(iter(found.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
-        return Choice("unfused", refusal=why, unfused_us=unfused, ground=where)
+        return Choice(unfused, ground=where, refusal=why, how="unfused")
     us = found.us[config]
     loses = gate.saves_nothing(site)
     if loses is None and not found.wins(us, unfused):
         text = f"measured {us:.0f} us fused, {unfused:.0f} us unfused"
         loses = refuse("measured-slower", text)
-    if loses is not None and gated:
-        return Choice("unfused", config, loses, us, unfused, where)
-    return Choice("kernel", config, None, us, unfused, where)
+    return _chosen(unfused, us, where, config, loses if gated else None)
+
+
+def _chosen(
+    unfused: float, fused: float | None, ground: str, config: str, why: Refusal | None
+) -> Choice:
+    return Choice(unfused, fused, ground, config, why, "kernel" if why is None else "unfused")

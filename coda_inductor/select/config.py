@@ -13,9 +13,7 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.device import H100
 
-_TEXT = re.compile(
-    r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn|:np)?(?::kN)?(?::pN)?".replace("N", r"([1-9]\d*)")
-)
+_TEXT = re.compile(r"NxN:NxN:(pp|co)(:lean)?(?::swN)?(:dyn)?(?::kN)?".replace("N", r"([1-9]\d*)"))
 _SWIZZLE = 8  # QuACK's
 
 
@@ -33,13 +31,9 @@ class Config:
             cache's sake.
         dynamic: a cluster takes its next tile from a counter in memory, not every so-manieth one:
             none waits for processors that another kernel holds. On Hopper; Blackwell always does.
-        persistent: a cluster works on one tile after the other; if not, each tile has its own, and
-            the hardware hands them out. Cooperative only.
         split_k: K is divided among so many CTAs, whose sums the last adds up, in order.
-        processors: it is launched for so many, 0 for those there are. For more than these, its CTAs
-            run one after the other, and end sooner.
 
-    ``swizzle`` and ``processors`` are arguments of a launch, all others are compiled in.
+    ``swizzle`` is an argument of a launch, all others are compiled in.
     """
 
     tile_m: int
@@ -50,9 +44,7 @@ class Config:
     lean: bool = False
     swizzle: int = _SWIZZLE
     dynamic: bool = False
-    persistent: bool = True
     split_k: int = 1
-    processors: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -62,9 +54,8 @@ class Config:
         ]
         parts += ["lean"] * self.lean
         parts += [f"sw{self.swizzle}"] * (self.swizzle != _SWIZZLE)
-        parts += ["dyn"] * self.dynamic + ["np"] * (not self.persistent)
+        parts += ["dyn"] * self.dynamic
         parts += [f"k{self.split_k}"] * (self.split_k != 1)
-        parts += [f"p{self.processors}"] * (self.processors != 0)
         return ":".join(parts)
 
     @staticmethod
@@ -73,28 +64,18 @@ class Config:
 
         Raises:
             KernelError: if ``text`` is not of the form "128x192:2x1:pp", perhaps followed by
-                ":lean", ":sw4", ":dyn" or ":np", ":k2" and ":p120", in this order.
+                ":lean", ":sw4", ":dyn" and ":k2", in this order.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise KernelError(
                 f"{text!r} is not a kernel config: write it like '128x192:2x1:pp', perhaps "
-                "followed by ':lean', ':sw4', ':dyn' or ':np', ':k2', ':p120', in this order"
+                "followed by ':lean', ':sw4', ':dyn', ':k2', in this order"
             )
         tile_m, tile_n, cluster_m, cluster_n = map(int, match.groups()[:4])
-        config = Config(
-            tile_m,
-            tile_n,
-            cluster_m,
-            cluster_n,
-            pingpong=match[5] == "pp",
-            lean=match[6] is not None,
-            swizzle=int(match[7] or _SWIZZLE),
-            dynamic=match[8] == ":dyn",
-            persistent=match[8] != ":np",
-            split_k=int(match[9] or 1),
-            processors=int(match[10] or 0),
-        )
+        schedule, lean, swizzle, dynamic, split_k = match.groups()[4:]
+        tail = bool(lean), int(swizzle or _SWIZZLE), bool(dynamic), int(split_k or 1)
+        config = Config(tile_m, tile_n, cluster_m, cluster_n, schedule == "pp", *tail)
         if str(config) != text:
             raise KernelError(f"{text!r} is not how this kernel config is written: {config}")
         return config
@@ -110,14 +91,8 @@ class Config:
         m, n = self.tile_m, self.tile_n
         if self.cluster_m * self.cluster_n > 4:
             return "a cluster has at most 4 CTAs"
-        if self.dynamic and not self.persistent:
-            return "only a persistent kernel has a scheduler"
-        if self.pingpong:
-            widest = {64: 256, 128: 208, 192: 128}.get(m, 0)
-            if not self.persistent:
-                return "a ping-pong kernel is persistent"
-        else:
-            widest = {64: 256, 128: 256, 256: 208}.get(m, 0)
+        by_rows = {64: 256, 128: 208, 192: 128} if self.pingpong else {64: 256, 128: 256, 256: 208}
+        widest = by_rows.get(m, 0)
         if not 0 < n <= widest or n % 16:
             return f"{m} rows go with multiples of 16 up to {widest} columns"
         return None
@@ -125,7 +100,7 @@ class Config:
     def dynamic_twin(self) -> Config:
         """The same on Hopper, but for taking its tiles from a counter: as fast on a free GPU, and
         not held up by another kernel on some of its processors."""
-        return replace(self, dynamic=True, persistent=True)
+        return replace(self, dynamic=True)
 
     def cta_tile_m(self, arch: int) -> int:
         """Rows of the output that one CTA owns, and so that one column partial covers. Data-centre
@@ -134,78 +109,68 @@ class Config:
         return self.tile_m // 2 if two_ctas else self.tile_m
 
 
-#: One of these runs in 16 bits on Hopper where nothing alike was measured.
-DEFAULTS = frozenset(
-    Config.parse(f"{text}{lean}")
-    for text in ("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x256:2x1:co")
-    for lean in ("", ":lean")
-)
+def _configs(*lines: str, more: str = "") -> tuple[Config, ...]:
+    return tuple(Config.parse(f"{text}{more}") for line in lines for text in line.split())
+
+
 #: The candidates on Hopper (compute capability 9).
-HOPPER = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x208:2x1:pp"),
-        *("192x128:2x1:pp", "128x192:1x2:pp", "128x160:1x2:pp", "128x128:1x2:pp"),
-        *("128x256:2x1:co", "256x128:2x1:co", "256x192:2x1:co", "256x208:2x1:co"),
-        *("256x160:2x1:co", "256x192:1x2:co", "256x128:1x2:co", "128x256:1x2:co"),
-    )
+HOPPER = _configs(
+    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x208:2x1:pp",
+    "192x128:2x1:pp 128x192:1x2:pp 128x160:1x2:pp 128x128:1x2:pp",
+    "128x256:2x1:co 256x128:2x1:co 256x192:2x1:co 256x208:2x1:co",
+    "256x160:2x1:co 256x192:1x2:co 256x128:1x2:co 128x256:1x2:co",
 )
 #: More of them, for programs that load tiles, all of their tiles being 16-bit.
-HOPPER_LEAN = tuple(
-    Config.parse(f"{text}:lean")
-    for text in (
-        *("128x192:2x1:pp", "128x160:2x1:pp", "128x128:2x1:pp", "128x192:1x2:pp"),
-        *("128x128:1x2:pp", "128x128:2x2:pp", "128x192:2x2:pp", "128x256:2x1:co"),
-        *("256x128:2x1:co", "128x256:1x2:co", "256x128:1x2:co", "256x192:2x1:co"),
-    )
+HOPPER_LEAN = _configs(
+    "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp 128x192:1x2:pp",
+    "128x128:1x2:pp 128x128:2x2:pp 128x192:2x2:pp 128x256:2x1:co",
+    "256x128:2x1:co 128x256:1x2:co 256x128:1x2:co 256x192:2x1:co",
+    more=":lean",
+)
+_USUAL = "128x192:2x1:pp 128x160:2x1:pp 128x128:2x1:pp"
+#: One of these runs in 16 bits on Hopper where nothing alike was measured.
+DEFAULTS = frozenset(
+    _configs(_USUAL, "128x256:2x1:co") + _configs(_USUAL, "128x256:2x1:co", more=":lean")
 )
 #: More that are the fastest somewhere by more than 1 %: with other bands or shapes for many rows,
 #: small tiles for few, and the twins of the main ones, which other kernels do not hold up.
-HOPPER_MORE = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x192:2x1:pp:sw16", "128x208:2x1:pp:lean", "256x160:1x2:co:lean"),
-        *("128x64:2x1:pp", "64x64:1x1:pp", "64x128:1x1:pp", "64x32:1x1:co"),
-        *("64x64:1x1:co:k2", "64x64:1x1:co:k4"),
-        *("128x192:2x1:pp:dyn", "128x160:2x1:pp:dyn", "128x128:2x1:pp:dyn"),
-        *("128x192:2x1:pp:lean:dyn", "128x160:2x1:pp:lean:dyn", "128x128:2x1:pp:lean:dyn"),
-        *("128x256:2x1:co:dyn", "256x128:2x1:co:dyn"),
-    )
+HOPPER_MORE = (
+    *_configs("128x192:2x1:pp:sw16 128x208:2x1:pp:lean 256x160:1x2:co:lean"),
+    *_configs("128x64:2x1:pp 64x64:1x1:pp 64x128:1x1:pp 64x32:1x1:co"),
+    *_configs("64x64:1x1:co:k2 64x64:1x1:co:k4"),
+    *_configs(_USUAL, more=":dyn"),
+    *_configs(_USUAL, more=":lean:dyn"),
+    *_configs("128x256:2x1:co 256x128:2x1:co", more=":dyn"),
 )
 
 
-def _fp8(*texts: str) -> tuple[Config, ...]:
+def _fp8(text: str) -> tuple[Config, ...]:
     """Each lean and not, then their dynamic twins. The first one runs until a site is measured."""
-    still = [Config.parse(f"{text}{more}") for text in texts for more in (":lean", "")]
+    still = [config for each in text.split() for more in (":lean", "")
+             for config in _configs(each, more=more)]  # fmt: skip
     return (*still, *(config.dynamic_twin() for config in still))
 
 
 #: In FP8. An accumulator that is added up in float32 at each step of K has twice the registers:
 #: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
-HOPPER_FP8 = _fp8("128x128:2x1:co", "128x128:1x2:co", "128x128:1x1:co")
+HOPPER_FP8 = _fp8("128x128:2x1:co 128x128:1x2:co 128x128:1x1:co")
 #: Where fast accumulation is allowed: the larger ones need no more registers than in 16 bits then
 #: (``mainloop.fast``).
 HOPPER_FP8_FAST = _fp8(
-    *("128x128:2x1:co", "128x256:2x1:co", "128x128:1x2:co", "128x192:2x1:pp"),
-    *("256x128:2x1:co", "128x256:1x2:co", "128x128:2x1:pp"),
+    "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
+    "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
 )
 #: On data-centre Blackwell, the first until someone measures.
-BLACKWELL = tuple(
-    Config.parse(text)
-    for text in (
-        *("256x256:2x1:co", "256x224:2x1:co", "256x192:2x1:co", "256x160:2x1:co"),
-        *("256x128:2x1:co", "128x256:2x1:co", "128x192:2x1:co", "128x128:2x1:co"),
-        *("256x256:2x2:co", "256x128:2x2:co", "128x256:1x1:co", "128x192:1x1:co"),
-        *("128x128:1x1:co", "128x64:1x1:co", "128x32:1x1:co", "128x128:1x1:co:k4"),
-    )
+BLACKWELL = _configs(
+    "256x256:2x1:co 256x224:2x1:co 256x192:2x1:co 256x160:2x1:co",
+    "256x128:2x1:co 128x256:2x1:co 128x192:2x1:co 128x128:2x1:co",
+    "256x256:2x2:co 256x128:2x2:co 128x256:1x1:co 128x192:1x1:co",
+    "128x128:1x1:co 128x64:1x1:co 128x32:1x1:co 128x128:1x1:co:k4",
 )
 #: On consumer Blackwell, which has no clusters.
-BLACKWELL_CONSUMER = tuple(
-    Config.parse(text)
-    for text in (
-        *("128x128:1x1:pp", "128x64:1x1:pp", "64x128:1x1:pp", "128x160:1x1:pp"),
-        *("128x128:1x1:co", "128x192:1x1:co", "64x64:1x1:pp", "64x32:1x1:co"),
-    )
+BLACKWELL_CONSUMER = _configs(
+    "128x128:1x1:pp 128x64:1x1:pp 64x128:1x1:pp 128x160:1x1:pp",
+    "128x128:1x1:co 128x192:1x1:co 64x64:1x1:pp 64x32:1x1:co",
 )
 #: By compute capability, major. What is not there has no kernels.
 _CANDIDATES = {10: BLACKWELL, 11: BLACKWELL, 12: BLACKWELL_CONSUMER}
@@ -260,34 +225,38 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     ``terms``: how many products the accumulator is the sum of.
     """
     if arch != 9:
-        fits = (c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch))
-        configs = [c for c in fits if mainloop_stages(program, c, arch) >= 1]
-        return tuple([c for c in configs if mainloop_stages(program, c, arch) >= 2] or configs)
-    lean = _may_be_lean(program)
+        fits = [c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch)]
+        return tuple(_deepest(program, fits, 1, arch))
+    fits = [c for c in _on_hopper(program) if _suits(program, c, terms)]
     if program.fp8:
-        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
-        fits = (c for c in candidates if _suits(program, c, terms) and (lean or not c.lean))
-        configs = [c for c in fits if mainloop_stages(program, c) >= 2]
-        configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
         # Until a site is measured the first one runs: not one with few stages.
+        configs = _deepest(program, fits, 2)
         return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
-    candidates = HOPPER + HOPPER_LEAN if lean else HOPPER
-    suiting = [c for c in candidates if _suits(program, c, terms)]
-    configs = [c for c in suiting if mainloop_stages(program, c) >= 2]
-    # Two stages are too few: a load takes longer than the multiplication before it.
-    configs = [c for c in configs if mainloop_stages(program, c) >= 3] or configs
-    if not configs:  # so heavy that only tiny tiles are left, which nobody costed
-        return ()
-    more = [c for c in HOPPER_MORE if _suits(program, c, terms) and (lean or not c.lean)]
-    return (*configs, *(c for c in more if mainloop_stages(program, c) >= 3))
+    more = [c for c in fits if c in HOPPER_MORE and mainloop_stages(program, c) >= 3]
+    configs = _deepest(program, [c for c in fits if c not in HOPPER_MORE], 2)
+    return (*configs, *more) if configs else ()  # so heavy that only tiny tiles are left
+
+
+def _deepest(
+    program: EpilogueProgram, configs: list[Config], least: int, arch: int = 9
+) -> list[Config]:
+    """Those with more than ``least`` stages: a load takes longer than the multiplication before it;
+    else those with so many."""
+    stages = {config: mainloop_stages(program, config, arch) for config in configs}
+    return [c for c in configs if stages[c] > least] or [c for c in configs if stages[c] == least]
 
 
 def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
-    """The candidates for ``program``, of 16 bits, whether its columns can be divided so or not."""
-    if arch != 9:
-        return _CANDIDATES.get(arch, ())
+    """The candidates for ``program``, whether it can be divided so or not."""
+    return _on_hopper(program) if arch == 9 else _CANDIDATES.get(arch, ())
+
+
+def _on_hopper(program: EpilogueProgram) -> tuple[Config, ...]:
+    candidates = HOPPER + HOPPER_LEAN + HOPPER_MORE
+    if program.fp8:
+        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
     lean = _may_be_lean(program)
-    return tuple(c for c in HOPPER + HOPPER_LEAN + HOPPER_MORE if lean or not c.lean)
+    return tuple(c for c in candidates if lean or not c.lean)
 
 
 def _may_be_lean(program: EpilogueProgram) -> bool:

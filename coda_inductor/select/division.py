@@ -43,11 +43,7 @@ def divide(program: EpilogueProgram, config: Config, m, n: int, gpu: Gpu) -> Div
     high, wide = math.ceil(hint(m) / config.tile_m), math.ceil(columns / config.tile_n)
     clusters = math.ceil(high / config.cluster_m) * math.ceil(wide / config.cluster_n)
     clusters *= config.split_k
-    at_once = max(1, (config.processors or gpu.processors) // _size(config))
+    at_once = max(1, gpu.processors // (config.cluster_m * config.cluster_n))
     waves = math.ceil(clusters / at_once)
     last = (clusters - (waves - 1) * at_once) / at_once
     return Division(high * wide, waves, last, mainloop_stages(program, config, gpu.arch))
-
-
-def _size(config: Config) -> int:
-    return config.cluster_m * config.cluster_n

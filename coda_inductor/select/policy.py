@@ -277,7 +277,7 @@ class Policy:
             why = refuse("no-kernels-on-device", f"device {a.device.type} has no kernels")
         else:
             return self._judged(site)
-        return Choice("reference", REFERENCE_CONFIG, why)
+        return Choice(config=REFERENCE_CONFIG, refusal=why, how="reference")
 
     def _judged(self, site: Site) -> Choice:
         gated, tuning = self.options.gate == "auto", self.tuning
@@ -291,8 +291,7 @@ class Policy:
 
     def estimate(self, site: Site) -> Estimate:
         """What would be chosen on the graph's GPU; on an H100 where it is on none."""
-        found = select(site, gated=self.options.gate == "auto", store=self.store)
-        return Estimate(found.unfused_us, found.fused_us, found.ground, found.config, found.refusal)
+        return select(site, gated=self.options.gate == "auto", store=self.store)
 
     def estimate_plain(self, gemm: Node) -> Estimate | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what no kernel is for."""

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that measures. A candidate that hangs or ends it ends nothing else.
 
-It reads JSON lines from its standard input and writes some to where its standard output was:
+A child (``processes``) that is sent messages, until it ends with its parent:
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
   before each candidate's first run, and before some repeat, ``{"trying": config}``;
 - ``{"device": true}`` answers ``{"device": {...}}``.
-
-It ends with its input.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +20,7 @@ from torch import Tensor
 
 from coda_inductor.cache_dir import private_dir
 from coda_inductor.errors import KernelError
+from coda_inductor.processes.start import Messages
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
@@ -39,14 +35,12 @@ _PATIENCE = 60.0
 _WRONG, _WRONG_ONE = 0.05, 0.5
 
 
-def main(index: int) -> None:
-    """Answer until the input ends. ``index``: of the CUDA device."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
-    torch.cuda.set_device(index)
-    worker = Worker(lambda answer: print(json.dumps(answer), file=answers, flush=True))
-    for line in sys.stdin:
-        worker.answer(json.loads(line))
+def main(parent: Messages, index: str) -> None:
+    """Answer ``parent``. ``index``: of the CUDA device."""
+    torch.cuda.set_device(int(index))
+    worker = Worker(parent.send)
+    while True:
+        worker.answer(parent.recv())
 
 
 class Worker:

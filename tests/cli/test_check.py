@@ -15,7 +15,7 @@ from gates import MISH, SQUARED_SIGMOID, SWISH, write
 import coda_inductor
 from coda_inductor import patterns
 from coda_inductor.__main__ import main
-from coda_inductor.cli import device, speed, steps, trial
+from coda_inductor.cli import device, steps, trial
 from coda_inductor.patterns.source import read, run
 
 #: A process for each file would take seconds.
@@ -67,16 +67,6 @@ def test_a_file_that_is_wrong_fails_with_the_reason(name, tmp_path, capsys):
     assert code == 1
     assert found[check]["outcome"] == "fail"
     assert said.format(path=path) in found[check]["detail"]
-
-
-def test_text_reads_well_without_a_terminal(tmp_path, capsys):
-    path = write(tmp_path, SQUARED_SIGMOID)
-    assert main(["check", path]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b" not in said  # no colours, no cursor movements
-    assert "def epilogue(acc" in said
-    assert "all passed" in said
-    assert "proof" in said
 
 
 def load(path: str):
@@ -155,10 +145,6 @@ def test_refusal_in_the_example_is_said(tmp_path):
     assert found["fires squared_sigmoid"].outcome == "fail"
     assert "Refused: squared_sigmoid at" in found["fires squared_sigmoid"].detail
     assert "not today" in found["fires squared_sigmoid"].detail
-    (norm,) = patterns.load_file(patterns.builtin_folder() / "rms_norm.py")
-    refused = trial.Trial(torch.zeros(1), [], refused=["rms_norm at x: not today"])
-    assert steps._fired(norm, refused)[0] == "skip"
-    assert steps._fired(norm, trial.Trial(torch.zeros(1), []))[0] == "fail"
 
 
 def test_a_pipe_has_one_line_a_result(tmp_path, capsys):
@@ -172,6 +158,7 @@ def test_a_pipe_has_one_line_a_result(tmp_path, capsys):
     assert " ".join(failure["detail"].split()) in text
     assert all(line == line.rstrip() for line in text.splitlines())
     assert "1 failed" in text
+    assert "\x1b" not in text  # no colours, no cursor movements
 
 
 def test_a_folder_stands_for_its_files(tmp_path, capsys):
@@ -201,13 +188,6 @@ def test_a_condition_that_raises_is_shown_with_file_and_line(tmp_path, capsys):
     assert f"AttributeError: 'Match' object has no attribute 'nothing' ({path}:{line})" in str(
         found
     )
-
-
-def test_functions_take_turns():
-    calls: list[str] = []
-    taken = speed.medians({n: lambda n=n: calls.append(n) for n in "ab"}, rounds=2)
-    assert "".join(calls) == "ab" * 5
-    assert taken.keys() == {"a", "b"}
 
 
 def test_command_line(tmp_path):

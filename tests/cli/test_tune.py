@@ -28,9 +28,7 @@ BROKEN = figures({}, failed={"128x128:2x1:pp": "hangs"}, m=8192, name="lm_head")
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache; the store of a GPU model in it."""
-    monkeypatch.setattr(command, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measurements, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measurements, "folder", tmp_path.joinpath)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     return Store(HOPPER, tmp_path / FOLDER)
 
 
@@ -68,13 +66,12 @@ def test_a_damaged_file_or_a_strange_key_hides_no_other(full, capsys):
     assert f"{full.path.stem}: 4 sites" in said
 
 
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_a_plot(ending, full, tmp_path, capsys):
+def test_a_plot(full, tmp_path, capsys):
     pytest.importorskip("matplotlib").use("Agg")
-    path = tmp_path / f"plot.{ending}"
+    path = tmp_path / "plot.svg"
     assert main(["tune", "--plot", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
-    assert path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+    assert path.read_bytes()[:5] == b"<?xml"
 
 
 def test_of_nothing_there_is_no_plot(cache, tmp_path, capsys):
@@ -101,17 +98,11 @@ def test_a_plot_that_cannot_be_written_is_a_message(full, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--hf", "llama"], "tune measures on a GPU, and torch sees none"),
-        (["model.py:make"], "tune measures on a GPU, and torch sees none"),
-        ([], "give a model to measure, or --report"),
-    ],
-)
-def test_without_a_gpu_or_a_model_there_is_a_message(arguments, said, cache, capsys):
-    assert main(["tune", *arguments]) == 1
-    assert said in capsys.readouterr().err
+def test_without_a_gpu_or_a_model_there_is_a_message(cache, capsys):
+    assert main(["tune", "--hf", "llama"]) == main(["tune"]) == 1
+    said = capsys.readouterr().err
+    assert "tune measures on a GPU, and torch sees none" in said
+    assert "give a model to measure, or --report" in said
 
 
 TINY = ("hidden_size=2048", "intermediate_size=8192", "num_hidden_layers=1", "vocab_size=512",
@@ -136,8 +127,11 @@ def gpu(cache, monkeypatch):
     return machine
 
 
-def test_a_model_is_measured(gpu, cache, capsys):
+def test_a_model_is_measured_once(gpu, cache, capsys):
+    """Torch's caches hold graphs that were compiled without what is measured now."""
+    assert measurements.generation() == ""
     assert main([*LLAMA, "--tokens", "4096,8192"]) == 0
+    assert (first := measurements.generation())
     said = capsys.readouterr().out
     found = cache.own().values()
     assert {row.m for row in found} == {4096, 8192}
@@ -151,19 +145,7 @@ def test_a_model_is_measured(gpu, cache, capsys):
     assert main([*LLAMA, "--tokens", "4096"]) == 0
     assert "4096 tokens: 0 sites measured" in capsys.readouterr().out
     assert len(gpu.measured) == asked == len(found)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_what_was_decided_before_is_decided_again():
-    """Torch's caches hold graphs that were compiled without these measurements."""
-    assert measurements.generation() == ""
-    assert main([*LLAMA, "--tokens", "4096"]) == 0
-    first = measurements.generation()
-    assert first
-    assert main([*LLAMA, "--tokens", "4096"]) == 0  # nothing new
-    assert measurements.generation() == first
-    assert main([*LLAMA, "--tokens", "8192"]) == 0
-    assert measurements.generation() not in ("", first)
+    assert measurements.generation() == first  # nothing new
 
 
 def test_options_reach_the_backend(gpu, monkeypatch):
@@ -181,7 +163,7 @@ def test_options_reach_the_backend(gpu, monkeypatch):
         (["--option", "gat=1"], "unknown option 'gat'"),
         (["--set", "hidden=3"], "LlamaConfig has no such value"),
         *[(["--tokens", wrong], f"--tokens {wrong!r}: write one or more positive numbers")
-          for wrong in ("", "many", "512,", "0", "512,-1", "1.5")],
+          for wrong in ("", "512,", "512,-1")],
     ],
 )  # fmt: skip
 def test_mistakes_are_messages(arguments, says, gpu, capsys):

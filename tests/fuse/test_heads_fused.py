@@ -148,7 +148,7 @@ def losing(what):
 
     def judge(self, site, a):
         if what(site.program):
-            return Choice("unfused", refusal=refuse("gate-never", "it loses"))
+            return Choice(refusal=refuse("gate-never", "it loses"), how="unfused")
         return plain(self, site, a)
 
     return judge

@@ -31,7 +31,7 @@ BLACKWELL = "swiglu,norm_bwd/straight,fp8_residual,everything"
 #: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
     "paired_rows,norm_bwd/crossed,"
-    "select//64x32:1x1:co:np,swiglu//128x128:2x1:pp:sw4:dyn:p100,scale//128x176:2x1:pp:k2:p100,"
+    "select//64x32:1x1:co,swiglu//128x128:2x1:pp:sw4:dyn,scale//128x176:2x1:pp:k2,"
     "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
     "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
     "halves_80,halves_64//64x64:1x1:co:k2,everything"
@@ -171,13 +171,12 @@ def test_stages_are_what_legality_counts(hopper):
 
 
 def test_what_a_launch_decides(hopper):
-    """Bands and processors are arguments: no kernel of their own."""
+    """Bands are arguments: no kernel of their own."""
     plans = {kernel["config"]: kernel["plan"] for kernel in hopper[1].values()}
     assert plans["128x208:2x1:pp:lean"] == [66, 8, False, [66, 8]]
     assert plans["64x64:1x1:co:dyn:k4"] == [66, 8, True, None]
-    assert plans["128x128:2x1:pp:sw4:dyn:p100"] == [50, 4, True, None]
-    assert plans["128x176:2x1:pp:k2:p100"] == [50, 8, False, [50, 8]]
-    assert plans["64x32:1x1:co:np"] == [0, 8, False, [0, 8]]
+    assert plans["128x128:2x1:pp:sw4:dyn"] == [66, 4, True, None]
+    assert plans["128x176:2x1:pp:k2"] == [66, 8, False, [66, 8]]
 
 
 @pytest.mark.parametrize(

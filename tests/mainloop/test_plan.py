@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch adds to a plan: limits, and memory that starts at zero each time."""
+"""What a launch adds to a plan: memory that starts at zero each time."""
 
 from __future__ import annotations
 
@@ -11,34 +11,11 @@ import torch
 pytest.importorskip("quack")
 
 from coda_inductor.mainloop import plan as launching
-from coda_inductor.mainloop.plan import limited, run
-
-
-class Scheduler(NamedTuple):
-    max_active_clusters: int = 66
+from coda_inductor.mainloop.plan import run
 
 
 class Plan(NamedTuple):
-    max_active_clusters: int = 66
-    scheduler_static: Scheduler | None = Scheduler()
-    cluster_M: int = 2
-    cluster_N: int = 1
     scheduler_uses_semaphore: bool = False
-
-
-@pytest.mark.parametrize(
-    ("processors", "clusters"), [(0, 66), (132, 66), (1000, 500), (101, 50), (2, 1), (1, 1)]
-)
-def test_a_limit_is_in_whole_clusters(processors, clusters):
-    plan = limited(Plan(), processors)
-    assert plan.max_active_clusters == plan.scheduler_static.max_active_clusters == clusters
-    dynamic = limited(Plan(scheduler_static=None), processors)
-    assert (dynamic.max_active_clusters, dynamic.scheduler_static) == (clusters, None)
-
-
-def test_a_kernel_that_is_not_persistent_has_no_limit():
-    plan = Plan(max_active_clusters=0, scheduler_static=Scheduler(0))
-    assert limited(plan, 100) == plan
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

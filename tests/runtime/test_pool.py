@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ahead-of-time compilation: what is compiled, what is skipped, how failure is told."""
+"""Ahead-of-time compilation: what is compiled, what is skipped, how failure is told; and that the
+program that compiles notices nothing of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
+
+from coda_inductor.runtime import pool
 
 pytest.importorskip("quack")
 
 from kinds import kinds
-from processes import children, until
 
 from coda_inductor.cache_dir import write
 from coda_inductor.refusal import refuse
-from coda_inductor.runtime import pool, worker
+from coda_inductor.runtime import worker
 from coda_inductor.select.config import Config
 
 CONFIG = Config(128, 128, 2, 1, True)
@@ -36,10 +35,8 @@ def own_pool(tmp_path, monkeypatch):
     from coda_inductor.mainloop import mod  # noqa: F401  (sets the folder on import)
 
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
-    pool._marker_folder.cache_clear()
     yield
     pool.shutdown()
-    pool._marker_folder.cache_clear()
 
 
 def test_compiles_once_and_reports_what_cannot(tmp_path):
@@ -73,21 +70,6 @@ def test_nobody_hears_of_forks():
     assert "fork" not in done.stderr
 
 
-def test_files_of_equal_pids_do_not_meet(tmp_path, monkeypatch):
-    """Two containers that share a folder: one writes while the other is about to replace."""
-    replace, file = os.replace, tmp_path / "file"
-
-    def late(*names):
-        monkeypatch.setattr(os, "replace", replace)
-        write(file, "theirs")
-        replace(*names)
-
-    monkeypatch.setattr(os, "replace", late)
-    write(file, "ours")
-    assert file.read_text() == "ours"
-    assert list(tmp_path.iterdir()) == [file]
-
-
 def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
     kernel = tmp_path / "kernel.o"
     kernel.touch()
@@ -106,11 +88,6 @@ def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, mo
     kernel.touch()
     assert worker.compile_kernel(GOOD, marker, None) is None
     assert compiled == [kernel]
-
-
-def test_deadline_is_kept():
-    request = pool.KernelRequest(kinds()["rms_partial"].to_json(), str(CONFIG), arch="90")
-    assert pool.wait([request], timeout=0.0) == {request: "compiling its kernel took too long"}
 
 
 def test_without_the_libraries_it_says_why(monkeypatch):
@@ -138,38 +115,26 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
         raise OSError(f"no processes for {arch}")
 
     monkeypatch.setattr(pool, "Server", no_processes)
-    monkeypatch.setattr(pool, "_machine_arch", lambda: "90")
+    monkeypatch.setenv("QUACK_ARCH", "90")
     pool.warm_up()
     request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
     assert "no processes for 90" in pool.wait([request])[request]
 
 
-def test_a_killed_worker_is_tried_again_once():
-    request = pool.KernelRequest(kinds()["dswiglu"].to_json(), str(CONFIG), b_major="n", arch="90")
-    pool.submit([request])
-    (server,) = pool._servers.values()
-
-    def kill():
-        os.kill(until(lambda: children(server.pid))[0], signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    assert pool.wait([request], timeout=180) == {request: None}
-
-
-def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
-    """Which a program that is run as ``python -m`` or typed in has on its path."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    for name in ("json", "sympy", "cutlass", "coda_inductor"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "has no kernel: 100 rows" in pool.wait([BAD])[BAD]
-    assert not (tmp_path / "ran").exists()
-
-
 def test_the_architecture_is_known_without_quack(monkeypatch):
-    pool._machine_arch.cache_clear()
     monkeypatch.setenv("QUACK_ARCH", "sm_100a")
-    try:
-        assert pool._machine_arch() == "100"
-    finally:
-        pool._machine_arch.cache_clear()
+    assert pool._machine_arch() == "100"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
+    monkeypatch, tmp_path, there
+):
+    """Whoever has kernels on disk mostly needs no others, and a server imports for seconds."""
+    started = []
+    monkeypatch.setattr(pool, "warm_up", lambda: started.append(True))
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    if there:
+        (tmp_path / "version" / "coda_0123456789abcdef").mkdir(parents=True)
+    pool.warm_up_early()
+    assert bool(started) is not there

@@ -76,12 +76,6 @@ def test_what_was_measured_slower_stays_unfused(here):
     assert not found.refusal.failure
 
 
-@pytest.mark.parametrize(("us", "how"), [(98.0, "kernel"), (98.5, "unfused")])
-def test_to_win_takes_more_than_noise(us, how, here):
-    here.add(keyed(ONE, figures({FIRST: us}, spread=0.02)))
-    assert select(ONE, gated=True, store=here).how == how
-
-
 def test_ungated_the_best_kernel_runs_whatever_it_takes(here):
     here.add(keyed(ONE, LOSES))
     found = select(ONE, gated=False, store=here)
@@ -171,13 +165,8 @@ def test_blackwell_always_has_a_counter(blackwell):
 
 
 def test_the_same_answer_every_time(tmp_path):
+    """Whatever order configs were measured in."""
     stores = [Store(table(tmp_path / "tables"), tmp_path / name) for name in "ab"]
-    for m in (512, 2048, 8192):
-        for kind in ("scale", "swiglu", "norm_bwd"):
-            wanted = site(kind, m=m, n=8192)
-            assert select(wanted, gated=True, store=stores[0]) == select(
-                wanted, gated=True, store=stores[1]
-            )
     us = dict.fromkeys(configs(ONE), 50.0)
     stores[0].add(keyed(ONE, figures(us)))
     stores[1].add(keyed(ONE, figures(dict(reversed(us.items())))))

@@ -53,8 +53,8 @@ MODES = [
     Config(128, 192, 2, 1, True, lean=True),
     Config(128, 192, 2, 1, True, swizzle=4),
     Config(128, 192, 2, 1, True, dynamic=True),
-    Config(256, 128, 2, 1, False, persistent=False, split_k=2),
-    Config(64, 64, 1, 1, True, lean=True, swizzle=1, dynamic=True, split_k=4, processors=120),
+    Config(256, 128, 2, 1, False, split_k=2),
+    Config(64, 64, 1, 1, True, lean=True, swizzle=1, dynamic=True, split_k=4),
 ]
 
 
@@ -68,15 +68,15 @@ def test_text_form_round_trips():
         "128x192:2x1:pp:lean",
         "128x192:2x1:pp:sw4",
         "128x192:2x1:pp:dyn",
-        "256x128:2x1:co:np:k2",
-        "64x64:1x1:pp:lean:sw1:dyn:k4:p120",
+        "256x128:2x1:co:k2",
+        "64x64:1x1:pp:lean:sw1:dyn:k4",
     ]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["128x192", "128x192:2x1:xx", "128x192:2x1:pp:p120:k2", "128x192:2x1:pp:dyn:np",
-     "128x192:2x1:pp:sw8", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "128x192:2x1:pp:p0",
+    ["128x192", "128x192:2x1:xx", "128x192:2x1:pp:k2:dyn", "128x192:2x1:pp:np",
+     "128x192:2x1:pp:sw8", "128x192:2x1:pp:k1", "128x192:2x1:pp:k02", "128x192:2x1:pp:p120",
      "0128x192:2x1:pp", "128x192:2x1:pp:k0"],
 )  # fmt: skip
 def test_each_config_has_one_text(text):
@@ -127,11 +127,6 @@ def test_what_is_legal_is_written_and_so_is_its_twin(name):
     assert {c for c in legal if c.dynamic} <= twins
 
 
-def test_a_twin_of_what_is_not_persistent_is():
-    config = Config.parse("256x128:2x1:co:np:k2").dynamic_twin()
-    assert (str(config), config.unwritten) == ("256x128:2x1:co:dyn:k2", None)
-
-
 def test_a_log_sum_exp_is_taken_of_whole_sums():
     split = {c.split_k for c in legal_configs(SCALE)}
     assert split == {1, 2, 4}
@@ -158,10 +153,9 @@ def test_k_of_two_terms_is_not_split():
         ("256x224:2x1:co", "up to 208"),
         ("96x128:2x1:co", "up to 0"),
         ("128x128:4x2:pp", "at most 4"),
-        ("128x128:2x1:pp:np", "persistent"),
         ("128x128:2x1:co:dyn", None),
         ("256x144:2x1:co", None),
-        ("64x16:1x1:co:np", None),
+        ("64x16:1x1:co", None),
     ],
 )
 def test_what_hopper_has_no_kernel_for(text, why):

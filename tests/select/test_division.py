@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kinds import kinds
 
-from coda_inductor.select.config import Config, mainloop_stages
+from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100
 from coda_inductor.select.division import divide
 
@@ -24,7 +22,6 @@ SCALE, PAIR = kinds()["scale"], kinds()["swiglu"]
         # 66 clusters of two at a time; three rows of tiles are two clusters
         ("128x128:2x1:pp", 384, 128, 3, 1, 2 / 66),
         ("64x64:1x1:co:k4", 64, 64 * 66, 66, 2, 1.0),  # each tile four times
-        ("128x128:1x1:pp:p100", 128 * 12, 128 * 11, 132, 2, 0.32),
     ],
 )
 def test_tiles_waves_and_what_idles(config, m, n, tiles, waves, last):
@@ -37,19 +34,6 @@ def test_a_pair_has_twice_the_columns():
     config = Config.parse("128x192:2x1:pp")
     assert divide(PAIR, config, 8192, 960, H100).tiles == 64 * 10
     assert divide(SCALE, config, 8192, 960, H100).tiles == 64 * 5
-
-
-def test_stages_are_those_of_the_main_loop():
-    for text in ("128x192:2x1:pp", "256x128:2x1:co"):
-        config = Config.parse(text)
-        found = divide(SCALE, config, 8192, 4096, H100)
-        assert found.stages == mainloop_stages(SCALE, config)
-
-
-def test_more_processors_take_fewer_waves():
-    config = Config.parse("128x128:1x1:pp")
-    few = divide(SCALE, config, 8192, 8192, H100)
-    assert divide(SCALE, config, 8192, 8192, replace(H100, processors=264)).waves < few.waves
 
 
 def test_in_words():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kinds import kinds
-from programs_fp8 import E4M3, E5M2, programs, residual, stored
+from programs_fp8 import E5M2, programs, residual, stored
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
@@ -72,12 +72,6 @@ def test_mixed_dtypes_have_no_kernel_on_data_centre_blackwell(monkeypatch):
         monkeypatch.setattr("coda_inductor.select.legality.arch_of", lambda _, arch=arch: arch)
         why = unsupported(mixed, 64, 64)
         assert (why and why.code) == code
-
-
-def test_a_pair_stores_16_bits():
-    program = KNOWN["fp8_swiglu"]
-    narrow = replace(program, stores=(Store("out0", "y", E4M3),))
-    assert "paired stores are 16-bit" in unsupported(narrow, 64, 64).text
 
 
 @pytest.mark.parametrize("name", ["fp8_residual", "fp8_swiglu", "fp8_dswiglu"])

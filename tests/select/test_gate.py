@@ -88,10 +88,6 @@ def test_only_auto_without_cuda_graphs_is_limited(options, small):
     assert Policy.of(parse(None, options), graph_of(8192)).too_small is None
 
 
-def test_mode_reduce_overhead_lifts_the_limit():
-    assert Policy.of(parse("reduce-overhead", None), graph_of(512)).too_small is None
-
-
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from coda_inductor.program import Step
 from coda_inductor.select import store as kept
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import key_of, signature
-from coda_inductor.select.store import Device, Store, as_text, merged, store_of
+from coda_inductor.select.store import Device, Store, as_text, merged
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
@@ -45,13 +44,7 @@ def test_what_another_process_measures_is_found(tmp_path):
     assert there.find(ONE) == (FAST, "here")
     assert set(there.own()) == {key_of(ONE), key_of(OTHER)}
     assert Store(HOPPER, tmp_path).own() == there.own()
-
-
-def test_what_is_measured_again_counts(tmp_path):
-    here, there = Store(HOPPER, tmp_path), Store(HOPPER, tmp_path)
-    there.add(keyed(ONE, FAST))
-    assert here.find(ONE) == (FAST, "here")
-    there.add(keyed(ONE, SLOW))
+    there.add(keyed(ONE, SLOW))  # again
     assert here.find(ONE) == (SLOW, "here")
 
 
@@ -208,37 +201,6 @@ def test_a_file_of_another_format_is_not_read(tmp_path):
     assert Store(HOPPER, tmp_path).find(ONE) is None
 
 
-def test_the_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    """A process that dies while it writes leaves the file as it was."""
-    store = Store(HOPPER, tmp_path)
-    store.add(keyed(ONE, FAST))
-    before = store.path.read_bytes()
-
-    def killed(*_):
-        raise OSError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", killed)
-        with pytest.raises(OSError, match="killed"):
-            store.add(keyed(OTHER, FAST))
-    assert store.path.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [store.path.name]
-
-
-def test_what_cannot_be_written_is_known_here(tmp_path, monkeypatch):
-    store = Store(HOPPER, tmp_path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(kept, "write", full)
-    with pytest.raises(OSError, match="No space"):
-        store.add(keyed(ONE, FAST), Device(2e6, 3.0))
-    assert store.find(ONE) == (FAST, "here")
-    assert store.device == Device(2e6, 3.0)
-    assert Store(HOPPER, tmp_path).find(ONE) is None
-
-
 def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
     found = keyed(OTHER, SLOW) | keyed(ONE, FAST)
     text = as_text(HOPPER, found, Device(2e6, 3.0))
@@ -269,11 +231,6 @@ def test_constants_count_where_nothing_was_shipped(tmp_path):
         assert Store(gpu, tmp_path).gpu == expected
         store.add(keyed(ONE, FAST))
         assert store.device == measured
-
-
-def test_a_store_a_process_and_gpu():
-    assert store_of(HOPPER) is store_of(replace(HOPPER))
-    assert store_of(HOPPER) is not store_of(B200)
 
 
 def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from kinds import kinds
 from measured import B200, HOPPER, configs, figures, site
 
-from coda_inductor.select.config import DEFAULTS, Config
+from coda_inductor.select.config import DEFAULTS
 from coda_inductor.select.device import H100
 from coda_inductor.select.rank import MANY, candidates
 
@@ -47,9 +47,3 @@ def test_by_default_one_of_few_runs_that_fills_the_gpu():
 
 def test_other_ways_to_hand_out_tiles_are_among_many():
     assert any(config.dynamic for config in candidates(ONE, H100)[:MANY])
-
-
-def test_what_is_not_legal_is_no_candidate():
-    near = figures({"192x128:2x1:pp": 1.0})
-    assert Config.parse("192x128:2x1:pp") not in candidates(site("swiglu", n=8192), HOPPER, near)
-    assert Config.parse("192x128:2x1:pp") == candidates(site(), HOPPER, near)[0]

@@ -89,9 +89,3 @@ def test_a_product_stored_as_it_is_is_not_charged_as_a_kernels_store():
     total = replace(head, reduces=(replace(head.reduces[0], combine="add"),))
     for program, times in ((total, 1), (head, 2)):
         assert around_us(Site(program, M, N, K), H100) == pytest.approx(times * reading)
-
-
-def test_more_processors_multiply_faster():
-    twice = replace(H100, processors=264)
-    half = (product_us(M, N, K, H100) - START_US) / 2
-    assert product_us(M, N, K, twice) - START_US == pytest.approx(half)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds import kinds
 from measured import site
 from programs import activation_chain, paired_rows, select
 
@@ -40,6 +41,14 @@ def test_majors(a_major, b_major, device):
     assert a.stride() == ((K, 1) if a_major == "k" else (1, M))
     assert b.stride() == ((1, K) if b_major == "k" else (N, 1))
     assert bias.shape == (N,)
+
+
+def test_tables_are_of_cosines():
+    program = kinds()["rotary"]
+    _, _, operands = tensors(Site(program, M, 256, K), "cpu")
+    shapes = {o.name: tuple(x.shape) for o, x in zip(program.operands, operands, strict=True)}
+    assert shapes == {"rstd": (M,), "cos": (M, 128), "sin": (M, 128)}
+    assert all(x.abs().max() <= 1 for x in operands[1:])
 
 
 def test_a_product_of_each_term():

@@ -53,42 +53,6 @@ def test_a_process_that_is_killed_holds_nothing(path, holder):
     assert 0.2 < time.monotonic() - start < 30
 
 
-def test_it_is_free_afterwards_also_after_an_error(path):
-    with pytest.raises(ZeroDivisionError), held(path, 1.0):
-        raise ZeroDivisionError
-    start = time.monotonic()
-    with held(path, 60.0) as got:
-        assert got
-        assert path.parent.is_dir()
-        assert not path.exists()
-    assert time.monotonic() - start < 30
-
-
-def test_two_threads_are_two(path):
-    inside: list[int] = []
-    most: list[int] = []
-
-    def measure():
-        with held(path, 30.0) as got:
-            assert got
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.05)
-            inside.pop()
-
-    threads = [threading.Thread(target=measure) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1, 1, 1]
-
-
-def test_other_measurements_have_another_lock(path, holder):
-    with held(path.with_name("other.json"), 0.3) as got:
-        assert got
-
-
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
     """A folder that cannot be made; file systems without locks are the same to it."""
     path.parent.write_text("no folder")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of our own as this one sees it: started, asked, ended.
+
+It is a program of its own (``start``), not a child of ``multiprocessing``: that would re-import
+``__main__``, share one fork server with the user's own processes, and join it when the interpreter
+exits. It ends with this process, and imports nothing from the current folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.processes.start import Messages
+
+_PROGRAM = Path(__file__).with_name("start.py")
+_GRACE = 1.0  # seconds to end by itself
+#: The user's process logs and traces, into its own files.
+_NOT_ITS = ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG")
+#: Found where this process has them, even if that is the current folder: a PyTorch checkout.
+_NEEDED = ("torch", "sympy")
+
+
+class EndedError(Exception):
+    """A child ended in place of an answer. ``code``: its exit status, ``words``: its last line."""
+
+    def __init__(self, code: int | None, words: str):
+        super().__init__(words or f"status {code}")
+        self.code, self.words = code, words
+
+
+class LateError(Exception):
+    """A child gave no answer in time, and was ended."""
+
+
+class Child:
+    """A process that runs ``main(connection, *arguments)`` of ``module``.
+
+    ``environment``: what it has beside this process's. ``connection``: to it, for whoever does not
+    only ask.
+
+    Raises:
+        OSError: none can be started.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        own, theirs = socket.socketpair()
+        self.connection = Messages(own.detach())
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
+        command = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else [])]
+        command += [str(_PROGRAM), str(os.getpid()), module, *arguments]
+        kept = {k: v for k, v in os.environ.items() if k not in _NOT_ITS}
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 (our own module)
+                command,
+                stdin=theirs.fileno(),
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+                env={**kept, **(environment or {})},
+                start_new_session=True,  # a terminal's Ctrl-C is not for it
+            )
+        self._send(import_path())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, message: Any, deadline: float) -> Any:
+        """The answer to ``message``, by ``deadline`` (of ``time.monotonic``).
+
+        Raises:
+            EndedError, LateError: there is none; the process is no more.
+        """
+        self._send(message)
+        return self.answer(deadline)
+
+    def answer(self, deadline: float) -> Any:
+        """The next message of its own; else as :meth:`ask`."""
+        try:
+            if self.connection.poll(max(0.0, deadline - time.monotonic())):
+                return self.connection.recv()
+        except (EOFError, OSError, ValueError):  # it ended, or talks rubbish
+            raise self.ended() from None
+        self.end()
+        raise LateError
+
+    def ended(self) -> EndedError:
+        """End it, if it has not; returns how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        lines: list[str] = []
+        with contextlib.suppress(ValueError):  # ended by another thread
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").strip().splitlines()
+        self.end()
+        return EndedError(self._process.returncode, lines[-1][:200] if lines else "")
+
+    def end(self) -> None:
+        """End it, at once; takes at most two seconds."""
+        for stop in (self._process.terminate, self._process.kill):
+            stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE)
+                break
+        self._said.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process: leave it to the process that it belongs to, and let it notice
+        that one's end."""
+        self.connection.close()
+        self._process.returncode = 0  # else Popen warns that it was not waited for
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended: its answer says so
+            self.connection.send(message)
+
+
+def import_path() -> list[str]:
+    """``sys.path``, without the current folder: what lies there is data, not a library."""
+    here = None
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        here = os.path.realpath(os.getcwd())
+    found = [p for p in sys.path if os.path.isabs(p) and os.path.realpath(p) != here]
+    modules = [sys.modules[name] for name in _NEEDED if name in sys.modules]
+    needed = [str(Path(str(module.__file__)).absolute().parents[1]) for module in modules]
+    return list(dict.fromkeys([*found, *needed]))

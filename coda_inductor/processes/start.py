@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a child begins: ``python -I start.py PARENT MODULE ARGUMENT...``, run by path by ``child``.
+
+Standard input is the connection to the parent, whose ``sys.path`` is the first message. ``-I``
+keeps the current folder, the user's site folder and PYTHONPATH out, and this package is found where
+it lies, whatever that path says. Then ``MODULE.main(connection, *arguments)`` runs.
+
+It ends with its parent, however that ends and whatever itself waits for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
+_LOOK = 0.5  # seconds between two looks for the parent
+
+
+class Messages(Connection):
+    """A connection for JSON: what the other side sends is no code."""
+
+    def send(self, obj: Any) -> None:
+        self.send_bytes(json.dumps(obj).encode())
+
+    def recv(self) -> Any:
+        return json.loads(self.recv_bytes())
+
+
+class _Package:
+    """Finds this very package, before anything else is asked."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> Any:
+        if name != _PACKAGE.name:
+            return None
+        where = str(_PACKAGE)
+        file = _PACKAGE / "__init__.py"
+        return importlib.util.spec_from_file_location(
+            name, file, submodule_search_locations=[where]
+        )
+
+
+def _watch(parent: int, main: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    signal.pthread_kill(main, signal.SIGTERM)  # a server has workers to end
+    time.sleep(_LOOK)
+    os._exit(1)
+
+
+def main(parent: int, module: str, *arguments: str) -> None:
+    """``parent``: its process id."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    requests = Messages(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    watched = parent, threading.get_ident()
+    threading.Thread(target=_watch, args=watched, daemon=True).start()
+    code = 1
+    try:
+        sys.path[:] = requests.recv()
+        sys.meta_path.insert(0, _Package)
+        importlib.import_module(module).main(requests, *arguments)
+        code = 0
+    except EOFError:
+        code = 0  # nobody asks
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # taking the interpreter down in order takes a second
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

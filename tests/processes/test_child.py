@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all of our processes promise, here of one that does as it is told: nothing outlives the one
+that started it, nobody waits for it in vain, and it imports what that one does."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from processes import alive, told, until
+
+import coda_inductor
+from coda_inductor.processes import child
+from coda_inductor.processes.child import Child, EndedError, LateError
+
+FOR_EVER = "time.sleep(1000)"
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start such a process; it is ended after the test."""
+    module, made = told(tmp_path, monkeypatch), []
+
+    def start(*arguments: str, **how) -> Child:
+        made.append(Child(module, *arguments, **how))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.end()
+    assert not any(alive(process.pid) for process in made)
+
+
+def ask(process: Child, do: str, seconds: float = 60.0) -> dict:
+    return process.ask({"do": do}, time.monotonic() + seconds)
+
+
+def test_it_answers(start):
+    process = start("a", "b")
+    assert alive(process.pid)
+    assert ask(process, "say(arguments=arguments)") == {"arguments": ["a", "b"]}
+    assert ask(process, "say(one=1); say(two=2)") == {"one": 1}
+    assert process.answer(time.monotonic() + 60) == {"two": 2}
+
+
+def test_what_a_library_prints_is_no_answer(start):
+    do = "print('hello', flush=True); os.system('echo hello'); say(read=sys.stdin.read())"
+    assert ask(start(), do) == {"read": ""}
+
+
+@pytest.mark.parametrize(
+    ("do", "code", "said"),
+    [
+        ("print('first\\nthe last', file=sys.stderr, flush=True); os._exit(3)", 3, "the last"),
+        ("os.kill(os.getpid(), 9)", -9, "status -9"),
+        ("raise ImportError('no libfoo')", 1, "ImportError: no libfoo"),
+        ("parent.send_bytes(b'no JSON')", -15, "status -15"),
+    ],
+)
+def test_its_last_words_are_the_reason(do, code, said, start):
+    process = start()
+    with pytest.raises(EndedError, match=said) as caught:
+        ask(process, do)
+    assert caught.value.code == code
+    assert not alive(process.pid)
+    with pytest.raises(EndedError):  # nor does it answer another question
+        ask(process, "say(ready=True)")
+
+
+def test_what_comes_before_an_end_counts(start):
+    assert ask(start(), "say(ready=True); os._exit(0)") == {"ready": True}
+
+
+def test_one_that_is_late_is_ended(start):
+    process = start()
+    with pytest.raises(LateError):
+        ask(process, FOR_EVER, 0.5)
+    assert not alive(process.pid)
+
+
+@pytest.mark.parametrize("how", ["ignores", "is stopped"])
+def test_to_end_takes_no_time(how, start):
+    process = start()
+    ask(process, "signal.signal(15, signal.SIG_IGN); say()")
+    if how == "is stopped":
+        os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    process.end()
+    assert time.monotonic() - began < 30
+    assert not alive(process.pid)
+
+
+def test_no_process_is_an_error(start, monkeypatch):
+    monkeypatch.setattr(child.sys, "executable", "/no/such/python")
+    with pytest.raises(OSError, match="No such file"):
+        start()
+
+
+def own(number: int):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("ends", "do"),
+    [
+        (own(signal.SIGTERM), FOR_EVER),
+        (own(signal.SIGKILL), "signal.pthread_sigmask(signal.SIG_BLOCK, [15]); " + FOR_EVER),
+        (lambda: os._exit(0), "while True: pass"),
+    ],
+    ids=["SIGTERM", "SIGKILL", "os._exit"],
+)
+def test_it_ends_with_its_parent(ends, do, start, tmp_path):
+    """Whatever it does; also where a program that the parent has started, with all its files, holds
+    the connection."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            faulthandler.disable()  # pytest's, which would print an abort
+            process = start()
+            os.set_inheritable(process.connection.fileno(), True)
+            command = [sys.executable, "-c", f"import time; {FOR_EVER}"]
+            other = subprocess.Popen(command, close_fds=False)
+            process.connection.send({"do": do})
+            os.write(write, f"{process.pid} {other.pid}".encode())
+            ends()
+        finally:
+            os._exit(1)
+    os.close(write)
+    left, other = map(int, os.read(read, 100).split())
+    os.close(read)
+    os.waitpid(parent, 0)
+    try:
+        until(lambda: not alive(left))
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
+def test_a_fork_leaves_it_to_its_parent(start):
+    process = start()
+    fork = os.fork()
+    if fork == 0:
+        process.abandon()
+        os._exit(0 if process.connection.closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert ask(process, "say(ready=True)") == {"ready": True}
+
+
+def test_an_interrupt_of_the_terminal_is_not_for_it(start):
+    process = start()
+    do = "say(session=os.getsid(0), ignored=signal.getsignal(2) == signal.SIG_IGN)"
+    assert ask(process, do) == {"session": process.pid, "ignored": True}
+    assert process.pid != os.getsid(0)
+
+
+def test_the_users_logs_and_traces_are_not_its_own(start, monkeypatch):
+    for name in ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CODA_CACHE_DIR", "/somewhere")
+    found = ask(start(environment={"MORE": "1"}), "say(**os.environ)")
+    assert not {"TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG"} & set(found)
+    assert (found["CODA_CACHE_DIR"], found["MORE"]) == ("/somewhere", "1")
+
+
+def test_nothing_is_imported_from_the_current_folder(start, tmp_path, monkeypatch):
+    """Which a program that is run as ``python -m`` or typed in has on its path."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "sympy", "torch", "coda_inductor", "sitecustomize", "threading"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('planted {name}')")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    monkeypatch.setattr(sys, "path", ["", str(here), ".", *sys.path])
+    modules = "sympy, torch, coda_inductor"
+    do = f"import {modules}; say(files=[m.__file__ for m in ({modules})])"
+    assert ask(start(), do)["files"] == [m.__file__ for m in (sympy, torch, coda_inductor)]
+
+
+def test_what_it_needs_is_found_where_the_parent_has_it(start, monkeypatch):
+    """Even if that is the current folder: a checkout of PyTorch, or of this package."""
+    place = Path(torch.__file__).parents[1]
+    monkeypatch.chdir(place)
+    assert str(place) in child.import_path()
+    monkeypatch.chdir(Path(coda_inductor.__file__).parents[1])
+    do = "import coda_inductor; say(file=coda_inductor.__file__)"
+    assert ask(start(), do) == {"file": coda_inductor.__file__}
