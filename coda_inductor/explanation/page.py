@@ -19,13 +19,7 @@ from coda_inductor.codegen.render import render as render_kernel
 from coda_inductor.errors import KernelError
 from coda_inductor.explanation import naming
 from coda_inductor.explanation.result import Explanation, Row, Saved, places
-from coda_inductor.mainloop.usage import usage
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import SiteReport
-from coda_inductor.runtime import pool
-from coda_inductor.select.config import Config
-from coda_inductor.select.device import Gpu, gpu_of
-from coda_inductor.select.division import divide
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -48,7 +42,7 @@ def page(explanation: Explanation) -> str:
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         naming=naming,
         places=places,
-        sources=_sources(explanation.rows, gpu_of(explanation.device)),
+        sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
 
@@ -57,20 +51,7 @@ def _own(name: str) -> Markup:
     return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
 
 
-def _config_words(site: SiteReport, gpu: Gpu) -> str:
-    """``128x192:2x1:pp: 1280 tiles in 10 waves, ...``; empty where no config was asked for."""
-    config = site.estimate.config if site.estimate else site.config
-    if not config or site.program is None:
-        return ""
-    m, n, _ = site.shape
-    files = pool.compiled(site.program.to_json(), config, "{}{}".format(*gpu.capability))
-    known = [found for found in map(usage, files) if found is not None]  # if compiled before
-    spilled = f"; {max(known, key=lambda use: use.spilled)}" if known else ""
-    division = divide(site.program, Config.parse(config), m, n, gpu)
-    return f"{config} at {naming.shape_text(site)}: {division}{spilled}"
-
-
-def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
+def _sources(rows: list[Row]) -> list[dict[str, Any]]:
     """Each distinct program: its text, its kernel's source (highlighted) and who runs it."""
     programs: dict[EpilogueProgram, list[Row]] = {}
     for row in rows:
@@ -83,13 +64,17 @@ def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
             "work": ", ".join(naming.epilogue_work(users[0].site)),
             "text": str(program),
             "kernel": _kernel(program),
-            "config": "; ".join(
-                dict.fromkeys(filter(None, (_config_words(r.site, gpu) for r in users)))
-            ),
+            "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
             "times": sum(row.times for row in users),
         }
         for program, users in programs.items()
     ]
+
+
+def _config(row: Row) -> str:
+    """The one that its kernel has or would have; empty where none was asked for."""
+    estimate = row.site.estimate
+    return estimate.config if estimate else row.site.config
 
 
 def _kernel(program: EpilogueProgram) -> Markup:
