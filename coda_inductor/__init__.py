@@ -3,25 +3,7 @@
 
 ``torch.compile(model, backend="coda")`` is all that is needed; importing this package is not.
 
-Layer map (imports only point down)::
-
-    cli        the commands of ``python -m coda_inductor``
-    explanation   explain(): what the backend does with a model, as a table and a page
-    backend    the entry point and the passes in order
-    pass_mode  enable(): the same passes under backend="inductor"
-    attention  masks that are known, heads that are repeated (Dynamo graph)
-    late_gradients   returned logits get no made-up gradient (Dynamo graph)
-    raising    idioms -> semantic ops (Dynamo graph)
-    tracing    a graph through our passes without code generation
-    rewrite    algebra on semantic ops (aten graph)
-    fuse       GEMM + neighbours -> EpilogueProgram (aten graph)
-    debug, report   what happened, for people
-    runtime    the custom op, kernel configs, gate, caches
-    kernels, render   program -> CuTeDSL source -> kernel
-    matching, patterns, semantic   what passes match on
-    sides      forward or backward: the two sides of a joint graph
-    reference, program   what a program is and means
-    options, errors, log, cache_dir, cache_contents   leaves
+docs/architecture.md has the map of the layers; imports only point down.
 """
 
 from typing import TYPE_CHECKING, Any
