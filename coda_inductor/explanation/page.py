@@ -15,11 +15,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 import coda_inductor
+from coda_inductor import report
 from coda_inductor.codegen.render import render as render_kernel
 from coda_inductor.errors import KernelError
 from coda_inductor.explanation import naming
-from coda_inductor.explanation.result import Explanation, Row, Saved, places
+from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
+from coda_inductor.report import Row
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -33,7 +35,7 @@ def page(explanation: Explanation) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["bytes"] = naming.readable_bytes
+    environment.filters["bytes"] = report.readable_bytes
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
         e=explanation,
@@ -41,6 +43,7 @@ def page(explanation: Explanation) -> str:
         js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         naming=naming,
+        report=report,
         places=places,
         sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
@@ -98,7 +101,7 @@ def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]
     rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:
-            where = naming.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
+            where = report.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             row = rows.setdefault(
                 (where, tensor.shape, tensor.dtype),

@@ -8,9 +8,10 @@ whether it wins, with a margin (``roofline``, ``gate``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import refuse
+from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import H100, Gpu, arch_of
@@ -19,33 +20,6 @@ from coda_inductor.select.legality import unsupported
 from coda_inductor.select.rank import candidates
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a site runs.
-
-    Attributes:
-        how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
-        config: of the kernel, e.g. ``128x192:2x1:pp``; also where one is possible but would lose.
-        refusal: why it is no kernel.
-        fused_us: expected microseconds of the kernel; None where nothing is known.
-        unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
-        ground: what these times rest on: "here" (measured by this user), "shipped" (measured),
-            "roofline", or "unknown" (a GPU of a generation without constants).
-    """
-
-    how: str
-    config: str = ""
-    refusal: Refusal | None = None
-    fused_us: float | None = None
-    unfused_us: float = 0.0
-    ground: str = "roofline"
-
-    @property
-    def measured(self) -> bool:
-        """Was it?"""
-        return self.ground in ("here", "shipped")
 
 
 def select(

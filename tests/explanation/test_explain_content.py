@@ -10,10 +10,11 @@ from coda_inductor import explain
 from coda_inductor.explanation.capture import capture
 from coda_inductor.explanation.flow import repeated
 from coda_inductor.explanation.kernels import kernels
-from coda_inductor.explanation.naming import epilogue_work, general_path, leaf, readable_bytes
-from coda_inductor.explanation.result import Explanation, fold
+from coda_inductor.explanation.naming import epilogue_work, leaf
+from coda_inductor.explanation.result import Explanation
 from coda_inductor.options import parse
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import fold, general_path, readable_bytes
 from coda_inductor.runtime import linear_cross_entropy
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)

@@ -12,10 +12,9 @@ from subjects import Residual, explained
 from torch import nn
 
 from coda_inductor import explain
-from coda_inductor.explanation.naming import time_words, traffic_words
 from coda_inductor.explanation.result import Explanation, Totals
 from coda_inductor.refusal import refuse
-from coda_inductor.report import Estimate, SiteReport
+from coda_inductor.report import Choice, SiteReport, time_words, traffic_words
 
 
 def words(page):
@@ -84,7 +83,7 @@ def test_a_block_with_more_kernels_says_so():
 
 def test_what_a_time_rests_on_is_said():
     slow = refuse("expected-slower", "expected 9 us fused, 8 us unfused")
-    measured = Estimate(8.0, 6.0, "shipped")
+    measured = Choice("kernel", fused_us=6.0, unfused_us=8.0, ground="shipped")
     assert time_words(site(estimate=measured)) == ("8.0 -> 6.0", "measured")
     roofline = dataclasses.replace(measured, ground="roofline")
     assert time_words(site(estimate=roofline))[1] == "about: a roofline, not measured"
