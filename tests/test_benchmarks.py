@@ -26,8 +26,8 @@ from benchmarks import (  # noqa: E402
     environment,
     families,
     layer,
-    masks,
     measure,
+    models,
     report,
     run,
     sites,
@@ -44,6 +44,7 @@ from coda_inductor.select.store import Device, as_text  # noqa: E402
 pytestmark = pytest.mark.timeout(600)
 RESULTS = ROOT / "benchmarks/results"
 TINY = "tiny-32-training-bf16"
+SMALL = ("LlamaForCausalLM", models.LLAMAS["tiny"])
 
 
 # Commands
@@ -121,10 +122,15 @@ def uncompiled(monkeypatch):
         ("families", "tiny-16-forward-bf16"),
         ("model_train", "tiny-16-training-bf16"),
         ("fp8", "layer:tiny-32-training-bf16"),
+        ("masks", "packed-16-training-bf16"),
+        ("masks", "padded-16-training-bf16"),
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_a_case_is_measured(suite, case, tmp_path):
+def test_a_case_is_measured(suite, case, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "MASKED", dict.fromkeys(models.MASKED, SMALL))
+    monkeypatch.setattr(models, "PADDING", (0, 3))
+    monkeypatch.setattr(models, "DOCUMENTS", (5, 11))
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
     named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
@@ -219,18 +225,6 @@ def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
     assert found["errors"] == {}
     assert len(found["variants"]["eager"]["samples_ms"]) == 2
     assert "tensor tiny 16" in capsys.readouterr().out
-
-
-def test_a_model_with_masks_from_data(monkeypatch, capsys):
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
-    monkeypatch.setattr(masks, "LLAMA", small)
-    monkeypatch.setattr(masks, "DOCUMENTS", (20, 7, 13))
-    monkeypatch.setattr(masks, "VARIANTS", {"eager": ("eager", None)})
-    masks.part("packed", 2)
-    found = json.loads(capsys.readouterr().out)["eager"]
-    assert found["median_ms"] > 0
-    assert 0 < found["gradient_error"] < 0.1
 
 
 # Tables that ship
