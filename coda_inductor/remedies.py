@@ -86,8 +86,6 @@ _DO = {
     "more exact where it is.",
     "layer-norm-rounds": 'options={"reference": True} computes what kernels do; a GPU with kernels '
     "needs no option.",
-    "lookalike": "It is another function than the pattern's, and stays Inductor's. Where the "
-    "pattern's is meant (for an RMSNorm, eps under the root), write that.",
     "norm-weight-shape": "Give the norm a weight of shape (hidden,).",
     "norm-result-shape": "The weight broadcasts the result to another shape: give it one value a "
     "column.",

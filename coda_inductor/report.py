@@ -263,7 +263,7 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
             f"{', '.join(row.site.patterns)}: {', '.join(row.site.absorbed)}"
             if row.site.fused else row.site.reason,
             " ".join(traffic_words(row.site)),
-            ": ".join(filter(None, time_words(row.site))),
+            ": ".join(filter(None, time_words(row.site))) if row.site.estimate else "",
         )
         for row in fold(sites)
     ]  # fmt: skip

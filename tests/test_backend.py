@@ -113,7 +113,9 @@ def test_debug_folder(tmp_path):
     assert "coda_inductor.rms_norm" in text["2_traced.py"]
     assert "coda_inductor.rms_norm" not in text["3_rewritten.py"]
     table = text["gemms.txt"]
-    assert all(name in table for name in ("rms_norm", "swiglu", "residual", "3x8x8", "3x16x8"))
+    assert all(
+        name in table for name in ("rms_norm", "swiglu", "residual", "3 x 8 x 8", "3 x 16 x 8")
+    )
     found = coda_inductor.reports()[-1]
     assert found.folder == str(folder)
     for site in found.sites:

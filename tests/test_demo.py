@@ -97,9 +97,3 @@ def test_a_failure_shows_what_the_process_said(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "RUN", tmp_path / "gone.py")
     with pytest.raises(SystemExit, match=r"compiling failed:\n.*gone\.py"):
         demo.measure(Console(), tmp_path, "compiling")
-
-
-def test_nothing_promises_a_time():
-    root = EXAMPLES.parent
-    for path in (root / "README.md", root / "Makefile", *(root / "docs").glob("*.md")):
-        assert "sixty seconds" not in path.read_text().lower(), path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import refuse
 from coda_inductor.remedies import REMEDIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,12 +57,3 @@ def test_every_remedy_has_a_use():
 def test_a_code_without_remedy_is_refused_at_birth():
     with pytest.raises(KeyError):
         refuse("the-moon-is-full", "the moon is full")
-
-
-def test_the_remedy_hangs_on_the_code_whatever_the_text():
-    for text in ("N=9 is no multiple of 8", "something else entirely"):
-        inner = refuse("not-multiple-of-8", text)
-        outer = inner.within("its GEMM mm is not fused: {}").at("rms_norm", "model.norm")
-        assert outer.remedy is REMEDIES["not-multiple-of-8"]
-        assert outer.text.endswith(text)
-    assert Refusal("transposed", "").remedy.possible is False

@@ -40,12 +40,6 @@ def test_forward_and_gradients_are_told_apart():
     assert all(role.split()[0] in rows for role in roles)
 
 
-def test_more_bytes_than_before_are_called_more():
-    more = SiteReport("a", (8, 8, 8), how="kernel", bytes_before=1_000_000, bytes_after=1_250_000)
-    assert "1 MB -> 1.25 MB more" in " ".join(GraphReport("g", [more]).table().split())
-    assert "more" not in GraphReport("g", [KERNEL]).table()
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_weight_gradients_without_work_are_one_line(count):
     idle = [gradient("transposed")] * count
