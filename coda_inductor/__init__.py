@@ -3,7 +3,25 @@
 
 ``torch.compile(model, backend="coda")`` is all that is needed; importing this package is not.
 
-docs/architecture.md has the map of the layers; imports only point down.
+Layer map (imports only point down; ``pyproject.toml`` has the contract)::
+
+    cli           the commands of ``python -m coda_inductor``
+    explanation   explain(): what the backend does with a model, as a table and a page
+    backend       the entry point
+    pass_mode, op_by_op   the same under backend="inductor"; what runs where Inductor fails
+    joint, pipeline, tracing   the passes in order, and what runs them on a graph
+    dynamo        idioms, masks and losses on Dynamo's graph -> semantic ops
+    rewrite       algebra on the aten graph: norms, losses, rotations, FP8
+    fuse          GEMM + neighbours -> EpilogueProgram
+    record        what one compilation did
+    tune          measuring sites
+    runtime, debug   the custom op, compile workers, launches; debug folders
+    select        is a site legal, with which config, and does it win?
+    mainloop, report   programs in QuACK's kernels; what happened, for people
+    codegen, patterns   program -> CuTeDSL source; pattern files and their proofs
+    matching, graph     matching on Dynamo's graph; reading and editing graphs
+    semantic, program   the ops that idioms become; what a program is and means
+    options, refusal, remedies, log, cache_dir, cache_contents, compat, errors   leaves
 """
 
 from typing import TYPE_CHECKING, Any

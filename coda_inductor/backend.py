@@ -64,6 +64,19 @@ def coda(
     return around(cast(Callable[..., Any], compiled))
 
 
+class _Names(dict[str, Any]):
+    """Torch's table of backends, in which ours may be registered again: threads that compile first,
+    at the same time, all do, and torch takes the second for another backend of that name."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and self.get(str(name)) is not coda
+
+
+_REGISTRY = lookup_backend.__globals__
+if isinstance(_REGISTRY.get("_COMPILER_FNS"), dict):
+    _REGISTRY["_COMPILER_FNS"] = _Names(_REGISTRY["_COMPILER_FNS"])
+
+
 def _stock(gm: GraphModule, inputs: Sequence[Any], missing: list[str]) -> Callable[..., Any]:
     """Plain Inductor with its own defaults, after one warning."""
     warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")

@@ -46,30 +46,33 @@ def prewarmed() -> Path | None:
     return cache_dirs()[1]
 
 
-@functools.lru_cache(maxsize=1)
 def cache_dirs() -> tuple[Path, Path | None]:
-    """(:func:`cache_dir`, :func:`prewarmed`), found once a process."""
-    own, read_only = _find()
+    """(:func:`cache_dir`, :func:`prewarmed`), found once for what the environment says."""
+    return _tagged(os.environ.get("CODA_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _tagged(chosen: str, base: str) -> tuple[Path, Path | None]:
+    own, read_only = _find(chosen, base)
     with contextlib.suppress(OSError):
         if not (own / TAG).exists():
             write(own / TAG, _TAG_TEXT)
     return own, read_only
 
 
-def _find() -> tuple[Path, Path | None]:
-    chosen = os.environ.get("CODA_CACHE_DIR")
+def _find(chosen: str, base: str) -> tuple[Path, Path | None]:
     if not chosen:
-        return _default(), None
+        return _default(base), None
     try:
         path = Path(chosen).expanduser().absolute()
         why = unusable(path)
     except RuntimeError as error:  # "~", and the user has no home
         why = str(error)
     if why is not None:
-        instead = _default()
+        instead = _default(base)
         _warn(f"CODA_CACHE_DIR={chosen} is not used: {why}. Kernels are kept in {instead}")
         return instead, None
-    return (path, None) if writable(path) else (_default(), path)
+    return (path, None) if writable(path) else (_default(base), path)
 
 
 def unusable(path: Path, *, owned: bool = False) -> str | None:
@@ -176,8 +179,7 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
-def _default() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
+def _default(base: str) -> Path:
     try:
         path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "coda_inductor"
     except RuntimeError:  # the user has no home

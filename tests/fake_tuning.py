@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from measured import HOPPER, figures
 
+from coda_inductor import pipeline
 from coda_inductor.select.figures import key_of, to_row
 from coda_inductor.select.store import Store
 from coda_inductor.tune import tuner
@@ -55,6 +56,11 @@ class Machine:
     def started(self) -> int:
         """How many processes were."""
         return len({number for number, _ in self.said})
+
+    def tuner(self, folder: Path, seconds: float = 60.0, most: int | None = 3) -> tuner.Tuner:
+        """One whose store is in ``folder``."""
+        store = Store(HOPPER, folder)
+        return tuner.Tuner(store, CUDA, seconds, most, self.process, self)
 
     def process(self, index: int) -> Process:
         assert index == CUDA.index
@@ -104,13 +110,8 @@ class Process:
 
 
 def install(patch, machine: Machine, processes: int = 2) -> None:
-    """Let tuners measure with ``machine``."""
-    patch.setattr(tuner, "Process", machine.process)
-    patch.setattr(tuner, "pool", types.SimpleNamespace(submit=machine.submit, wait=machine.wait))
-    patch.setattr(tuner, "_processes", lambda: processes)
+    """Let what tunes by itself measure with ``machine``, in so many processes."""
+    made = functools.partial(tuner.Tuner, start=machine.process, compiler=machine)
+    patch.setattr(pipeline, "Tuner", made)
+    patch.setenv("CODA_COMPILE_WORKERS", str(4 * processes))
     patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
-
-
-def tuner_of(folder: Path, seconds: float = 60.0, most: int | None = 3) -> tuner.Tuner:
-    """One whose store is in ``folder``."""
-    return tuner.Tuner(Store(HOPPER, folder), CUDA, seconds, most)

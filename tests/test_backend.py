@@ -28,9 +28,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import coda_inductor
-from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, pipeline, report
+from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, report
 from coda_inductor.backend import coda
-from coda_inductor.cache_dir import cache_dirs, private_dir
+from coda_inductor.cache_dir import cache_dir, private_dir
 from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -100,21 +100,15 @@ def test_debug_folder(tmp_path):
     model = Block().bfloat16()
     run(model, torch.randn(3, D).bfloat16(), debug=True, debug_dir=str(tmp_path / "debug"))
     (folder,) = (tmp_path / "debug").iterdir()
-    stages = sorted(path.name for path in folder.glob("*.py"))
-    assert stages == [
-        "0_before.py", "1_raised.py", "2_traced.py", "3_rewritten.py", "4_fused.py",
-    ]  # fmt: skip
+    stages = ["0_before.py", "1_raised.py", "2_traced.py", "3_rewritten.py", "4_fused.py"]
+    assert sorted(path.name for path in folder.glob("*.py")) == stages
     text = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
     for source in folder.rglob("*.py"):
         ast.parse(source.read_text(), str(source))
-    assert "silu" in text["0_before.py"]
-    assert "coda_inductor.rms_norm" not in text["0_before.py"]
-    assert "coda_inductor.rms_norm" in text["1_raised.py"]
-    assert "coda_inductor.rms_norm" in text["2_traced.py"]
-    assert "coda_inductor.rms_norm" not in text["3_rewritten.py"]
-    table = text["gemms.txt"]
+    raised = ["coda_inductor.rms_norm" in text[stage] for stage in stages[:4]]
+    assert raised == [False, True, True, False]
     assert all(
-        name in table for name in ("rms_norm", "swiglu", "residual", "3 x 8 x 8", "3 x 16 x 8")
+        name in text["gemms.txt"] for name in ("rms_norm", "residual", "3 x 8 x 8", "3 x 16 x 8")
     )
     found = coda_inductor.reports()[-1]
     assert found.folder == str(folder)
@@ -127,10 +121,8 @@ def test_debug_folder(tmp_path):
 
 
 @pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-def test_debug_works_where_no_kernel_can(dtype, tmp_path):
-    args = Block().to(dtype), torch.randn(3, D).to(dtype)
-    run(*args, debug=True, debug_dir=str(tmp_path), strict=True, fp16_norms=True)
+def test_debug_works_where_no_kernel_can(tmp_path):
+    run(Block(), torch.randn(3, D), debug=True, debug_dir=str(tmp_path), strict=True)
     assert list(tmp_path.rglob("gemms.txt"))
 
 
@@ -191,7 +183,7 @@ def broken(*args, **kwargs):
 
 
 #: Where our own code may fail.
-PASSES = ["idioms", "norm", "fuse"]
+PASSES = ["idioms", "fuse"]
 
 
 @pytest.mark.usefixtures("light")
@@ -219,18 +211,6 @@ def test_strict_raises_where_a_pass_fails(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("light")
-def test_failing_pass_leaves_training_graphs_trainable(monkeypatch):
-    monkeypatch.setattr(pipeline, "training", broken)
-    model, x = Block().double(), torch.randn(3, D).double()
-    torch.compile(model, backend=coda)(x).sum().backward()
-    ours = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
-    for have, parameter in zip(ours, model.parameters(), strict=True):
-        torch.testing.assert_close(have, parameter.grad)
-
-
-@pytest.mark.usefixtures("light")
 def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
     def one(x, w):
         return (x @ w) + 1
@@ -254,9 +234,9 @@ def test_user_without_home_and_name_has_a_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     private_dir.cache_clear()
     expected = tmp_path / f"coda_inductor_uid_{os.getuid()}"
-    assert cache_dirs.__wrapped__() == (expected, None)
+    assert cache_dir() == expected
     os.environ["CODA_CACHE_DIR"] = os.devnull
-    assert cache_dirs.__wrapped__() == (expected, None)
+    assert cache_dir() == expected
     assert expected.is_dir()
     private_dir.cache_clear()
 
@@ -284,8 +264,10 @@ class UsersPass(CustomGraphPass):
 
 
 @pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("where", ["option", "config"])
-@pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("pass", "option"), ("function", "config"), ("list", "option"), ("tuple", "config")],
+)
 def test_a_users_own_joint_pass_runs_in_front_of_ours(kind, where):
     theirs = UsersPass()
     forms = {"pass": theirs, "function": theirs.__call__, "list": [theirs], "tuple": (theirs,)}

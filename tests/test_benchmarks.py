@@ -22,20 +22,15 @@ from benchmarks import (  # noqa: E402
     cases,
     contest,
     distributed_run,
-    energy,
     environment,
     families,
-    layer,
     measure,
     models,
     report,
     run,
-    sites,
     sweep,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
-from coda_inductor.mainloop import availability  # noqa: E402
-from coda_inductor.select import policy  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 from coda_inductor.select.figures import key_of  # noqa: E402
@@ -156,15 +151,6 @@ def test_cases_are_chosen_by_pattern_or_named():
             assert {*about.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
-def test_the_reference_in_chunks_of_rows_is_that_of_all_rows(monkeypatch):
-    work = layer.Layer(Case.parse(TINY))
-    _, found = layer.gradients.reference(work.block, work.inputs, work.given)
-    monkeypatch.setattr(layer.gradients, "REFERENCE_ROWS", 12)
-    _, chunked = layer.gradients.reference(work.block, work.inputs, work.given)
-    for pair in zip(chunked, found, strict=True):
-        torch.testing.assert_close(*pair)
-
-
 def test_a_variant_that_raises_leaves_its_error_and_the_others(tmp_path):
     def broken():
         raise RuntimeError("no kernel for this shape")
@@ -176,28 +162,6 @@ def test_a_variant_that_raises_leaves_its_error_and_the_others(tmp_path):
     result = variants.measure(rounds=2)
     assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape", "slow": "left out"}
     assert list(result["variants"]) == ["good"]
-
-
-def test_joules_are_power_times_the_time_of_a_call():
-    class Meter:
-        """Moves every 20 ms, at 300 W."""
-
-        def __init__(self):
-            self.start = time.perf_counter()
-
-        def millijoules(self):
-            return int((time.perf_counter() - self.start) / 0.02) * 6000
-
-        def mhz(self):
-            return 1700
-
-        def limits(self):
-            return {"power"}
-
-    found = energy.joules(lambda: time.sleep(0.005), 0.6, Meter())
-    assert found["watts"] == pytest.approx(300.0, rel=0.4)
-    assert found["joules"] * found["calls"] == pytest.approx(found["watts"] * 0.6, rel=0.5)
-    assert (found["mhz"], found["limits"]) == (1700, {"power": 1.0})
 
 
 def test_the_account_of_a_trace():
@@ -254,16 +218,6 @@ def test_a_measured_site_ships_with_its_best_configs(tmp_path):
     sweep.ship([source], target)
     (row,) = json.loads(target.read_text())["sites"]
     assert row["us"] == dict(list(us.items())[: sweep._BEST])
-
-
-def test_the_sites_of_layers_of_any_width(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sites, "gpu_of", lambda _: HOPPER)
-    monkeypatch.setattr(policy, "gpu_of", lambda _: HOPPER)
-    monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    found = sites.layers([(2048, 8192, 512), (8192, 28672, 1024)], [5000], torch.bfloat16)
-    assert len({key_of(site) for site in found}) == len(found) >= 24
-    assert any(site.program.paired for site in found)
 
 
 # Pages

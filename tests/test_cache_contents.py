@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from kinds import kinds
 
-from coda_inductor import OptionError, cache_contents
+from coda_inductor import OptionError, cache_contents, cache_dir
 from coda_inductor.__main__ import main
 from coda_inductor.cache_contents import clear, entries, limit, remove, tidy
-from coda_inductor.cli import cache as command
 from coda_inductor.select.device import H100
 from coda_inductor.select.store import Store
 from coda_inductor.tune.lock import held
@@ -41,7 +40,7 @@ def kernel(base: Path, digit: str, hours: float, size: int = 1000, version: str 
 @pytest.fixture
 def base(tmp_path):
     """One file of each kind, two hours old, and files that are not ours."""
-    base = tmp_path / "cache"
+    base = tmp_path / "coda_inductor"
     one = kernel(base, "a", 2)
     kernel(base, "b", 2, version="")
     marker = put(one.parent / f"coda_{'0' * 16}" / ("1" * 32), 2)
@@ -78,13 +77,11 @@ def test_every_kind_is_recognised_and_nothing_else(base):
 def test_the_real_files_are_recognised(tmp_path, monkeypatch):
     """Names as those who write them make them."""
     pytest.importorskip("quack")
-    from coda_inductor import cache_dir
     from coda_inductor.mainloop import mod
     from coda_inductor.patterns import verdict
     from coda_inductor.patterns.source import Source
 
-    monkeypatch.setattr(mod, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     for swap in (False, True):
         cache_dir.write(mod.source_path(kinds()["swiglu"], swap), "text")
     cache_dir.write(mod.source_path(kinds()["norm_bwd"], False, "straight"), "text")
@@ -234,11 +231,9 @@ def test_clear_older_keeps_what_was_used(base):
 
 
 def test_the_command(base, monkeypatch, capsys):
-    monkeypatch.setattr(command, "cache_dir", lambda: base)
-    monkeypatch.setattr(command, "prewarmed", lambda: None)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
     monkeypatch.setenv("QUACK_CACHE_DIR", "/quacks")
     monkeypatch.setenv("CODA_CACHE_SIZE", "2")
-    monkeypatch.delenv("CODA_CACHE_DIR", raising=False)
     assert main(["cache", "show"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{base}: at most 2 GiB (CODA_CACHE_SIZE, in GiB)\n")
@@ -259,8 +254,9 @@ def test_the_command(base, monkeypatch, capsys):
 
 
 def test_the_command_shows_what_can_only_be_read(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "cache_dir", lambda: tmp_path / "own")
-    monkeypatch.setattr(command, "prewarmed", lambda: base)
+    monkeypatch.setattr(cache_dir, "writable", lambda path: path != base)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     assert main(["cache", "show"]) == 0
     assert f"{base}: can only be read\n" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0
@@ -271,8 +267,7 @@ def test_another_folder_than_the_named_one_is_not_cleared(base, tmp_path, monkey
     """Who names a folder that cannot be used has named no other one."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(command, "cache_dir", lambda: base)
-    monkeypatch.setattr(command, "prewarmed", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["cache", "clear"]) == 1
     assert "is not used, so nothing was deleted" in capsys.readouterr().err
     assert len(entries(base)) == 8

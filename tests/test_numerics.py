@@ -21,6 +21,7 @@ from harness import Harness, Stock
 D, HIDDEN, ROWS, V = 128, 256, 64, 512
 
 
+HARD = [*(how for how in edges.SINGULAR if how[1] == 1000), ("swiglu", 100)]
 KERNELS = pytest.mark.parametrize("reference", [True, False], ids=["kernels", "plain ops"])
 
 
@@ -35,16 +36,15 @@ def hold(model, *inputs, tangent=None, reference=True, training=True):
 
 @KERNELS
 @pytest.mark.parametrize("cap", [0.0, 30.0])
-@pytest.mark.parametrize("confidence", [1, 8, 14])
-def test_loss_of_confident_tokens(confidence, cap, reference):
+def test_loss_of_confident_tokens(cap, reference):
     """At 14 the loss is 0.001: what is left of p - 1 must not be the rounding of a logit. Beyond,
     at 1e-5, float32 itself cannot tell a log-sum-exp of 20 from its logit (docs/patterns.md)."""
-    case = edges.confident(confidence, d=D, rows=ROWS, vocabulary=V, cap=cap)
+    case = edges.confident(14, d=D, rows=ROWS, vocabulary=V, cap=cap)
     assert hold(*case, reference=reference).counts["cross_entropy"] == 1
 
 
 @pytest.mark.parametrize("start", [0, 100])
-@pytest.mark.parametrize("mean", [0, 10, 100, 1000])
+@pytest.mark.parametrize("mean", [0, 1000])
 def test_layer_norm_after_an_update_with_a_large_mean(mean, start):
     inputs = randn(ROWS, D) + start, randn(ROWS, D)
     harness = hold(edges.Stream(mean, D, HIDDEN), *inputs, training=False)
@@ -58,9 +58,8 @@ def test_layer_norm_of_rounded_products_is_left_alone():
     assert any("plain ops round its product" in m for m in harness.report.near_misses)
 
 
-@pytest.mark.parametrize("mean", [0, 1000])
-def test_layer_norm_in_float32_is_left_alone(mean):
-    model, (x, y) = edges.Stream(mean, D, HIDDEN), (randn(ROWS, D).float(), randn(ROWS, D).float())
+def test_layer_norm_in_float32_is_left_alone():
+    model, (x, y) = edges.Stream(1000, D, HIDDEN), (randn(ROWS, D).float(), randn(ROWS, D).float())
     harness = Harness()
     ours = harness.run(model, x, y)
     stock = Stock().run(model, x, y)
@@ -90,7 +89,7 @@ def test_layer_norm_with_a_wide_term_in_the_stream_is_left_alone():
 
 
 @KERNELS
-@pytest.mark.parametrize(("kind", "singular"), edges.SINGULAR)
+@pytest.mark.parametrize(("kind", "singular"), HARD)
 def test_norm_before_an_ill_conditioned_weight(kind, singular, reference):
     """Rule R3, and the row scale on dz: where the gradient comes from outside, it has nothing of
     the weight's main direction."""

@@ -22,6 +22,8 @@ from coda_inductor.mainloop import availability
 from coda_inductor.runtime import pool
 from coda_inductor.select.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 
 class Block(blocks.Block):
     """With a buffer that is changed in place."""

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the line of a compiled graph: what ran, what could, what has nothing to do."""
+"""The table and the line of a compiled graph: what ran, what could, what has nothing to do. Every
+reason has a code, every code a remedy, every remedy a use: no sentence is read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import pytest
 
-from coda_inductor.refusal import refuse
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import GraphReport, SiteReport, forget, record, reports
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
@@ -63,3 +70,62 @@ def test_a_report_is_kept_once():
     assert record(GraphReport("g"))  # another graph of this name
     assert len(reports()) == 2
     forget()
+
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Where codes are read, not given.
+READERS = {ROOT / "coda_inductor" / name for name in ("remedies.py", "report.py")}
+
+
+def trees():
+    for folder in ("coda_inductor", "patterns"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path not in READERS:
+                yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def literals(node):
+    """The strings that an argument may be: itself, or either branch of a choice."""
+    if isinstance(node, ast.IfExp):
+        return literals(node.body) + literals(node.orelse)
+    return [node.value] if isinstance(node, ast.Constant) else []
+
+
+def given():
+    """(place, code) of each ``refuse("code", ...)`` and ``Refusal("code", ...)``."""
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if named and node.func.id in ("refuse", "Refusal") and node.args:
+                for code in literals(node.args[0]):
+                    yield f"{path.name}:{node.lineno}", code
+
+
+def test_every_code_has_a_remedy():
+    found = list(given())
+    assert len(found) > 50
+    assert not [(place, code) for place, code in found if code not in REMEDIES]
+
+
+def test_every_remedy_has_a_use():
+    strings = {
+        node.value
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert sorted(set(REMEDIES) - strings) == []
+
+
+def test_a_code_without_remedy_is_refused_at_birth():
+    with pytest.raises(KeyError):
+        refuse("the-moon-is-full", "the moon is full")
+
+
+def test_the_remedy_hangs_on_the_code_whatever_the_text():
+    for text in ("N=9 is no multiple of 8", "something else entirely"):
+        inner = refuse("not-multiple-of-8", text)
+        outer = inner.within("its GEMM mm is not fused: {}").at("rms_norm", "model.norm")
+        assert outer.remedy is REMEDIES["not-multiple-of-8"]
+        assert outer.text.endswith(text)
+    assert Refusal("transposed", "").remedy.possible is False

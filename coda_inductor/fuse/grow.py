@@ -166,7 +166,10 @@ class _Grower:
         self.origin = str(node.target)
         tensor = fake(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-            return refuse("not-elementwise", f"{node.target} is not elementwise")
+            text = f"{node.target} is not elementwise"
+            if self.origin.startswith("coda_inductor.gemm_epilogue"):
+                text = "the epilogue of the next fused GEMM reads it"
+            return refuse("not-elementwise", text)
         if node.target is aten.permute.default:
             return refuse("transposed", f"{node.target} turns the tile")
         if operands.wider(node, self.anchor):

@@ -67,7 +67,7 @@ class Idiom:
             node = left.pop()
             while self._is_cast(node):
                 node = node.args[0]
-            if node not in self.parameters:
+            if node not in self.parameters and self._negated(node) is None:
                 canon = self.known[node]
                 found.add(None if canon is None else canon.op)
                 left += [] if canon is None else [n for n in canon.args if isinstance(n, Node)]
@@ -98,7 +98,7 @@ class Idiom:
             fits = self._parameter(self.parameters[pattern], target, found)
             return fits and self._all(rest, found)
         if not isinstance(target, Node):
-            return False
+            return self._minus(pattern, target, found) and self._all(rest, found)
         while _is_cast(target):
             found.casts[target] = None
             target = target.args[0]
@@ -117,6 +117,17 @@ class Idiom:
                 return True
             found.bound, found.nodes, found.casts, found.twins = saved
         return False
+
+    def _negated(self, pattern: Node) -> str | None:
+        """The parameter that ``pattern`` is minus, or None: of one that is a number, a graph has
+        the number that comes of it."""
+        canon = self.known[pattern]
+        return self.parameters.get(canon.args[0]) if canon and canon.op == "neg" else None
+
+    def _minus(self, pattern: Node, target: Any, found: Match) -> bool:
+        name = self._negated(pattern)
+        number = isinstance(target, (int, float)) and not isinstance(target, bool)
+        return name is not None and number and self._parameter(name, -target, found)
 
     def _parameter(self, name: str, target: Any, found: Match) -> bool:
         # A widening cast before the idiom belongs to it (x.float()); a narrowing one is the

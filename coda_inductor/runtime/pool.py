@@ -181,7 +181,9 @@ def _after_fork() -> None:
 
 
 def _marker(request: KernelRequest) -> Path:
-    return _marker_folder() / _request_hash(request)
+    from coda_inductor.mainloop.ahead import marker_folder
+
+    return marker_folder() / _request_hash(request)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,14 +195,6 @@ def _request_hash(request: KernelRequest) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-@functools.lru_cache(maxsize=1)
-def _marker_folder() -> Path:
-    from coda_inductor.mainloop.ahead import marker_folder
-
-    return marker_folder()
-
-
-@functools.lru_cache(maxsize=1)
 def _machine_arch() -> str:
     """As QuACK would say, whose import takes seconds: ``QUACK_ARCH``, or that of the GPU."""
     if text := os.environ.get("QUACK_ARCH"):
@@ -211,9 +205,7 @@ def _machine_arch() -> str:
 
 
 def _resolved(request: KernelRequest) -> KernelRequest:
-    if request.arch is not None:
-        return request
-    return dataclasses.replace(request, arch=_machine_arch())
+    return dataclasses.replace(request, arch=request.arch or _machine_arch())
 
 
 if hasattr(os, "register_at_fork"):

@@ -47,15 +47,17 @@ class DeadError(Exception):
 
 
 class Process:
-    """A measuring process for the CUDA device ``index``.
+    """A measuring process for the CUDA device ``index``: Python runs ``program``, and a candidate
+    hangs that takes more than ``patience`` seconds.
 
     Raises OSError if none can be started.
     """
 
-    def __init__(self, index: int):
+    def __init__(self, index: int, program: str = _START, patience: float = PATIENCE):
+        self._patience, self.answered = patience, False  # it never has so far
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in ``end``)
         self._process = subprocess.Popen(  # noqa: S603 (our own module)
-            [sys.executable, "-I", "-c", _START, str(index)],
+            [sys.executable, "-I", "-c", program, str(index)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -67,9 +69,6 @@ class Process:
         threading.Thread(target=self._read, name="coda tuning", daemon=True).start()
         package = str(Path(__file__).parents[2])
         self._send([*(path for path in import_path() if path != package), package])
-
-    #: Has it ever?
-    answered = False
 
     @property
     def pid(self) -> int:
@@ -85,7 +84,7 @@ class Process:
         trying = ""
         while True:
             left = deadline - time.monotonic()
-            wait = min(left, PATIENCE) if trying else left
+            wait = min(left, self._patience) if trying else left
             try:
                 answer = self._answers.get(timeout=max(0.0, wait))
             except queue.Empty:

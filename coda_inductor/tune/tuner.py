@@ -12,8 +12,9 @@ import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -50,8 +51,12 @@ class Tuner:
         left: sites that there was no time for.
     """
 
-    def __init__(self, store: Store, device: torch.device, seconds: float, most: int | None):
+    def __init__(
+        self, store: Store, device: torch.device, seconds: float, most: int | None,
+        start: Callable[[int], Process] = Process, compiler: Any = pool,
+    ):  # fmt: skip
         self.store, self.most = store, most
+        self._start, self._compiler = start, compiler
         self.left: dict[str, Site] = {}
         self._device = device
         self._seconds = seconds
@@ -92,8 +97,8 @@ class Tuner:
         longer than to time it, another one times."""
         order = sorted(sites, key=lambda key: -sites[key].m * sites[key].n * sites[key].k)
         try:
-            pool.submit([r for key in order for c in self._configs(sites[key])
-                         for r in _requests(sites[key], c)])  # fmt: skip
+            self._compiler.submit([r for key in order for c in self._configs(sites[key])
+                                   for r in _requests(sites[key], c)])  # fmt: skip
             with (
                 _progress(len(order)) as progress,
                 concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
@@ -124,7 +129,7 @@ class Tuner:
             if not self._fits(site) or "ready" not in self._ask({"site": text}, deadline):
                 return None
             wanted = {str(c): _requests(site, c) for c in self._configs(site)}
-            failed = _uncompiled(wanted, deadline)
+            failed = _uncompiled(wanted, deadline, self._compiler)
             while True:
                 configs = [c for c in wanted if c not in failed]
                 if not configs and _LATE in failed.values():
@@ -156,7 +161,7 @@ class Tuner:
         if thread not in self._processes:
             if self._hopeless or time.monotonic() > deadline:
                 raise DeadError(self._hopeless or "no time left", "")
-            self._processes[thread] = Process(self._device.index)
+            self._processes[thread] = self._start(self._device.index)
         process = self._processes[thread]
         try:
             answer = process.ask(message, deadline)
@@ -174,10 +179,12 @@ class Tuner:
         return inputs.size(site) * _processes() < _ROOM * free
 
 
-def _uncompiled(wanted: dict[str, list[KernelRequest]], deadline: float) -> dict[str, str]:
+def _uncompiled(
+    wanted: dict[str, list[KernelRequest]], deadline: float, compiler: Any
+) -> dict[str, str]:
     """Why a config has no kernel, for those that have none."""
     left = max(0.0, deadline - time.monotonic())
-    errors = pool.wait([r for group in wanted.values() for r in group], timeout=left)
+    errors = compiler.wait([r for group in wanted.values() for r in group], timeout=left)
     failed = {}
     for config, group in wanted.items():
         whys = [why for request in group if (why := errors[request]) is not None]

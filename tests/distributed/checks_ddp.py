@@ -12,12 +12,10 @@ from decoder import (
     OPTIONS,
     assert_trained_as,
     batches,
-    compile_head_and_loss,
     decoder,
     fired,
     fresh,
     heard,
-    loss_of,
     mine,
     single,
     train,
@@ -101,15 +99,6 @@ def check_a_graph_that_ddp_cut_is_named_once_with_the_remedy():
     assert fired().get("rms_norm", 0) < WHOLE["rms_norm"]
 
 
-def check_blocks_are_cut_too_where_one_is_larger_than_a_bucket():
-    notice.told.discard("ddp")
-    before = len(coda_inductor.reports())
-    with heard() as said:
-        trained(blocks_first)
-    assert len(said) == 1
-    assert len(coda_inductor.reports()) > before + 1
-
-
 def check_the_recommended_ways_fuse_what_one_rank_does():
     notice.told.discard("ddp")
     ways = ((blocks_first, blocks, BLOCKS), (whole_first, whole, WHOLE), (around, whole, WHOLE))
@@ -120,32 +109,3 @@ def check_the_recommended_ways_fuse_what_one_rank_does():
         have = fired()
         assert {name: have.get(name, 0) for name in want} == want, have
         assert have == alone(same)
-
-
-def check_blocks_and_a_graph_of_head_and_loss():
-    fresh()
-    model, data = decoder(LAYERS, WIDTH), batches(2, 2)
-    blocks(model)
-    compile_head_and_loss(model, **HOW)
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        train(model, list(map(mine, data)), buckets(model), loss=lambda found, _: found)
-    assert_trained_as(model, single(data, LAYERS, WIDTH))
-    have = fired()
-    want = BLOCKS | {"cross_entropy": 1}
-    assert {name: have.get(name, 0) for name in want} == want, have
-
-
-def check_gradients_add_up_without_synchronization():
-    fresh()
-    model = decoder(LAYERS, WIDTH)
-    data = batches(2, 2)
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        ddp = blocks_first(model)
-        with ddp.no_sync():
-            loss_of(ddp(mine(data[0])), mine(data[0])).backward()
-        loss_of(ddp(mine(data[1])), mine(data[1])).backward()
-    plain = decoder(LAYERS, WIDTH)
-    for tokens in data:
-        loss_of(plain(tokens), tokens).backward()
-    for have, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(have.grad, want.grad, rtol=1e-9, atol=1e-12)

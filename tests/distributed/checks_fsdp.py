@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 (``fully_shard``): parameters are gathered block by block, and move at every step."""
+"""FSDP2 (``fully_shard``): parameters are gathered block by block, and move at every step. Pipeline
+parallelism: a stage's input and its gradient come from other ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import gc
 import weakref
 
 import torch
+import torch.distributed as dist
 from decoder import (
     OPTIONS,
     assert_trained_as,
@@ -21,12 +23,13 @@ from decoder import (
     single,
     train,
 )
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
@@ -36,26 +39,26 @@ HOW = {"backend": "coda", "options": OPTIONS}
 BLOCK = {"rms_norm": 1, "rms_norm_backward": 1, "swiglu": 1, "swiglu_backward": 1}
 
 
-def sharded(*, reshard: bool = True, **how):
+def sharded(**how):
     """A model that is sharded block by block, blocks compiled."""
     fresh()
     model = decoder(LAYERS)
     for block in model.layers:
         block.compile(**HOW)
-    return shard(model, reshard, **how)
+    return shard(model, **how)
 
 
-def shard(model, reshard: bool, mesh=None, **how):
+def shard(model, mesh=None, **how):
     mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, **how)
+        fully_shard(part, mesh=mesh, **how)
     return model
 
 
-def trained(model, call=None, clip=None) -> None:
+def trained(model, call=None) -> None:
     data = batches(torch.distributed.get_world_size())
-    train(model, list(map(mine, data)), call, clip)
-    assert_trained_as(model, single(data, LAYERS, clip=clip))
+    train(model, list(map(mine, data)), call)
+    assert_trained_as(model, single(data, LAYERS))
 
 
 def assert_fired(want) -> None:
@@ -63,19 +66,14 @@ def assert_fired(want) -> None:
 
 
 def check_blocks_that_are_sharded_again_after_forward():
-    trained(sharded(reshard=True))
-    assert_fired(BLOCK)
-
-
-def check_blocks_that_stay_gathered_and_clipped_gradients():
-    trained(sharded(reshard=False), clip=0.1)
+    trained(sharded())
     assert_fired(BLOCK)
 
 
 def check_the_whole_model():
     """Torch breaks the graph at each block's hooks."""
     fresh()
-    model = shard(decoder(LAYERS), True)
+    model = shard(decoder(LAYERS))
     trained(model, torch.compile(model, **HOW))
     assert_fired(BLOCK)
 
@@ -91,7 +89,8 @@ def check_blocks_and_a_graph_of_head_and_loss():
 
 def check_steps_of_clipped_gradients_that_were_added_up():
     """Parameters stay gathered between two backward passes, and lie on the CPU behind them."""
-    how = {"reshard": False, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    offload = CPUOffloadPolicy(pin_memory=False)
+    how = {"reshard_after_forward": False, "offload_policy": offload}
     model, plain, data = sharded(**how), decoder(LAYERS), batches(2, 4)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     for number, tokens in enumerate(data):
@@ -107,28 +106,6 @@ def check_steps_of_clipped_gradients_that_were_added_up():
     assert_fired(BLOCK)
 
 
-def check_gradients_add_up_without_synchronization():
-    model, data = sharded(), batches(2, 2)
-    model.set_requires_gradient_sync(False)
-    loss_of(model(mine(data[0])), mine(data[0])).backward()
-    model.set_requires_gradient_sync(True)
-    loss_of(model(mine(data[1])), mine(data[1])).backward()
-    plain = decoder(LAYERS)
-    for tokens in data:
-        loss_of(plain(tokens), tokens).backward()
-    for have, want in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(have.grad), want.grad, rtol=1e-9, atol=1e-12)
-    assert_fired(BLOCK)
-
-
-def check_blocks_that_are_computed_again():
-    """Around the compiled block, which runs its forward graph twice."""
-    model = sharded()
-    model.each = lambda block, x: checkpoint(block, x, use_reentrant=False)
-    trained(model)
-    assert_fired(BLOCK)
-
-
 def products():
     """A policy of selective checkpointing that keeps every product."""
     keep = {torch.ops.aten.mm.default}
@@ -137,22 +114,6 @@ def products():
         return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def check_blocks_of_which_products_are_kept():
-    """Selectively, inside of the graph: no epilogue makes what is not kept of a GEMM that is, so
-    that no norm waits."""
-    fresh()
-    model = decoder(LAYERS)
-    for block in model.layers:
-        forward = block.forward
-
-        def again(x, forward=forward):
-            return checkpoint(forward, x, use_reentrant=False, context_fn=products)
-
-        block.forward = torch.compile(again, **HOW)
-    trained(shard(model, True))
-    assert_fired({"swiglu": 1, "swiglu_backward": 1, "rms_norm": 0})
 
 
 def check_checkpointed_blocks_as_torchtitan_wraps_them():
@@ -164,20 +125,15 @@ def check_checkpointed_blocks_as_torchtitan_wraps_them():
             wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **how)
             wrapped.compile(fullgraph=True, **HOW)
             model.layers[number] = wrapped
-        trained(shard(model, True))
+        trained(shard(model))
         assert_fired({"swiglu": 1, "rms_norm": 0} if how else BLOCK)
-
-
-def check_parameters_that_lie_on_the_cpu():
-    trained(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    assert_fired(BLOCK)
 
 
 def check_bfloat16_beside_float32_master_weights():
     """As exact as eager under the same wrapping, beside float64."""
     how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     ours = sharded(**how).float()
-    theirs = shard(decoder(LAYERS).float(), True, **how)
+    theirs = shard(decoder(LAYERS).float(), **how)
     data = batches(2)
     for model in (ours, theirs):
         train(model, list(map(mine, data)))
@@ -209,3 +165,42 @@ def check_nothing_keeps_a_sharded_model():
     del model
     gc.collect()
     assert not any(reference() for reference in kept)
+
+
+PARTS = 2  # of a batch
+
+
+class Stage(nn.Module):
+    """The first or the last half of a decoder, blocks compiled."""
+
+    def __init__(self, whole: nn.Module, first: bool):
+        super().__init__()
+        half = LAYERS // 2
+        self.layers = whole.layers[:half] if first else whole.layers[half:]
+        for block in self.layers:
+            block.compile(**HOW)
+        self.before = whole.embedding if first else nn.Identity()
+        self.behind = nn.Identity() if first else nn.Sequential(whole.norm, whole.head)
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.layers:
+            x = block(x)
+        return self.behind(x)
+
+
+def check_stages_of_blocks():
+    fresh()
+    first = dist.get_rank() == 0
+    stage = Stage(decoder(LAYERS), first)
+    runs = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = Schedule1F1B(runs, n_microbatches=PARTS, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+    for tokens in batches(2):
+        schedule.step(*([tokens] if first else []), target=None if first else tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = Stage(single(batches(2), LAYERS), first)
+    for have, want in zip(stage.parameters(), plain.parameters(), strict=True):
+        assert (have - want).norm() <= 1e-6 * want.norm()
+    assert_fired(BLOCK)

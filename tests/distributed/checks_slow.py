@@ -8,7 +8,6 @@ import datetime as dt
 import itertools
 
 import checks_ddp
-import checks_fsdp
 import checks_tensor
 import pytest
 import torch
@@ -65,20 +64,13 @@ def replicated(how):
     return checks_ddp.buckets(model)
 
 
-def sharded(how):
-    model = decoder(1)
-    for block in model.layers:
-        block.compile(backend=how)
-    return checks_fsdp.shard(model, reshard=True)
-
-
 def in_parts(how):
     model = checks_tensor.tensor_parallel(decoder(1), checks_tensor.mesh())
     model.compile(backend=how)
     return model
 
 
-TURNS = ((replicated, "before"), (replicated, "amid"), (sharded, "amid"), (in_parts, "before"))
+TURNS = ((replicated, "before"), (in_parts, "amid"))
 
 
 def check_a_slow_rank_keeps_no_other_from_compiling():

@@ -70,10 +70,6 @@ def _rows(width=64):
     return torch.ones(2, 16, width, dtype=torch.bfloat16)
 
 
-def _bert():
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, num_hidden_layers=2)).bfloat16().eval()
-
-
 #: name -> (model, args, kwargs, does it train)
 SUBJECTS = {
     "llama": lambda: (llama(), (_tokens(),), {"use_cache": False}, False),
@@ -82,7 +78,6 @@ SUBJECTS = {
     "llama, float16": lambda: (llama(1, torch.float16), (_tokens(),), {"use_cache": False}, False),
     "float32": lambda: (Residual(), (torch.ones(32, 64),), {}, False),
     "GPT-2": lambda: (_gpt2(), (_tokens(),), {"use_cache": False}, False),
-    "BERT": lambda: (_bert(), (_tokens(),), {}, False),
     "TransformerEncoderLayer": lambda: (_encoder(), (_rows(),), {}, True),
     "nothing": lambda: (Nothing(), (torch.ones(32, 64),), {}, False),
 }  # fmt: skip

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pattern files come from, what refuses to load, and that a bad file harms no other."""
+"""Where pattern files come from, what refuses to load, and that a bad file harms no other. The
+process that proves a file imports nothing that lies about, and takes no memory without end."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 import coda_inductor
-from coda_inductor import PatternError, patterns
+from coda_inductor import PatternError, cache_dir, patterns
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -41,18 +44,7 @@ def write(path: Path, name: str = "mine", factor: float = 2.0, text: str = GATE)
     return path
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch, tmp_path):
-    """No files of other tests, and no verdicts."""
-    monkeypatch.setattr(loading, "_registered", {})
-    monkeypatch.setattr(verdict, "_proven", set())
-    monkeypatch.setattr(verdict, "_refused", {})
-    monkeypatch.setattr(verdict, "cache_dir", lambda: tmp_path / "cache")
-    loading._load.cache_clear()
-    loading._installed.cache_clear()
-    loading._warn_once.cache_clear()
-    yield
-    loading._installed.cache_clear()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def names(found) -> list[str]:
@@ -77,7 +69,6 @@ def test_unreadable_files_are_named(tmp_path, prove_here):
 
 
 SLOW = {
-    "while it runs": (HANGS, "running the file"),
     "while it runs, and catches": (
         "while True:\n    try:\n        pass\n    except Exception:\n        pass\n",
         "running the file",
@@ -162,23 +153,17 @@ def test_built_in_files_are_recorded_as_proven():
     "path", sorted(patterns.builtin_folder().glob("*.py")), ids=lambda p: p.stem
 )
 def test_built_in_file_is_proven(path):
+    """Each idiom against the op's definition, or its meaning."""
     claims = []
     worker.patterns_of(read(path), told=lambda pattern, claim: claims.append(claim))
-    assert any(" = " in claim for claim in claims)  # each idiom against the op's definition
+    for pattern in patterns.load_file(path):
+        for idiom in pattern.idioms:
+            assert any(claim.startswith(f"{idiom.__name__} ") for claim in claims)
 
 
 def test_built_in_files_start_no_process(monkeypatch):
     monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: f"{source.path} was proven")
     assert names(patterns.load()) == BUILTIN
-
-
-def test_edited_copy_of_a_built_in_is_proven_like_any_other(tmp_path, prove_here):
-    text = (patterns.builtin_folder() / "swiglu.py").read_text()
-    text = text.replace('name="swiglu"', 'name="my_swiglu"')
-    assert names(patterns.load_file(write(tmp_path / "a.py", text=text))) == ["my_swiglu"]
-    wrong = text.replace("return F.silu(gate) * up", "return F.silu(gate) * up * 2")
-    with pytest.raises(PatternError, match="they differ"):
-        patterns.load_file(write(tmp_path / "a.py", text=wrong))
 
 
 def test_folder_loads_what_loads(tmp_path, prove_here, caplog):
@@ -314,3 +299,86 @@ def test_every_documented_rewrite_has_a_name_of_its_own():
     documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert {"swiglu", "constant_mask", "epilogue"} <= documented <= loading.builtin_names()
     assert set(attention.NAMES) <= loading.builtin_names()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    path = write(tmp_path / "good.py")
+    for name in ("sympy", "torch", "json", "mpmath", "coda_inductor", "sitecustomize"):
+        write(tmp_path / "here" / f"{name}.py", text=f"raise SystemExit('planted {name}')")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path / "here"), ".", *sys.path])
+    assert verdict._prove_elsewhere(read(path)) is None
+
+
+def test_the_process_has_the_package_of_its_parent(tmp_path, monkeypatch):
+    """Also where that was found in the current folder, of which nothing else is imported."""
+    path = write(
+        tmp_path / "a.py", text="import coda_inductor\nraise ValueError(coda_inductor.__file__)"
+    )
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    package = Path(verdict.__file__).parents[1] / "__init__.py"
+    assert f"ValueError: {package}" in str(verdict._prove_elsewhere(read(path)))
+
+
+def test_torch_is_found_where_the_parent_has_it(monkeypatch):
+    """Even if that is the current folder: a PyTorch checkout."""
+    place = Path(torch.__file__).parents[1]
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", ["/usr/lib/nothing", str(place)])
+    assert verdict._search_path() == ["/usr/lib/nothing", str(place)]
+
+
+def test_a_file_that_takes_too_much_memory_is_refused(tmp_path):
+    path = write(tmp_path / "large.py", text="HELD = bytearray(6 << 30)\n" + GATE)
+    said = str(verdict._prove_elsewhere(read(path)))
+    assert f"{path}: loading and proving it takes more than 4 GiB of memory (running the" in said
+
+
+def test_running_out_of_memory_is_named_whatever_it_was_taken_for(tmp_path):
+    text = GATE.replace("return", "raise MemoryError\n    return")
+    path = write(tmp_path / "large.py", text=text)
+    with pytest.raises(PatternError, match=r"large\.py: .* more than 4 GiB of memory"):
+        worker.patterns_of(read(path))
+
+
+def test_a_record_that_is_damaged_is_none(tmp_path, monkeypatch):
+    source = read(write(tmp_path / "good.py"))
+    verdict.record(source)
+    assert verdict._recorded(source)
+    (record,) = (tmp_path / "cache" / "proofs").iterdir()
+    record.write_text("")
+    assert not verdict._recorded(source)
+
+
+def test_records_of_a_folder_that_can_only_be_read_count(tmp_path, monkeypatch, prove_here):
+    path = write(tmp_path / "good.py")
+    verdict.record(read(path))
+    image = tmp_path / "cache"
+    monkeypatch.setattr(cache_dir, "writable", lambda path: path != image)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr(verdict, "_proven", set())
+    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: f"{source.path} proven again")
+    assert [p.name for p in patterns.load_file(path)] == ["mine"]
+
+
+ASK = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from coda_inductor.options import parse
+print(json.dumps(parse(None, {}).patterns))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["-E"]])
+def test_python_that_ignores_the_environment_ignores_ours(flags, tmp_path):
+    path = str(write(tmp_path / "good.py"))
+    environment = {**os.environ, "CODA_PATTERNS": path}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", ASK, str(ROOT)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == ([] if flags else [path])

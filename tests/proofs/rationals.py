@@ -120,16 +120,8 @@ def gemm_epilogue(cls: Any, as_: Any, bs: Any, operands: Any, text: str, *_how: 
         return reference.run(program, [a[i] for a in as_], [b[:, j] for b in bs], given)
 
     grid = [[run(i, j) for j in columns] for i in rows]
-    outputs = [
-        torch.cat([torch.cat([tile[k] for tile in line], 1) for line in grid])
-        for k in range(len(program.stores))
-    ]
-    for k, reduce in enumerate(program.reduces, len(program.stores)):
-        if reduce.axis == "row":  # (M, n_tiles)
-            outputs.append(torch.cat([torch.cat([t[k] for t in line], 1) for line in grid]))
-        else:  # (m_tiles, N)
-            outputs.append(torch.cat([torch.cat([t[k] for t in line], 1) for line in grid]))
-    return outputs
+    count = len(program.outputs)  # reductions by row are (M, n_tiles), others (m_tiles, N)
+    return [torch.cat([torch.cat([t[k] for t in line], 1) for line in grid]) for k in range(count)]
 
 
 def paired(cls: Any, a: Any, b0: Any, b1: Any) -> Any:

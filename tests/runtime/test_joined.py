@@ -56,15 +56,6 @@ def test_terms_in_place_start_at_the_lower_addresses(b_major, a_order, b_order):
     assert values == {"join_delta_a": 2 * M * F, "join_delta_b": step}
 
 
-def test_column_halves_of_one_buffer_are_read_in_place():
-    both = torch.randn(M, 2 * F).bfloat16()
-    _, bs = terms()
-    a, _, _, joined, values = bound([both[:, F:], both[:, :F]], bs)
-    assert a.data_ptr() == both.data_ptr()
-    assert joined == "crossed"
-    assert values["join_delta_a"] == F
-
-
 def strided(x):
     return torch.stack([x, x], -1)[..., 0]
 

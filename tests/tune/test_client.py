@@ -29,13 +29,12 @@ START = client._START.partition("from coda_inductor.tune.worker")[0] + STUB
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started():
     """Start such a process; it is ended after the test."""
-    monkeypatch.setattr(client, "_START", START)
     made: list[Process] = []
 
-    def start() -> Process:
-        made.append(Process(3))
+    def start(patience: float = 20.0) -> Process:
+        made.append(Process(3, START, patience))
         return made[-1]
 
     yield start
@@ -71,11 +70,8 @@ def test_its_last_words_are_the_reason(started):
         ask(process, do)
     assert caught.value.trying == "64x64"
     assert not alive(process.pid)
-
-
-def test_one_that_says_nothing_has_a_status(started):
     with pytest.raises(DeadError, match="ends its process: status -9") as caught:
-        ask(started(), "os.kill(os.getpid(), 9)")
+        ask(started(), "os.kill(os.getpid(), 9)")  # it says nothing
     assert caught.value.trying == ""
 
 
@@ -87,17 +83,15 @@ def test_what_comes_before_an_end_counts(started):
         ask(process, "say(ready=True)")
 
 
-def test_rubbish_is_an_end(started, monkeypatch):
-    monkeypatch.setattr(client, "_GRACE", 0.2)
+def test_rubbish_is_an_end(started):
     process = started()
     with pytest.raises(DeadError):
         ask(process, "print('no JSON', flush=True)", 5.0)
     assert not alive(process.pid)
 
 
-def test_a_candidate_that_hangs_is_named(started, monkeypatch):
-    monkeypatch.setattr(client, "PATIENCE", 1.0)
-    process, start = started(), time.monotonic()
+def test_a_candidate_that_hangs_is_named(started):
+    process, start = started(1.0), time.monotonic()
     with pytest.raises(DeadError, match="hangs") as caught:
         ask(process, "say(trying='a'); say(trying='b'); time.sleep(600)")
     assert caught.value.trying == "b"
@@ -105,10 +99,9 @@ def test_a_candidate_that_hangs_is_named(started, monkeypatch):
     assert not alive(process.pid)
 
 
-def test_each_candidate_has_its_own_patience(started, monkeypatch):
-    monkeypatch.setattr(client, "PATIENCE", 2.0)
+def test_each_candidate_has_its_own_patience(started):
     do = "[(say(trying=str(i)), time.sleep(0.6)) for i in range(4)]; say(figures={})"
-    assert ask(started(), do) == {"figures": {}}
+    assert ask(started(2.0), do) == {"figures": {}}
 
 
 @pytest.mark.parametrize("trying", ["", "say(trying='a'); "])
@@ -151,8 +144,7 @@ PARENT = """
 import sys, time
 from coda_inductor.tune import client
 start = {start!r}.partition("for line in")[0]
-client._START = start + "say(ready=True)\\nwhile True: time.sleep(9)"
-process = client.Process(0)
+process = client.Process(0, start + "say(ready=True)\\nwhile True: time.sleep(9)")
 process.ask({{}}, time.monotonic() + 60)
 print(process.pid, flush=True)
 time.sleep(600)

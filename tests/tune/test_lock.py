@@ -64,26 +64,6 @@ def test_it_is_free_afterwards_also_after_an_error(path):
     assert time.monotonic() - start < 30
 
 
-def test_two_threads_are_two(path):
-    inside: list[int] = []
-    most: list[int] = []
-
-    def measure():
-        with held(path, 30.0) as got:
-            assert got
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.05)
-            inside.pop()
-
-    threads = [threading.Thread(target=measure) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1, 1, 1]
-
-
 def test_other_measurements_have_another_lock(path, holder):
     with held(path.with_name("other.json"), 0.3) as got:
         assert got

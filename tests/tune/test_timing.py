@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the times of several rounds say."""
+"""What the times of several rounds say, and times under load, on a GPU whose power is limited."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from timed_gpu import Gpu
+from timed_gpu import Gpu, LimitedGpu
 
-from coda_inductor.tune import timing
+from coda_inductor.tune import load, timing
 from coda_inductor.tune.timing import Times, evaluated
 
 
@@ -20,13 +20,6 @@ def rounds(count: int, noise: float = 0.0, seed: int = 0, **us: float) -> dict[s
         name: [value * (1 + draw.gauss(0, noise)) for _ in range(count)]
         for name, value in us.items()
     }
-
-
-def test_of_equal_rounds_nothing_is_unsure():
-    found = evaluated(rounds(9, a=10.0, b=20.0))
-    assert found["a"].median == pytest.approx(10.0)
-    assert found["b"].median == pytest.approx(20.0)
-    assert found["a"].spread == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_clock_that_changes_all_changes_no_comparison():
@@ -49,14 +42,6 @@ def test_one_round_that_something_else_disturbs_does_not_count():
     found = evaluated(quiet)
     assert found["a"].median == pytest.approx(10.0)
     assert found["b"].median == pytest.approx(11.0)
-
-
-def test_more_rounds_are_surer():
-    spreads = [
-        sum(evaluated(rounds(count, 0.02, seed, a=50.0, b=60.0))["a"].spread for seed in range(20))
-        for count in (9, 36, 144)
-    ]
-    assert spreads[0] > 1.5 * spreads[1] > 2.25 * spreads[2] > 0
 
 
 def test_the_spread_is_what_a_median_may_be_off():
@@ -93,10 +78,7 @@ def test_what_is_disturbed_is_measured_again(spreads, counts, tries):
 def test_no_time_holds_a_wait_for_the_host(host_us, monkeypatch):
     """Two launches, each of which takes the host that long and the GPU 20 us."""
     gpu = Gpu()
-    cuda = SimpleNamespace(Event=gpu.event, synchronize=gpu.synchronize)
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(timing, "time", gpu)
-    monkeypatch.setattr(timing, "_flush", lambda _: lambda: gpu.launch(timing._HOST_US))
+    gpu.install(monkeypatch)
     calls = {
         "slow": lambda: (gpu.launch(20, host_us), gpu.launch(20, host_us)),
         "quick": lambda: gpu.launch(30),
@@ -104,3 +86,84 @@ def test_no_time_holds_a_wait_for_the_host(host_us, monkeypatch):
     found = timing.measure(calls)
     assert found["slow"].median == pytest.approx(40)
     assert found["quick"].median == pytest.approx(30)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = LimitedGpu()
+    made.install(monkeypatch)
+    return made
+
+
+def test_what_draws_less_wins_under_load_though_not_with_pauses(gpu):
+    """300 us at 1000 W and 310 us at 750 W: joules decide where the power is limited."""
+    calls = {"hot": lambda: gpu.draw(300, 1000.0), "cool": lambda: gpu.draw(310, 750.0)}
+    rested = timing.measure(calls)
+    assert rested["hot"].median < rested["cool"].median
+    us = {name: times.median for name, times in rested.items()}
+    loaded = load.repeated(calls, us)
+    assert loaded["hot"].median == pytest.approx(300 * 1000 / 700, rel=0.02)
+    assert loaded["cool"].median == pytest.approx(310 * 750 / 700, rel=0.02)
+    assert timing.typical(loaded) < 0.02
+
+
+def test_what_ran_before_does_not_count(gpu):
+    """The clock of the one before is gone when the first call counts."""
+    calls = {"heats": lambda: gpu.draw(400, 1400.0), "rests": lambda: gpu.draw(400, 500.0)}
+    loaded = load.repeated(calls, {"heats": 400.0, "rests": 400.0})
+    assert loaded["rests"].median == pytest.approx(400, rel=0.02)
+    assert loaded["heats"].median == pytest.approx(800, rel=0.02)
+
+
+def test_the_spread_tells_rounds_that_differ(gpu):
+    """A second round in which something else runs beside."""
+    drawn, a_round = [], (load._SETTLE_S + load._COUNTED_S) / 400e-6
+
+    def call():
+        drawn.append(1)
+        gpu.draw(400 if len(drawn) <= a_round else 440, 100.0)
+
+    spread = load.repeated({"one": call}, {"one": 400.0})["one"].spread
+    assert len(drawn) == 2 * a_round
+    assert spread == pytest.approx(2 * 40 / 420 / 1.128 / 2**0.5, rel=0.1)
+
+
+KNOWN = {"plain": 300.0, "unfused": 330.0, "a": 320.0, "b": 300.0, "c": 300.0 * (1 + load.NEAR) + 1}
+
+
+def test_configs_near_the_fastest_are_tried_again():
+    assert load.contenders(KNOWN, ["a", "b", "c", "failed"]) == ["plain", "unfused", "b", "a"]
+
+
+def test_of_many_near_ones_the_fastest_are_tried_again():
+    """A user waits for them: 3 of 6, 6 of 16."""
+    for count, most in ((3, 2), (6, 3), (16, 6)):
+        us = {str(number): 301.0 + number for number in reversed(range(count))}
+        found = load.contenders({"plain": 300.0, "unfused": 330.0} | us, list(us))
+        assert found == ["plain", "unfused", *(str(number) for number in range(most))]
+
+
+@pytest.mark.parametrize("short", ["plain", "unfused", "b"])
+def test_short_calls_are_not_tried_again(short):
+    """Their host may not be ahead."""
+    assert load.contenders(KNOWN | {short: load.LEAST_US - 1}, ["a", "b"]) == []
+    assert load.contenders({"plain": 300.0, "unfused": 330.0}, ["a"]) == []  # without a kernel
+
+
+def test_what_is_far_behind_stays_as_far_behind():
+    loaded = {name: Times(us, 0.01) for name, us in
+              {"plain": 310.0, "unfused": 340.0, "a": 335.0, "b": 330.0}.items()}  # fmt: skip
+    found = load.under_load(KNOWN, loaded)
+    assert {name: found[name] for name in loaded} == {n: t.median for n, t in loaded.items()}
+    assert found["c"] / found["b"] == pytest.approx(KNOWN["c"] / KNOWN["b"])
+
+
+def test_tensors_take_turns_until_the_cache_is_full(monkeypatch):
+    properties = SimpleNamespace(L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(load.torch.cuda, "get_device_properties", lambda: properties)
+    assert [load.sets(mib * 2**20) for mib in (10, 100, 200, 1000)] == [20, 2, 1, 1]
+    called = []
+    call = load.in_turn([lambda: called.append("x"), lambda: called.append("y")])
+    for _ in range(3):
+        call()
+    assert called == ["x", "y", "x"]

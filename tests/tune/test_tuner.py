@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from fake_tuning import Machine, install, tuner_of
+from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
 from coda_inductor.log import forget_warnings
@@ -36,60 +36,50 @@ def wanted(of=ONE, most: int | None = 3) -> list[str]:
 
 
 def test_each_site_is_measured_once(machine, tmp_path):
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure([*SITES, ONE])
     assert sorted(machine.measured) == sorted(map(key_of, SITES))
     assert not mine.measure(SITES)
-    assert not tuner_of(tmp_path).measure(SITES)
+    assert not machine.tuner(tmp_path).measure(SITES)
     assert len(machine.measured) == len(SITES)
     assert not mine.left
 
 
 def test_what_was_found_is_kept(machine, tmp_path):
-    tuner_of(tmp_path).measure([THIRD])
+    machine.tuner(tmp_path).measure([THIRD])
     store = Store(HOPPER, tmp_path)
     found, where = store.find(THIRD)
     assert (list(found.us), where) == (wanted(THIRD), "here")
     assert (found.name, found.like, found.m) == ("swiglu", signature(THIRD.program), THIRD.m)
     assert store.device == Device(4e6, 2.5)
-
-
-def test_the_device_is_measured_once(machine, tmp_path):
-    for sites in ([ONE], [OTHER]):
-        tuner_of(tmp_path).measure(sites)
+    machine.tuner(tmp_path).measure([OTHER])
     assert sum("device" in message for _, message in machine.said) == 1
 
 
 def test_only_so_many_configs_are_compiled_and_tried(machine, tmp_path):
-    tuner_of(tmp_path, most=2).measure([ONE])
+    machine.tuner(tmp_path, most=2).measure([ONE])
     (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
     assert tried == wanted(most=2)
     assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
 
 
-def test_a_site_of_the_store_is_not_measured(machine, tmp_path):
-    Store(HOPPER, tmp_path).add(keyed(ONE, figures({"x": 1.0})))
-    assert tuner_of(tmp_path).measure([ONE, OTHER])
-    assert machine.measured == [key_of(OTHER)]
-
-
 def test_the_largest_comes_first(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
     small, large = site(m=512), site(m=16384)
-    tuner_of(tmp_path).measure([small, large, ONE])
+    machine.tuner(tmp_path).measure([small, large, ONE])
     assert machine.measured == [key_of(large), key_of(ONE), key_of(small)]
 
 
 def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
     """And asked for no more: the budget is one graph's, not one round's."""
-    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
 
     def slow(message):
         if "configs" in message:
             time.sleep(1.3)
 
     machine.answers = slow
-    mine = tuner_of(tmp_path, seconds=1.0)
+    mine = machine.tuner(tmp_path, seconds=1.0)
     assert mine.measure([ONE, OTHER])
     assert machine.measured == [key_of(ONE)]
     assert set(mine.left) == {key_of(OTHER)}
@@ -106,7 +96,7 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
 def test_a_candidate_that_ends_its_process_ends_nothing_else(why, machine, tmp_path):
     bad, *others = wanted()
     machine.dies = {bad: why}
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
     assert found.failed == {bad: why}
@@ -119,11 +109,11 @@ def test_a_candidate_that_ends_its_process_ends_nothing_else(why, machine, tmp_p
 @pytest.mark.parametrize("known", [False, True])
 def test_where_no_process_can_work_one_is_tried(known, machine, tmp_path, monkeypatch, caplog):
     """A GPU in exclusive mode: each would import for seconds and die."""
-    monkeypatch.setattr(tuner, "_processes", lambda: 1)
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
     if known:  # the device was measured when that was still possible
         Store(HOPPER, tmp_path).add({}, Device(4e6, 2.5))
     machine.takes_no_process = True
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert not mine.measure(SITES)
     assert machine.started == 1
     assert set(mine.left) == set(map(key_of, SITES))
@@ -138,7 +128,7 @@ def test_a_config_that_does_not_compile_is_noted(late, machine, tmp_path):
     bad, *others = wanted()
     why = "its compilation took too long" if late else "out of registers"
     machine.uncompiled = {bad: why}
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
     assert found.failed == ({} if late else {bad: f"does not compile: {why}"})
@@ -149,10 +139,10 @@ def test_a_config_that_does_not_compile_is_noted(late, machine, tmp_path):
 @pytest.mark.parametrize("how", ["uncompiled", "dies"])
 def test_that_no_config_works_is_a_result(how, machine, tmp_path):
     """Else it would be tried again by every process; that none was compiled in time is none."""
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     if how == "uncompiled":
         machine.uncompiled = dict.fromkeys(wanted(), "its compilation took too long")
-        late = tuner_of(tmp_path)
+        late = machine.tuner(tmp_path)
         assert not late.measure([ONE])
         assert set(late.left) == {key_of(ONE)}
     setattr(machine, how, dict.fromkeys(wanted(), "it cannot be"))
@@ -166,7 +156,7 @@ def test_that_no_config_works_is_a_result(how, machine, tmp_path):
 def test_what_does_not_fit_is_not_measured(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 29, 1 << 40))
     small = site(m=512)
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure([ONE, small])
     assert machine.measured == [key_of(small)]
     assert set(mine.left) == {key_of(ONE)}
@@ -181,7 +171,7 @@ def test_out_of_memory_is_no_measurement(part, machine, tmp_path):
         return None
 
     machine.answers = answers
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure([ONE, OTHER])
     assert mine.store.find(ONE) is None
     assert set(mine.left) == {key_of(ONE)}
@@ -214,25 +204,25 @@ def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, mo
     """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike. One
     that waits for nobody measures."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    second = tuner_of(tmp_path)
+    second = machine.tuner(tmp_path)
     with another(Store(HOPPER, tmp_path), x=1.0):
         assert second.measure([ONE, OTHER])
     assert not machine.said
     assert set(second.left) == {key_of(OTHER)}
     assert second.store.find(ONE) is not None
-    assert tuner_of(tmp_path).measure([OTHER])
+    assert machine.tuner(tmp_path).measure([OTHER])
     assert machine.measured == [key_of(OTHER)]
 
 
 def test_who_is_no_rank_measures_what_another_process_left(machine, tmp_path):
     with another(Store(HOPPER, tmp_path)):
-        assert tuner_of(tmp_path).measure([ONE])
+        assert machine.tuner(tmp_path).measure([ONE])
     assert machine.measured == [key_of(ONE)]
 
 
 def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "_SLACK", 0.1)
-    mine = tuner_of(tmp_path, seconds=0.1)
+    mine = machine.tuner(tmp_path, seconds=0.1)
     with lock.held(mine.store.path, 1.0):
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(mine.measure([ONE])))
@@ -246,7 +236,6 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("Process", OSError("no more processes")),
         ("_requests", RuntimeError("no such layout")),
         ("_uncompiled", RuntimeError("the pool is broken")),
         ("from_row", ValueError("times must be positive numbers")),
@@ -259,21 +248,10 @@ def test_nothing_is_raised(name, error, machine, tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert not mine.measure([ONE, OTHER])
     assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
     mine.close()
-
-
-def test_an_answer_that_is_none_costs_its_site_alone(machine, tmp_path):
-    def answers(message):
-        of_one = message.get("site", {}).get("program") == ONE.program.to_json()
-        return {"figures": {"us": 3}} if of_one and "configs" in message else None
-
-    machine.answers = answers
-    mine = tuner_of(tmp_path)
-    assert mine.measure([THIRD, ONE, OTHER])
-    assert set(mine.left) == {key_of(ONE)}
 
 
 def test_what_cannot_be_written_is_known_in_this_process(machine, tmp_path, monkeypatch):
@@ -281,14 +259,14 @@ def test_what_cannot_be_written_is_known_in_this_process(machine, tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("coda_inductor.select.store.write", full)
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert mine.measure(SITES)
     assert not mine.left
     assert set(mine.store.own()) == set(map(key_of, SITES))
 
 
 def test_processes_are_few_and_end(machine, tmp_path):
-    mine = tuner_of(tmp_path)
+    mine = machine.tuner(tmp_path)
     assert not mine.measure([])
     mine.close()
     assert not machine.said

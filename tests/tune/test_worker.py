@@ -170,11 +170,6 @@ def test_a_candidate_that_does_not_run_is_not_timed(bench):
     assert (list(found.us), found.failed) == ([GOOD], {BAD: "no such kernel"})
 
 
-def test_without_a_candidate_the_others_have_times(bench):
-    found = figures_of(bench.ask(site=site_text(ONE), configs=[]))
-    assert (found.us, found.plain, found.unfused) == ({}, 10.0, 11.0)
-
-
 def test_what_else_fails_is_an_answer(bench):
     def fails(_):
         raise torch.OutOfMemoryError("CUDA out of memory")

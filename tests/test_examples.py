@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo`` tells the truth: what is compiled where, what is saved, in 100 columns."""
+"""``make demo`` tells the truth: what is compiled where, what is saved, in 100 columns.
+``examples/train.py`` trains under eager and coda, float32 so that only the order differs."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
+import train  # noqa: E402
 
 
 def site(**fields):
@@ -97,3 +99,41 @@ def test_a_failure_shows_what_the_process_said(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "RUN", tmp_path / "gone.py")
     with pytest.raises(SystemExit, match=r"compiling failed:\n.*gone\.py"):
         demo.measure(Console(), tmp_path, "compiling")
+
+
+STEPS = 12
+
+
+def main(*arguments: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["examples/train.py", *map(str, arguments)])
+        patch.setitem(train.SIZES, "tiny", ((32, 64, 1, 2, 1), (8, 32), 1e-2))
+        train.main()
+
+
+@pytest.mark.usefixtures("without_code")
+def test_coda_follows_eager_step_by_step(tmp_path, capsys):
+    out = tmp_path / "runs.json"
+    main(*f"--device cpu --no-autocast --steps {STEPS} --backends eager,coda --out {out}".split())
+    eager, coda = json.loads(out.read_text())
+    ours = torch.tensor(coda["losses"])
+    assert len(ours) == STEPS
+    torch.testing.assert_close(ours, torch.tensor(eager["losses"]), rtol=0, atol=1e-3)
+    assert ours[-3:].mean() < ours[0] - 0.3
+    assert coda["eval_loss"] == pytest.approx(eager["eval_loss"], abs=1e-3)
+    assert "coda            from eager: training loss 0.00" in capsys.readouterr().out
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main("--backends", "eager,conda")
+    assert "unknown conda; known: eager, " in capsys.readouterr().err
+
+
+def test_rows_are_held_out_and_epochs_follow_one_another():
+    training, held_out = train.rows_of_text(1024)
+    assert len(training) > 14 * len(held_out) > 0
+    rows = torch.arange(10, dtype=torch.uint8).view(10, 1)
+    drawn = list(train.batches(rows, 4, 0, 7))
+    assert [len(batch) for batch in drawn] == [4] * 7
+    assert torch.cat(drawn)[:10].sort(0).values.flatten().tolist() == list(range(10))

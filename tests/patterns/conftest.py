@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of loading start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from coda_inductor.patterns import loading, verdict
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No files of other tests, and no verdicts."""
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "cache"))
+    for module, name, value in (
+        (loading, "_registered", {}), (verdict, "_proven", set()), (verdict, "_refused", {}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    caches = loading._load, loading._installed, loading._warn_once
+    for function in caches:
+        function.cache_clear()
+    yield
+    loading._installed.cache_clear()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
+what it says they print.
+docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's, and what
+it says that we say we do say."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from coda_inductor.__main__ import main
+from coda_inductor.backend import coda
+from coda_inductor.cli.steps import check_file
+from coda_inductor.patterns.formulas import FORMULAS
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a document, in order."""
+    return BLOCK.findall((ROOT / "docs" / name).read_text())
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def _in_tmp(tmp_path, monkeypatch, prove_here):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
+        from torch._dynamo.backends import registry
+
+        monkeypatch.setitem(registry._BACKENDS, "coda", None)
+        monkeypatch.setitem(registry._COMPILER_FNS, "coda", coda)
+
+
+@pytest.mark.usefixtures("_in_tmp")
+def test_tutorial(capsys):
+    said, codes, seen = "", [], set()
+    for language, text in blocks("tutorial.md"):
+        seen.add(language)
+        if language == "python" and text.startswith("# "):
+            Path(text.split("\n")[0].removeprefix("# ")).write_text(text)
+        elif language == "python":
+            torch._dynamo.utils.counters.clear()  # a reader's program is a process of its own
+            Path("tutorial_program.py").write_text(text)
+            importlib.import_module("tutorial_program")
+            said = capsys.readouterr().out
+        elif language == "sh":
+            command = shlex.split(text)
+            assert command[:3] == ["python", "-m", "coda_inductor"]
+            codes.append(main(command[3:]))
+            said = capsys.readouterr().out
+        elif language == "text":
+            for line in text.splitlines():
+                assert words(line) in words(said)
+    assert codes == [0, 1]
+    assert seen == {"python", "sh", "text"}
+    assert len(Path("mish_glu.py").read_text().splitlines()) < 30
+
+
+PAGE = "patterns_for_models.md"
+TEXT = (ROOT / "docs" / PAGE).read_text()
+EXAMPLES = [text for language, text in blocks(PAGE) if language == "python"]
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.split()[1])
+def test_example_passes_every_check(text, tmp_path, prove_here):
+    path = tmp_path / text.split()[1]
+    path.write_text(text)
+    results = list(check_file(path))
+    assert [r for r in results if r.outcome == "fail"] == []
+    idioms = re.search(r"idioms=\((.*?)\)", text)[1].split(", ")
+    checks = {r.check for r in results}
+    assert checks >= {
+        f"{step} {idiom}" for step in ("match", "fires", "float64") for idiom in idioms
+    }
+
+
+def test_vocabulary_is_the_provers():
+    (listed,) = [text.split() for language, text in blocks(PAGE) if language == "vocabulary"]
+    assert listed == sorted(set(FORMULAS) - {"cast", "silu_backward"})
+
+
+def test_every_message_and_every_reason_is_one_of_ours():
+    """The first column of the tables of messages, piece by piece, against the sources."""
+    section = TEXT.split("## What it says, and what to do")[1]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    pieces = [piece for row in rows for piece in re.findall(r"`([^`]+)`", row)]
+    folder = ROOT / "coda_inductor"
+    sources = "".join(p.read_text() for p in sorted(folder.rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # messages over several lines
+    missing = [p for p in pieces if p not in sources and p != "SyntaxError"]
+    assert missing == []
+    assert len(pieces) > 30
+
+
+def test_every_field_of_a_pattern_is_described():
+    from dataclasses import fields
+
+    from coda_inductor import Pattern
+
+    described = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
+    for_ops = {"op", "arguments", "result"}  # the vocabulary of this repository, not of authors
+    assert {f.name for f in fields(Pattern)} - for_ops <= described
