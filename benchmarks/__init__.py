@@ -3,11 +3,10 @@
 
 run           the command line of a suite, and the process of a case
 contest       one case, torch.compile and ours interleaved
-layer, families, fp8    what the suites measure; models, llama, gradients: of what
+layer, families, fp8    what the suites measure; models, gradients: of what
 report        results -> tables
 account       where a step goes, to the last kernel
 distributed_run, distributed_job, wrapped    several GPUs
-masks         attention with masks from data
 sweep, sites  measure what the shipped tables hold
 measure, energy, environment    timers, joules, versions
 """

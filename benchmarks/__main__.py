@@ -9,10 +9,9 @@ import sys
 #: Name -> (module, arguments before those given); imported when asked for.
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{suite: ("run", (suite,)) for suite in
-       ("layer", "layer_train", "grid", "families", "model_train", "fp8")},
+       ("layer", "layer_train", "grid", "families", "model_train", "masks", "fp8")},
     "distributed": ("distributed_run", ()),
     "account": ("account", ()),
-    "masks": ("masks", ()),
     "report": ("report", ()),
     "worth": ("worth", ()),
     "headline": ("headline", ()),

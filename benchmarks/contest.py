@@ -57,6 +57,7 @@ SUITES = {
     "model_train": Suite(
         families.steps, models.MODELS.__getitem__, families.Model, families.beside_liger
     ),
+    "masks": Suite(families.masked, models.MODELS.__getitem__, families.Model, families.variants),
     "fp8": Suite(fp8.every, fp8.check, fp8.work, fp8.variants),
 }
 

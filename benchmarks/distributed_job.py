@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from coda_inductor import report
 
-from . import llama, models
+from . import models
 from .contest import decisions
 from .measure import (
     MIB,
@@ -40,7 +40,7 @@ LOSSES, TOP_KERNELS = 3, 40
 def _step(way: str, size: str, tokens: int, backend: str | None) -> Step:
     """The model of ``size``, wrapped; the same weights at every call, on every rank."""
     dtype, own_batch, wrap = WAYS[way]
-    model, _ = llama.build(size, tokens, models.LLAMAS[size])
+    model = models.llama(size, tokens)
     mesh = dist.device_mesh.init_device_mesh(device(), (dist.get_world_size(),))
     torch.manual_seed(dist.get_rank() if own_batch else 0)
     batch = torch.randint(models.LLAMAS[size]["vocab_size"], (1, tokens), device=device())

@@ -3,7 +3,8 @@
 step of each.
 
 Random bf16 weights, HF's own loss, no optimizer; the variants share one model. Suite `model_train`
-is a step of the Llama 1B, also in eager and with Liger's kernels.
+is a step of the Llama 1B, also in eager and with Liger's kernels, `masks` one of models whose masks
+are made of data: packed and padded sequences, a window (docs/attention.md).
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def variants(case: Case) -> tuple[str, ...]:
 def steps() -> list[Case]:
     """The case of suite `model_train`."""
     return [Case("1B", TOKENS, TRAINING)]
+
+
+def masked() -> list[Case]:
+    """The cases of suite `masks`."""
+    return [Case(name, TOKENS, TRAINING) for name in models.MASKED]
 
 
 def beside_liger(case: Case) -> tuple[str, ...]:

@@ -12,31 +12,9 @@ from typing import Any
 
 import torch
 
-from . import llama
 from .measure import device
 
 Batch = dict[str, torch.Tensor]
-
-#: 8B stands for four of its layers: all 32 would not fit beside each other's gradients.
-LLAMAS: dict[str, dict[str, Any]] = {
-    **llama.SHAPES,
-    "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-}
-GPT2 = {"n_embd": 1280, "n_layer": 12, "n_head": 20, "vocab_size": 50304, "n_positions": 1024}
-VIT = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-IMAGES = 64
 
 
 def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> dict[str, Any]:
@@ -47,6 +25,34 @@ def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> di
         "num_hidden_layers": layers,
         **more,
     }
+
+
+#: 8B stands for four of its layers: all 32 would not fit beside each other's gradients.
+LLAMAS: dict[str, dict[str, Any]] = {
+    "tiny": _widths(64, 128, 4, 1, num_key_value_heads=2, vocab_size=256),
+    "1B": _widths(2048, 8192, 32, 16, num_key_value_heads=8, vocab_size=128256),
+    "8B": _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=128256),
+}
+#: Tokens of each document, and of the padding in front of each of four sequences.
+DOCUMENTS = (512, 1536, 700, 900, 2100, 300, 1200, 944)
+PADDING = (0, 300, 700, 1100)
+#: Models whose masks are made of data: class in transformers, its config.
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("LlamaForCausalLM", LLAMAS["1B"] | {"num_hidden_layers": 8}),
+    "padded": ("LlamaForCausalLM", LLAMAS["1B"] | {"num_hidden_layers": 8}),
+    "window": (
+        "MistralForCausalLM",
+        _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32000, sliding_window=4096),
+    ),
+}
+GPT2 = {"n_embd": 1280, "n_layer": 12, "n_head": 20, "vocab_size": 50304, "n_positions": 1024}
+VIT = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+IMAGES = 64
 
 
 #: Name -> (class in transformers, tokens of a sequence, its config): the widths of the model named
@@ -119,10 +125,48 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def llama(size: str, length: int) -> Any:
+    """A Llama of shape `size` with positions for `length` tokens, in evaluation mode."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **LLAMAS[size],
+        tie_word_embeddings=True,
+        max_position_embeddings=max(length, 8192),
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    with torch.device(device()):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
 def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
-    model, draw = llama.build(size, length, LLAMAS[size])
-    tokens = draw()
+    model = llama(size, length)
+    tokens = torch.randint(LLAMAS[size]["vocab_size"], (1, length), device=device())
     return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **LLAMAS[size]}
+
+
+def _masked(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
+    """Documents one behind the other, whose positions begin again; sequences that are padded on the
+    left; one that is longer than a window."""
+    import transformers
+
+    kind, shape = MASKED[name]
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class(
+        **shape, tie_word_embeddings=kind == "LlamaForCausalLM", max_position_embeddings=32768
+    )
+    with torch.device(device()):
+        model = model_class(config).bfloat16()
+        rows = len(PADDING) if name == "padded" else 1
+        tokens = torch.randint(1, shape["vocab_size"], (rows, length // rows))
+        batch = {"input_ids": tokens, "labels": tokens}
+        if name == "packed":
+            starts = torch.cat([torch.arange(n) for n in DOCUMENTS])
+            batch["position_ids"] = starts[None, :length]
+        if name == "padded":
+            kept = torch.arange(length // rows) >= torch.tensor(PADDING)[:, None]
+            batch |= {"attention_mask": kept.long(), "labels": tokens.masked_fill(~kept, -100)}
+    return model, batch, {"tokens": length, **shape}
 
 
 def _gpt2(_size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
@@ -169,6 +213,7 @@ MODELS: dict[str, Callable[[str, int], tuple[Any, Batch, dict[str, Any]]]] = {
     **dict.fromkeys(LLAMAS, _llama),
     "gpt2": _gpt2,
     "vit": _vit,
+    **dict.fromkeys(MASKED, _masked),
     **dict.fromkeys(OTHERS, _other),
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import coda_inductor
-from coda_inductor.errors import CodaError
+from coda_inductor.errors import CodaError, OptionError
 from coda_inductor.runtime.versions import identity
 
 ABOUT = (
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return modules[chosen.command].run(chosen)
     except CodaError as error:
-        sys.stderr.write(f"{parser.prog} {chosen.command}: {error}\n")
-        return 1
+        sys.stderr.write(f"{parser.prog} {chosen.command}: error: {error}\n")
+        return 2 if isinstance(error, OptionError) else 1
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The debug folder of a compiled graph, and its artifacts for tlparse.
 
-One folder a graph: the graph at each stage as readable Python, what each pass changed, the table of
-GEMMs, every program and generated kernel source.
+One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program
+and generated kernel source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from coda_inductor.codegen.render import render
 from coda_inductor.compat import trace_structured
@@ -41,7 +40,6 @@ class DebugFolder:
     def __init__(self, name: str, parent: str | None):
         self.folder = None if parent is None else _fresh(Path(parent), name)
         self.path = "" if self.folder is None else str(self.folder)
-        self._passes: list[list[str]] = []
         if self.folder is not None:
             logger.warning("coda_inductor writes its debug output to %s", self.folder)
 
@@ -70,29 +68,8 @@ class DebugFolder:
         except Exception as error:
             logger.warning("coda_inductor cannot write %s: %s", path, error)
 
-    def begin(self, *, again: bool) -> None:
-        """A list of passes begins; ``again``, once more, for one has failed."""
-        if again:
-            self._passes.pop()
-        self._passes.append([])
-
-    def ops(self, graph: Graph) -> Counter[str]:
-        """How often each op occurs in ``graph``; empty where no folder is written."""
-        if self.folder is None:
-            return Counter()
-        return Counter(str(n.target) for n in graph.nodes if n.op.startswith("call"))
-
-    def passed(self, name: str, before: Counter[str], graph: Graph) -> None:
-        """Note what a pass changed: each op's number before and after it."""
-        after = self.ops(graph)
-        changed = sorted(op for op in before | after if before[op] != after[op])
-        lines = [f"  {op}: {before[op]} -> {after[op]}" for op in changed]
-        self._passes[-1] += [name, *(lines or ["  no change in number"])]
-
     def finish(self, report: GraphReport) -> None:
-        """Write the table of GEMMs, what each pass changed, and one file a program: the program,
-        then its kernel source."""
-        self.write("passes.txt", lambda: "\n".join(itertools.chain(*self._passes)) + "\n")
+        """Write the table of GEMMs, and each program with its kernel source."""
         self.write("gemms.txt", lambda: report.table() + "\n")
         trace_structured(
             "artifact",

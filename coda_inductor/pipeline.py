@@ -274,17 +274,15 @@ def _left_out(passes: Sequence[Pass], failures: Sequence[_FailedError]) -> list[
 
 
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:
-    record.folder.begin(again=bool(without))
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
         if each in without or not record.enabled(each.name):
             continue
-        before, heard = record.folder.ops(graph), len(record.report.refusals)
+        heard = len(record.report.refusals)
         try:
             if each.when(graph, record):
                 _observed(each, graph, record)
-                record.folder.passed(each.name, before, graph)
         except Exception as error:
             if record.options.strict:
                 if isinstance(error, CodaError):

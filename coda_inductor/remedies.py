@@ -86,8 +86,6 @@ _DO = {
     "more exact where it is.",
     "layer-norm-rounds": 'options={"reference": True} computes what kernels do; a GPU with kernels '
     "needs no option.",
-    "lookalike": "It is another function than the pattern's, and stays Inductor's. Where the "
-    "pattern's is meant (for an RMSNorm, eps under the root), write that.",
     "norm-weight-shape": "Give the norm a weight of shape (hidden,).",
     "norm-result-shape": "The weight broadcasts the result to another shape: give it one value a "
     "column.",
@@ -158,25 +156,15 @@ _DO = {
 
 #: The project's own limits, or how the model is: nothing that a user should change, and why.
 _NOTHING = {
-    "no-neighbours": "no elementwise work follows this GEMM",
-    "not-matrices": "this is no product of two dense tensors",
-    "empty": "there is nothing to compute",
     "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
     "change it",
     "measured-slower": f"fusing was measured, and costs time at this shape. {_ALWAYS}",
     "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
     "under measured/ in the cache folder",
-    "statistics-only": "the norm stands before a residual, whose kernel reads the product",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows "
     "(options={'gate': 'always'} does it)",
     "layer-norm-training": "LayerNorms wait in inference only: in training the sums that their "
     "gradients need take longer than the kernels that would go. RMSNorms wait in both",
-    "fp8-terms": "FP8 products have scales of their own, so that their sum is no longer product",
-    "no-store": "nothing of the tile would be written",
-    "constant-tile": "the result is a constant",
-    "head-columns": "a tile that holds part of a head cannot rotate or sum it",
-    "head-distance": "the other column is in another thread's registers",
-    "shared-memory": "the epilogue loads and stores too much for one tile",
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Behind a residual that another norm made (Gemma 2), a kernel of Inductor's makes it. "
     "Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, a "
@@ -186,63 +174,34 @@ _NOTHING = {
     "meet",
     "async-tensor-parallel": "Inductor overlaps it with its collective, which gains more. Without "
     "torch._inductor.config._micro_pipeline_tp it may be fused",
-    "norm-no-gemm": "a norm that no projection reads stays with Inductor",
-    "norm-squared": "the normalized tensor is multiplied by itself",
-    "not-read": "the result is not used",
-    "norm-statistics-read": "a custom backward reads the norm's statistics",
     "layer-norm-no-mean": "without a mean at hand the operand would round worse than eager's. The "
     "first LayerNorm of a model, and one that follows an activation, stay with Inductor",
-    "graph-output": "the GEMM's result leaves the graph as it is",
-    "graph-input": "the value comes from outside of the graph",
-    "other-side": "forward and backward are two graphs, a tile cannot wait for a gradient",
-    "reduction-axis": "only reductions over a whole row or column of the result (norm statistics, "
-    "bias gradients) happen in an epilogue",
-    "reduction-dtype": "the reduction is of integers",
-    "transposed": "the result is only transposed (a weight's gradient, a layout change), which is "
-    "no arithmetic",
-    "reshaped": "what follows splits the result (into heads, say), so that no elementwise work on "
-    "the whole tile is left",
-    "copy": "the op only copies",
-    "not-elementwise": "what follows is no elementwise work (attention, another product, a gather)",
     "operand-depends": "the operand is computed from this GEMM's own result over a full row or "
     "column, which is only known when all tiles are done",
-    "store-needless": "Inductor computes it for free in the kernel that reads it",
-    "epilogue-full": "the epilogue is full; the rest stays with Inductor",
-    "paired-tile-operand": "a tensor of the tile's size meets gate or up; the unpaired form reads "
-    "it",
-    "store-dtype": "a mask or an integer cannot be stored by an epilogue",
-    "logits-small": "the gradient of small logits is no burden",
-    "logits-form": "the logits are not one linear layer's",
-    "rotary-shape": "the rotation pairs other columns than neighbours, or changes the shape",
-    "heads-no-gemm": "only a projection's own epilogue can rotate queries and keys",
-    "heads-tables": "tables that differ between heads are read by no epilogue",
-    "heads-layout": "a reader counts on the layout that torch.cat gives",
     "heads-tile": "an epilogue reads tiles and tables at their own place only, and so rotates once",
-    "heads-reduce": "no epilogue both rotates and sums",
-    "heads-kernel": "kernels rotate the heads of one product, in 16 bits and more, in one way",
-    "heads-apart": "the GEMM is expected to win without the rotation, or has no kernel with it; a "
-    "kernel of Inductor's rotates",
     "rotary-width": "only rotations of whole halves, or of all neighbouring pairs, are raised",
-    "turns-gradient": "learned rotations stay as they are",
-    "forward-mode": "forward-mode gradients go through torch's own ops",
-    "not-recorded": "torch.compile records too little here",
     "mask-data": "if the mask holds data (padding, packed documents). Without padding, pass no "
     "mask: a causal model needs none",
-    "mask-form": "scaled_dot_product_attention has no flag for such a mask",
-    "mask-lengths": "with other queries than keys, causal means something else to SDPA",
-    "mask-bias": "the mask is a bias, which SDPA adds",
     "mask-device": "FlexAttention, which skips what a mask hides, has kernels for both directions "
     "on CUDA only",
-    "mask-gradient": "a mask that is learned is a bias",
-    "mask-head": "FlexAttention has no kernels for such heads",
     "mask-small": f"skipping blocks pays for long sequences. {_ALWAYS}",
-    "mask-random": "the mask is another one at every call",
-    "mask-large": "the mask is too large to be evaluated while compiling",
-    "mask-unknown": "the mask's values are not known while compiling",
 }
+#: The same, where the reason itself says why.
+_PLAIN = (
+    "no-neighbours", "not-matrices", "empty", "statistics-only", "fp8-terms", "no-store",
+    "constant-tile", "head-columns", "head-distance", "shared-memory", "norm-no-gemm",
+    "norm-squared", "not-read", "norm-statistics-read", "graph-output", "graph-input", "other-side",
+    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "copy", "not-elementwise",
+    "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
+    "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
+    "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",
+    "mask-lengths", "mask-bias", "mask-gradient", "mask-head", "mask-random", "mask-large",
+    "mask-unknown",
+)  # fmt: skip
 
 #: Code -> what to do.
 REMEDIES: dict[str, Remedy] = {
     **{code: Remedy(text) for code, text in _DO.items()},
     **{code: Remedy(f"Nothing to do: {why}.", possible=False) for code, why in _NOTHING.items()},
+    **dict.fromkeys(_PLAIN, Remedy("Nothing to do.", possible=False)),
 }

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tabulate import tabulate
@@ -12,6 +13,8 @@ from tabulate import tabulate
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.refusal import Refusal
 
+#: The first number in a module's path that is not its end: the layer.
+LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 #: How a site runs, for people.
 RUNS_AS = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
 #: What a site's times rest on, for people.
@@ -26,22 +29,30 @@ _IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "c
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Expected times on the graph's GPU, or an H100 where it is on none; nothing was run here.
+class Choice:
+    """How a site runs.
 
     Attributes:
-        unfused_us: cuBLAS and Inductor's elementwise kernels, microseconds.
-        fused_us: the generated kernel; None where there can be none, or nothing is fused.
-        ground: what the times rest on, a key of :data:`GROUNDS`.
+        how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
         config: of the kernel, e.g. ``128x192:2x1:pp``; also where one is possible but would lose.
-        refusal: why it would not run as a kernel there; None if it would.
+        refusal: why it is no kernel.
+        fused_us: expected microseconds of the kernel; None where nothing is known.
+        unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
+        ground: what these times rest on: "here" (measured by this user), "shipped" (measured),
+            "roofline", or "unknown" (a GPU of a generation without constants).
     """
 
-    unfused_us: float = 0.0
-    fused_us: float | None = None
-    ground: str = "roofline"
+    how: str
     config: str = ""
     refusal: Refusal | None = None
+    fused_us: float | None = None
+    unfused_us: float = 0.0
+    ground: str = "roofline"
+
+    @property
+    def measured(self) -> bool:
+        """Was it?"""
+        return self.ground in ("here", "shipped")
 
 
 @dataclass(frozen=True)
@@ -61,14 +72,12 @@ class SiteReport:
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         stops: where the epilogue ended and why, ``what`` being the op; fused sites only.
-        estimate: expected times; only ``coda_inductor.explain`` asks for them.
+        estimate: expected times, of its kernel; by ``coda_inductor.explain``, of what would be
+            chosen on the graph's GPU, or an H100 where it is on none.
         how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
         refusal: why it is not fused, or why not as a kernel; None otherwise.
         program: the epilogue program; None when not fused.
         config: tile and cluster shape of the kernel, e.g. ``128x192:2x1:pp``.
-        fused_us, unfused_us: microseconds of the kernel, and of cuBLAS with Inductor's kernels;
-            None where nothing is known.
-        ground: what these rest on, a key of :data:`GROUNDS`; "" where nothing was asked.
     """
 
     site: str
@@ -79,14 +88,11 @@ class SiteReport:
     refusal: Refusal | None = None
     program: EpilogueProgram | None = None
     config: str = ""
-    fused_us: float | None = None
-    unfused_us: float | None = None
-    ground: str = ""
     bytes_before: int = 0
     bytes_after: int = 0
     role: str = "forward"
     stops: tuple[Refusal, ...] = ()
-    estimate: Estimate | None = None
+    estimate: Choice | None = None
 
     @property
     def fused(self) -> bool:
@@ -107,14 +113,6 @@ class SiteReport:
     def stopped(self) -> tuple[str, ...]:
         """Where the epilogue ended and why, as ``"op: reason"``."""
         return tuple(f"{stop.what}: {stop.text}" for stop in self.stops)
-
-    @property
-    def times(self) -> str:
-        """``1016 of 1230, measured here``: its kernel's microseconds of the unfused way's, and what
-        says so. Empty where no kernel runs."""
-        if self.how != "kernel" or self.fused_us is None or self.unfused_us is None:
-            return ""
-        return f"{self.fused_us:.0f} of {self.unfused_us:.0f}, {GROUNDS[self.ground]}"
 
     @property
     def bytes_saved(self) -> int:
@@ -210,42 +208,68 @@ class GraphReport:
         return ", ".join(said)
 
     def table(self) -> str:
-        """The GEMMs as a text table: site, pass, shape, patterns, absorbed ops, bytes saved or
-        reason. Weight gradients with nothing to absorb are one line below it. Where no kernel runs,
-        the bytes are those that one would move less."""
-        rows = [
-            (
-                s.site,
-                s.role,
-                "x".join(str(v) for v in s.shape),
-                ", ".join(s.patterns),
-                RUNS_AS[s.how],
-                ", ".join(s.absorbed),
-                less(s.bytes_saved) if s.fused else "",
-                s.times,
-                s.reason,
-            )
-            for s in self.sites
-            if not s.idle
-        ]
-        saved = "MB saved" if self.kernels else "MB less as kernel"
-        heads = ["GEMM", "pass", "M x N x K", "patterns", "runs as", "absorbed", saved, "us, by",
-                 "why not"]  # fmt: skip
-        widths = [42, 8, 18, 20, 10, 40, 9, 20, 40]
-        shown = [list(row) for row in rows]
-        if not any(row[7] for row in rows):
-            shown = [[*row[:7], row[8]] for row in rows]
-            heads, widths = heads[:7] + heads[8:], widths[:7] + widths[8:]
-        text = tabulate(shown, headers=heads, maxcolwidths=widths, tablefmt="simple")
-        lines = [text, *idle_lines(self.sites)]
+        """:func:`sites_table` of the GEMMs, then FP8 layers and near misses."""
+        lines = [sites_table(self.sites)]
         lines += [self.float8.summary] if self.float8.summary else []
         lines += [f"near miss: {m}" for m in self.near_misses]
         return "\n".join(lines)
 
 
-def less(saved: int) -> str:
-    """Megabytes; ``0.13 more`` where a site moves more fused than unfused."""
-    return f"{saved / 1e6:.2f}" if saved >= 0 else f"{-saved / 1e6:.2f} more"
+@dataclass(frozen=True)
+class Row:
+    """Sites that differ in nothing but the layer. ``name`` has ``*`` in place of its number."""
+
+    name: str
+    sites: tuple[SiteReport, ...]
+
+    @property
+    def site(self) -> SiteReport:
+        return self.sites[0]
+
+    @property
+    def times(self) -> int:
+        return len(self.sites)
+
+    @property
+    def layers(self) -> str:
+        return ", ".join(m[0] for s in self.sites if (m := LAYER.search(s.site)))
+
+
+def fold(sites: Sequence[SiteReport]) -> list[Row]:
+    """Rows in the order of their first site, without weight gradients that have no work."""
+    groups: dict[Hashable, list[SiteReport]] = {}
+    for site in (site for site in sites if not site.idle):
+        same = (
+            general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
+            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
+            site.program.key if site.program else None,
+        )  # fmt: skip
+        groups.setdefault(same, []).append(site)
+    return [
+        Row(s[0].site if len(s) == 1 else general_path(s[0].site), tuple(s))
+        for s in groups.values()
+    ]
+
+
+def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
+    """GEMMs as a text table, layers that are alike in one row; times are those on ``gpu``. Weight
+    gradients with nothing to absorb are one line below. Where no kernel runs, the bytes are those
+    that one would move."""
+    heads = ["GEMM", "times", "M x N x K", "pass", "runs as", "absorbed, or why not",
+             "traffic of one", f"us on {gpu}" if gpu else "us"]  # fmt: skip
+    rows = [
+        (
+            row.name, row.times, shape_text(row.site), row.site.role, RUNS_AS[row.site.how],
+            f"{', '.join(row.site.patterns)}: {', '.join(row.site.absorbed)}"
+            if row.site.fused else row.site.reason,
+            " ".join(traffic_words(row.site)),
+            ": ".join(filter(None, time_words(row.site))) if row.site.estimate else "",
+        )
+        for row in fold(sites)
+    ]  # fmt: skip
+    widths = [40, 5, 20, 8, 10, 40, 18, 24]
+    text = tabulate(rows, headers=heads, maxcolwidths=widths, tablefmt="simple")
+    return "\n".join([text, *idle_lines(sites)])
 
 
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
@@ -253,6 +277,52 @@ def idle_lines(sites: Sequence[SiteReport]) -> list[str]:
     count = sum(site.idle for site in sites)
     what = "weight gradients that have" if count > 1 else "weight gradient that has"
     return [f"and {count} {what} nothing to absorb"] if count else []
+
+
+def general_path(path: str) -> str:
+    """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
+    A path that is nothing but a number stays."""
+    return LAYER.sub("*", path, count=1)
+
+
+def readable_bytes(count: float) -> str:
+    """``8.4 MB``: three figures, decimal units."""
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    whole = count >= 99.5 or units[0] == "B"
+    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"
+
+
+def shape_text(site: SiteReport) -> str:
+    """``4096 x 8192 x 2048``: M, N, K."""
+    return " x ".join(str(extent) for extent in site.shape)
+
+
+def traffic_words(site: SiteReport) -> tuple[str, str]:
+    """Bytes that one site moves, and "more" where fusing it adds some: ("3 MB -> 2 MB", "")."""
+    after = readable_bytes(site.bytes_after)
+    if not site.fused:
+        return after, ""
+    more = "more than before" if site.bytes_after > site.bytes_before else ""
+    return f"{readable_bytes(site.bytes_before)} -> {after}", more
+
+
+def time_words(site: SiteReport) -> tuple[str, str]:
+    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "measured")."""
+    found = site.estimate
+    if found is None:
+        return "unknown", ""
+    rests_on = GROUNDS[found.ground]
+    if not site.fused:
+        return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"
+    if found.fused_us is None:
+        return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
+    if found.fused_us > found.unfused_us:
+        left = "the gate leaves it to cuBLAS" if found.refusal else "the gate was not asked"
+        rests_on = f"{rests_on}; slower: {left}"
+    return f"{found.unfused_us:.1f} -> {found.fused_us:.1f}", rests_on
 
 
 _REPORTS: deque[GraphReport] = deque(maxlen=256)

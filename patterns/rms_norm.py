@@ -76,16 +76,6 @@ def functional(x, weight, eps):
     return torch.rms_norm(x, (1,), weight, eps)
 
 
-def eps_outside(x, eps):
-    """Its eps is added to the root, where an RMSNorm adds it under the root"""
-    return x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + eps)
-
-
-def eps_outside_norm(x, share, eps):
-    """Its eps is added to the root, where an RMSNorm adds it under the root"""
-    return x / (torch.linalg.vector_norm(x, 2, -1, True) * share + eps)
-
-
 def _arguments(match: Match):
     x, weight = match.bound["x"], row(match, "weight")
     if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for half types
@@ -108,6 +98,5 @@ PATTERN = Pattern(
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),
     result=0,
-    lookalikes=(eps_outside, eps_outside_norm),
     example={"x": (2, 3), "weight": (3,), "eps": 1e-5},
 )

@@ -107,7 +107,9 @@ def test_debug_folder(tmp_path):
         ast.parse(source.read_text(), str(source))
     raised = ["coda_inductor.rms_norm" in text[stage] for stage in stages[:4]]
     assert raised == [False, True, True, False]
-    assert all(name in text["gemms.txt"] for name in ("rms_norm", "residual", "3x8x8", "3x16x8"))
+    assert all(
+        name in text["gemms.txt"] for name in ("rms_norm", "residual", "3 x 8 x 8", "3 x 16 x 8")
+    )
     found = coda_inductor.reports()[-1]
     assert found.folder == str(folder)
     for site in found.sites:

@@ -25,6 +25,7 @@ from benchmarks import (  # noqa: E402
     environment,
     families,
     measure,
+    models,
     report,
     run,
     sweep,
@@ -38,6 +39,7 @@ from coda_inductor.select.store import Device, as_text  # noqa: E402
 pytestmark = pytest.mark.timeout(600)
 RESULTS = ROOT / "benchmarks/results"
 TINY = "tiny-32-training-bf16"
+SMALL = ("LlamaForCausalLM", models.LLAMAS["tiny"])
 
 
 # Commands
@@ -115,10 +117,15 @@ def uncompiled(monkeypatch):
         ("families", "tiny-16-forward-bf16"),
         ("model_train", "tiny-16-training-bf16"),
         ("fp8", "layer:tiny-32-training-bf16"),
+        ("masks", "packed-16-training-bf16"),
+        ("masks", "padded-16-training-bf16"),
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_a_case_is_measured(suite, case, tmp_path):
+def test_a_case_is_measured(suite, case, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "MASKED", dict.fromkeys(models.MASKED, SMALL))
+    monkeypatch.setattr(models, "PADDING", (0, 3))
+    monkeypatch.setattr(models, "DOCUMENTS", (5, 11))
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
     named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}

@@ -155,17 +155,6 @@ def test_a_debug_folder_that_is_gone_costs_a_warning(tmp_path, caplog):
     assert "cannot write" in caplog.text
 
 
-def test_the_debug_folder_says_what_each_pass_changed(tmp_path):
-    train(debug=True, debug_dir=str(tmp_path))
-    (text,) = [path.read_text() for path in tmp_path.rglob("passes.txt")]
-    said = [line for line in text.splitlines() if not line.startswith("  ")]
-    assert said == [each.name for each in PASSES]
-    fused = text[text.index("\nfuse\n") : text.index("\ndecompose_rest\n")]
-    assert "  aten.rsqrt.default: " not in fused, "statistics are finished outside"
-    norm = text[text.index("\nnorm\n") : text.index("\ndecompose\n")]
-    assert "  coda_inductor.rms_norm.default: 2 -> 1" in norm
-
-
 def test_passes_are_called_from_the_list_only():
     """No other module runs a pass, but through the list."""
     package = Path(coda_inductor.__file__).parent

@@ -6,5 +6,5 @@ explain  what the backend does with a model
 tune     measure what a model needs on this GPU
 models   the model that a command is about
 trial    the backend's passes on a pattern's example, run without code generation
-speed    times of several functions, interleaved
+device   its error and speed on a GPU
 """

@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from coda_inductor import cache_contents
 from coda_inductor.cache_dir import cache_dir, prewarmed
-from coda_inductor.errors import OptionError
+from coda_inductor.errors import CodaError
 
 HELP = "show or clear what is kept between runs"
 
@@ -36,7 +36,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Show or clear the cache; 0.
 
     Raises:
-        OptionError: what is to be cleared is not the folder that ``CODA_CACHE_DIR`` names.
+        CodaError: what is to be cleared is not the folder that ``CODA_CACHE_DIR`` names.
     """
     if chosen.action == "clear":
         _same_folder()
@@ -59,7 +59,7 @@ def _same_folder() -> None:
     in another folder, but nobody has asked to delete that one's files."""
     named = os.environ.get("CODA_CACHE_DIR")
     if named and prewarmed() is None and cache_dir() != Path(named).expanduser().absolute():
-        raise OptionError(
+        raise CodaError(
             f"CODA_CACHE_DIR={named} is not used, so nothing was deleted; without that variable, "
             f"{cache_dir()} is cleared"
         )

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from coda_inductor.cli import models
-from coda_inductor.errors import CodaError
+from coda_inductor.errors import CodaError, ExplainError, OptionError
 
 HELP = "what each GEMM of a model absorbs, and what to do about those that do not"
 
@@ -33,30 +31,32 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Explain, print, save. Returns 1, with a message, if that is not possible."""
+    """Explain, print, save; 0.
+
+    Raises:
+        OptionError: what the arguments name is not there, or the page cannot stand where they say.
+        CodaError: the model cannot be traced, or the page not be written.
+    """
     from coda_inductor.explanation import explain
 
     if chosen.out and (why := _unwritable(Path(chosen.out).resolve())):
-        sys.stderr.write(f"error: --out {chosen.out}: {why}\n")
-        return 1
-    model: Callable[..., Any] | None = None
+        raise OptionError(f"--out {chosen.out}: {why}")
+    options = models.options_of(chosen)
+    model, args, kwargs = models.model_of(chosen, chosen.tokens or 2048)
     try:
-        model, args, kwargs = models.model_of(chosen, chosen.tokens or 2048)
-        options = dict(models.setting(text, "--option") for text in chosen.option)
         with torch.set_grad_enabled(chosen.train):
             found = explain(model, *args, options=options, **kwargs)
-    except CodaError as error:
-        other = chosen.hf is not None and model is not None and not models.speaks(model)
-        hint = "; --hf is for language models, give others as FILE.py:FUNCTION" if other else ""
-        sys.stderr.write(f"error: {error}{hint}\n")
-        return 1
+    except ExplainError as error:
+        if chosen.hf is None or models.speaks(model):
+            raise
+        hint = "--hf is for language models, give others as FILE.py:FUNCTION"
+        raise ExplainError(f"{error}; {hint}") from error
     sys.stdout.write(f"{found}\n")
     if chosen.out or chosen.open:
         try:
             path = found.save(chosen.out or f"{found.name}.html").resolve()
         except OSError as error:
-            sys.stderr.write(f"error: the page cannot be written: {error}\n")
-            return 1
+            raise CodaError(f"the page cannot be written: {error}") from None
         sys.stdout.write(f"\nwrote {path}\n")
         if chosen.open:
             webbrowser.open(path.as_uri())

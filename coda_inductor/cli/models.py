@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from coda_inductor.errors import ExplainError
+from coda_inductor.errors import ExplainError, OptionError, PatternError
+from coda_inductor.options import parse
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -42,20 +43,21 @@ def model_of(
     ``tokens``: of a sequence, of Hugging Face's models.
 
     Raises:
-        ExplainError: there is none; says what to write.
+        OptionError: there is none; says what to write.
+        ExplainError: transformers is missing.
     """
     if (chosen.target is None) == (chosen.hf is None):
-        raise ExplainError("give either FILE.py:FUNCTION or --hf FAMILY")
+        raise OptionError("give either FILE.py:FUNCTION or --hf FAMILY")
     if chosen.hf is not None:
         return _hugging_face(chosen, tokens)
     for name in ("set", "batch", "dtype", "tokens"):
         if getattr(chosen, name):
-            raise ExplainError(
+            raise OptionError(
                 f"--{name} is for --hf models: {chosen.target} makes its model and its inputs"
             )
     made = _function(chosen.target)()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise ExplainError(f"{chosen.target} must return (model, args) or (model, args, kwargs)")
+        raise OptionError(f"{chosen.target} must return (model, args) or (model, args, kwargs)")
     model, args, *rest = made
     args = args if isinstance(args, (tuple, list)) else (args,)
     return model, tuple(args), dict(rest[0]) if rest else {}
@@ -64,13 +66,13 @@ def model_of(
 def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon or not where:
-        raise ExplainError(
+        raise OptionError(
             f"{target!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     if where.endswith(".py"):
         path = Path(where)
         if not path.is_file():
-            raise ExplainError(f"no such file: {where}")
+            raise OptionError(f"no such file: {where}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None, "a .py file has a loader"
         assert spec.loader is not None, "a .py file has a loader"
@@ -81,12 +83,10 @@ def _function(target: str) -> Callable[[], Any]:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ExplainError(
-                f"{where}: {error}; give a FILE.py or an importable module"
-            ) from None
+            raise OptionError(f"{where}: {error}; give a FILE.py or an importable module") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise ExplainError(f"{where} has no function {name!r}")
+        raise OptionError(f"{where} has no function {name!r}")
     return function
 
 
@@ -99,15 +99,15 @@ def _hugging_face(
         import transformers
     except ImportError:
         raise ExplainError("--hf needs transformers: pip install transformers") from None
-    values = dict(setting(text, "--set") for text in chosen.set)
+    values = dict(_setting(text, "--set") for text in chosen.set)
     try:
         config = transformers.AutoConfig.for_model(chosen.hf, **values)
     except Exception as error:  # a value of a wrong type has a class of huggingface_hub's
         said = " ".join(str(error).split())
-        raise ExplainError(f"--hf {chosen.hf}: {said[:300]}") from None
+        raise OptionError(f"--hf {chosen.hf}: {said[:300]}") from None
     known = config.__class__().to_dict()
     if unknown := [key for key in values if key not in known]:
-        raise ExplainError(
+        raise OptionError(
             f"--set {unknown[0]}: {type(config).__name__} has no such value; it has "
             f"{', '.join(sorted(known))}"
         )
@@ -141,11 +141,25 @@ def speaks(model: Callable[..., Any]) -> bool:
     return any(part in type(model).__name__ for part in ("CausalLM", "LMHead"))
 
 
-def setting(text: str, flag: str) -> tuple[str, Any]:
+def options_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options of the backend that the arguments give.
+
+    Raises:
+        OptionError: one is unknown, or has a bad value.
+    """
+    options = dict(_setting(text, "--option") for text in chosen.option)
+    try:
+        parse(None, options)
+    except PatternError as error:
+        raise OptionError(str(error)) from None
+    return options
+
+
+def _setting(text: str, flag: str) -> tuple[str, Any]:
     """``"gate=always"`` -> ("gate", "always"); numbers, booleans and None are read as such."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ExplainError(f"{flag} {text!r}: write KEY=VALUE")
+        raise OptionError(f"{flag} {text!r}: write KEY=VALUE")
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
     if value.lower() in words:
         return key, words[value.lower()]

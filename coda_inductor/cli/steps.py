@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.gradcheck import GradcheckError
 
-from coda_inductor.cli.device import Layer, errors, times
-from coda_inductor.cli.trial import ROWS, N, Trial, cannot_run, example_of, try_out
+from coda_inductor.cli import device
+from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns import Pattern, verdict
 from coda_inductor.patterns.loading import name_taken
-from coda_inductor.patterns.prove import parameters, stand_in
 from coda_inductor.patterns.source import read
 from coda_inductor.patterns.worker import patterns_of
 
@@ -39,21 +37,12 @@ class Result:
     listings: tuple[tuple[str, str], ...] = ()
 
 
-Told = Callable[[str], None]
-
-
-def check_file(path: Path, told: Told) -> Iterator[Result]:
-    """Every check of every pattern in a file; ``told`` hears what comes next."""
+def check_file(path: Path) -> Iterator[Result]:
+    """Every check of every pattern in a file."""
     claims: list[tuple[str, str]] = []
-
-    def proving(pattern: str, claim: str) -> None:
-        claims.append((pattern, claim))
-        told(f"{pattern}: proving {claim}")
-
-    told("reading the file")
     try:
         source = read(path)
-        patterns = patterns_of(source, told=proving)
+        patterns = patterns_of(source, told=lambda p, claim: claims.append((p, claim)))
     except PatternError as error:
         yield from (Result(p, "proof", "pass", c) for p, c in claims[:-1])
         yield Result(claims[-1][0] if claims else path.stem, "proof", "fail", str(error))
@@ -68,10 +57,10 @@ def check_file(path: Path, told: Told) -> Iterator[Result]:
             why = "the pattern gives no example: a shape for each tensor, a value for each number"
             yield Result(pattern.name, "example", "skip", why)
             continue
-        yield from _try(pattern, str(path), told)
+        yield from _try(pattern, str(path))
 
 
-def _try(pattern: Pattern, path: str, told: Told) -> Iterator[Result]:
+def _try(pattern: Pattern, path: str) -> Iterator[Result]:
     runs = [f for f in pattern.idioms if cannot_run(pattern, f) is None]
     for idiom in pattern.idioms:
         if idiom not in runs:
@@ -79,14 +68,12 @@ def _try(pattern: Pattern, path: str, told: Told) -> Iterator[Result]:
             outcome = "skip" if pattern.meaning is None else "fail"
             yield Result(pattern.name, f"run {idiom.__name__}", outcome, why)
     steps: list[tuple[str, Callable[[], Iterable[Result]]]] = [
-        *((f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs),
-        ("gradcheck", functools.partial(_gradcheck, pattern)),
+        (f.__name__, functools.partial(_idiom, pattern, path, f)) for f in runs
     ]
     if runs:
         steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
         steps.append(("GPU", functools.partial(_on_gpu, pattern, path, runs[0])))
     for name, step in steps:
-        told(f"{pattern.name}: {name}")
         try:
             yield from step()
         except Exception as error:
@@ -106,8 +93,8 @@ def _idiom(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[R
     yield _result(pattern, f"match {name}", ours.raised == 1, said)
     outcome, said = _fired(pattern, ours)
     yield Result(pattern.name, f"fires {name}", outcome, said)
-    error = max(map(_distance, (ours.output, *ours.gradients), (eager.output, *eager.gradients)))
-    said = f"output and {len(eager.gradients)} gradients within {error:.1e}"
+    error = max(map(_distance, ours.results, eager.results))
+    said = f"output and {len(eager.results) - 1} gradients within {error:.1e}"
     yield _result(pattern, f"float64 {name}", error <= TOLERANCE, f"{said} (limit {TOLERANCE:.0e})")
 
 
@@ -132,40 +119,6 @@ def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
     return Result(pattern.name, check, "pass" if ok else "fail", detail)
 
 
-def _gradcheck(pattern: Pattern) -> Iterator[Result]:
-    """Torch's finite differences against the gradient of the op, at random points."""
-    torch.manual_seed(0)
-    arguments = _small_arguments(pattern)
-    inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
-
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        given = iter(tensors)
-        values = [next(given) if isinstance(a, torch.Tensor) else a for a in arguments]
-        return pattern.call(*values)
-
-    try:
-        torch.autograd.gradcheck(function, inputs)
-    except GradcheckError as error:
-        yield Result(pattern.name, "gradcheck", "fail", str(error).strip())
-    else:
-        yield Result(pattern.name, "gradcheck", "pass", f"{len(inputs)} inputs, float64")
-
-
-def _small_arguments(pattern: Pattern) -> list[Any]:
-    """Arguments of the op: the example's, with 3 x 4 tensors that require gradients."""
-    example = example_of(pattern)
-    sizes = {N: 4, ROWS: 3}
-    given = {name: example[name] for name in parameters(pattern.idioms[0])}
-    for name, item in given.items():
-        if isinstance(item, (tuple, list)):
-            shape = [sizes.get(s, min(s, 4)) for s in item]
-            given[name] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    match, nodes = stand_in(given)
-    return [
-        given[nodes[a]] if isinstance(a, torch.fx.Node) else a for a in pattern.arguments(match)
-    ]
-
-
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
     """The epilogue programs in bfloat16 and the source of their kernels."""
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
@@ -184,12 +137,12 @@ def _on_gpu(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     if not torch.cuda.is_available():
         yield Result(pattern.name, "GPU", "skip", "no CUDA device: error and speed not measured")
         return
-    layer = Layer(pattern, idiom, path, torch.device("cuda"))
-    worst = errors(layer)
+    variants, exact = device.steps(pattern, idiom, path, torch.device("cuda"))
+    worst = device.errors(variants, exact)
     ok = worst["coda"] <= SLACK * max(worst["torch.compile"], worst["eager"])
     said = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())
     yield _result(pattern, "error", ok, f"against float32: {said}")
-    for what, taken in times(layer).items():
-        ratio = taken["torch.compile"] / taken["coda"]
-        said = ", ".join(f"{name} {ms:.3f} ms" for name, ms in taken.items())
-        yield Result(pattern.name, what, "pass", f"{said}; {ratio:.2f} x torch.compile")
+    taken = device.medians(variants)
+    ratio = taken["torch.compile"] / taken["coda"]
+    said = ", ".join(f"{name} {ms:.3f} ms" for name, ms in taken.items())
+    yield Result(pattern.name, "step", "pass", f"{said}; {ratio:.2f} x torch.compile")

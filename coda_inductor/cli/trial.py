@@ -84,11 +84,10 @@ def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
 
 @dataclass
 class Trial:
-    """One run: what the passes returned and what they did. ``left`` are the pattern's aten ops that
-    no GEMM absorbed, ``refused`` the report's near misses."""
+    """One run: output and gradients, and what the passes did. ``left`` are the pattern's aten ops
+    that no GEMM absorbed, ``refused`` the report's near misses."""
 
-    output: Tensor
-    gradients: list[Tensor]
+    results: list[Tensor]
     raised: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     sites: list[SiteReport] = field(default_factory=list)
@@ -106,24 +105,23 @@ def try_out(
     """
     torch.manual_seed(0)
     model = Example(idiom, example_of(pattern), K, N).to(dtype)
-    x = torch.randn(ROWS, K, dtype=dtype)
+    x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
     backend = _Passes(pattern, path)
     torch.compiler.reset()
     counters["coda"].clear()
-    rewritten = _run(torch.compile(model, backend=backend), model, x)
-    rewritten.raised, rewritten.counts = backend.raised, dict(counters["coda"])
-    rewritten.left, rewritten.refused = backend.left, backend.record.report.near_misses
-    rewritten.sites = list(backend.record.report.sites)
-    return rewritten, _run(model, model, x)
+    results = step(torch.compile(model, backend=backend), model, x, dy)
+    report, counts = backend.record.report, dict(counters["coda"])
+    rewritten = Trial(
+        results, backend.raised, counts, report.sites, backend.left, report.near_misses
+    )
+    return rewritten, Trial(step(model, model, x, dy))
 
 
-def _run(function: Callable[..., Tensor], model: nn.Module, x: Tensor) -> Trial:
+def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Forward and backward: the output, the gradients of ``x`` and of the model's parameters."""
     x = x.clone().requires_grad_()
     output = function(x)
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-    leaves = [x, *model.parameters()]
-    return Trial(output.detach(), list(torch.autograd.grad(output, leaves, given)))
+    return [output.detach(), *torch.autograd.grad(output, [x, *model.parameters()], dy)]
 
 
 class _Passes:

@@ -81,8 +81,7 @@ def _raise(
     """Replace every idiom of ``pattern`` in one graph, that has ``ops``; ``dual`` names a call that
     goes forward. Returns whether there was any."""
     idioms = [idiom for idiom in pattern.traced if ops is None or idiom.ops <= ops]
-    lookalikes = [idiom for idiom in pattern.others if ops is None or idiom.ops <= ops]
-    if not (idioms or lookalikes):
+    if not idioms:
         return False
     found, hazards = False, Hazards(graph)
     # Last node first: the longest spelling of an idiom ends last and must win over its own parts.
@@ -91,11 +90,7 @@ def _raise(
             continue
         try:  # what fails here does so alone: nothing has been changed yet
             match = first_match(idioms, root)
-            if match is not None:
-                why = _refusal(pattern, match, hazards, dual)
-            else:
-                other = first_match(lookalikes, root)
-                why = None if other is None else pattern.lookalike(other)
+            why = None if match is None else _refusal(pattern, match, hazards, dual)
         except Exception as error:
             cause = f"{type(error).__name__}: {error} ({_where(error)})"
             why = refuse("pattern-failed", f"the pattern itself failed: {cause}")

@@ -8,7 +8,6 @@ from collections import Counter
 import torch
 from torch.fx import Node
 
-from coda_inductor.explanation import float8
 from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.flow import Block, block, repeated
 from coda_inductor.explanation.kernels import kernels
@@ -98,12 +97,10 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
             "is legal, and runs as plain ops."
         )
         notes.append(f"{text} {_forecast(result, graphs, options)}")
-    stock = [graph for captured in graphs for graph in captured.stock.graphs]
-    ours = [graph for captured in graphs for graph in captured.ours.graphs]
     layers = Float8Layers()
     for captured in graphs:
         layers.add(captured.report.float8)
-    notes += [text for text in (float8.layers_note(layers), float8.note(stock, ours)) if text]
+    notes += [f"{layers.summary}."] if layers.summary else []
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.explanation import naming
 from coda_inductor.explanation.kernels import Kernel, kernels, names
-from coda_inductor.report import SiteReport
+from coda_inductor.report import LAYER, SiteReport, readable_bytes, shape_text
 
 MOST_KERNELS = 40  # more are no overview
 
@@ -59,7 +59,7 @@ def repeated(paths: Iterable[str]) -> str | None:
     """
     blocks: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
-        if found := naming.LAYER.search(path):
+        if found := LAYER.search(path):
             blocks[path[: found.start()]][int(found[0])].append(path[found.end() :])
     best: tuple[int, str | None] = (0, None)
     for prefix, members in blocks.items():
@@ -119,7 +119,7 @@ def _words(
     if kernel.site is not None and kernel.site < len(sites):
         site = sites[kernel.site]
         work = tuple(naming.epilogue_work(site)) if kernel.kind == "fused" else ()
-        return kernel.kind, naming.gemm_title(site), naming.shape_text(site), work
+        return kernel.kind, naming.gemm_title(site), shape_text(site), work
     if kernel.kind == "gemm" and (found := naming.product(kernel, backward=backward)) is not None:
         return kernel.kind, *found, ()
     small = kernel.kind == "memory" and kernel.bytes * 32 < most  # vectors: rstd, partials
@@ -135,8 +135,8 @@ def _note(
         found = {n: b for n, b in kernel.reads.items() if n not in owner and n.op == "placeholder"}
         own = ("primals", "tangents")
         count = sum(b for n, b in found.items() if not str(n.target).startswith(own))
-        words = f"reads {naming.readable_bytes(count)} kept"
+        words = f"reads {readable_bytes(count)} kept"
     else:
         count = sum(b for n, b in kernel.writes.items() if saved.intersection(names(n)))
-        words = f"keeps {naming.readable_bytes(count)}"
+        words = f"keeps {readable_bytes(count)}"
     return words if count * 64 >= largest else ""

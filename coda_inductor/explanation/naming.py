@@ -6,16 +6,12 @@ Names are for reading: they come from the ops and the modules' names and decide 
 
 from __future__ import annotations
 
-import re
-
 from coda_inductor.explanation.kernels import Kernel, base
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs
 from coda_inductor.graph.nodes import fake, is_transpose, module_path
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import GROUNDS, SiteReport
+from coda_inductor.report import SiteReport
 
-#: The first number in a module's path that is not its end: the layer.
-LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 #: Ops that a kernel must have, and what it is then called: the first of each group.
 _BY_OPS = (
     (("embedding", "embedding"),),
@@ -51,22 +47,6 @@ def leaf(path: str) -> str:
     return parts[-1]
 
 
-def general_path(path: str) -> str:
-    """``model.layers.*.mlp.up_proj`` for ``model.layers.3.mlp.up_proj``; pairs name two modules.
-    A path that is nothing but a number stays."""
-    return LAYER.sub("*", path, count=1)
-
-
-def readable_bytes(count: float) -> str:
-    """``8.4 MB``: three figures, decimal units."""
-    units = ["B", "KB", "MB", "GB", "TB"]
-    while count >= 999.5 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    whole = count >= 99.5 or units[0] == "B"
-    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"
-
-
 def gemm_title(site: SiteReport) -> str:
     """``o_proj``; in the backward pass whose gradient it makes."""
     first, *others = site.site.split(" + ")
@@ -90,36 +70,6 @@ def _titled(name: str, role: str) -> str:
     return {"input gradient": f"{name}: d input", "weight gradient": f"{name}: d weight"}.get(
         role, name
     )
-
-
-def shape_text(site: SiteReport) -> str:
-    """``4096 x 8192 x 2048``: M, N, K."""
-    return " x ".join(str(extent) for extent in site.shape)
-
-
-def traffic_words(site: SiteReport) -> tuple[str, str]:
-    """Bytes that one site moves, and "more" where fusing it adds some: ("3 MB -> 2 MB", "")."""
-    after = readable_bytes(site.bytes_after)
-    if not site.fused:
-        return after, ""
-    more = "more than before" if site.bytes_after > site.bytes_before else ""
-    return f"{readable_bytes(site.bytes_before)} -> {after}", more
-
-
-def time_words(site: SiteReport) -> tuple[str, str]:
-    """Expected microseconds, and what they rest on: ("16.2 -> 12.1", "measured")."""
-    found = site.estimate
-    if found is None:
-        return "unknown", ""
-    rests_on = GROUNDS[found.ground]
-    if not site.fused:
-        return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"
-    if found.fused_us is None:
-        return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
-    if found.fused_us > found.unfused_us:
-        left = "the gate leaves it to cuBLAS" if found.refusal else "the gate was not asked"
-        rests_on = f"{rests_on}; slower: {left}"
-    return f"{found.unfused_us:.1f} -> {found.fused_us:.1f}", rests_on
 
 
 def epilogue_work(site: SiteReport) -> list[str]:

@@ -15,17 +15,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 import coda_inductor
+from coda_inductor import report
 from coda_inductor.codegen.render import render as render_kernel
 from coda_inductor.errors import KernelError
 from coda_inductor.explanation import naming
-from coda_inductor.explanation.result import Explanation, Row, Saved, places
-from coda_inductor.mainloop.usage import usage
+from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import SiteReport
-from coda_inductor.runtime import pool
-from coda_inductor.select.config import Config
-from coda_inductor.select.device import Gpu, gpu_of
-from coda_inductor.select.division import divide
+from coda_inductor.report import Row
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -39,7 +35,7 @@ def page(explanation: Explanation) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["bytes"] = naming.readable_bytes
+    environment.filters["bytes"] = report.readable_bytes
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
         e=explanation,
@@ -47,8 +43,9 @@ def page(explanation: Explanation) -> str:
         js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
         naming=naming,
+        report=report,
         places=places,
-        sources=_sources(explanation.rows, gpu_of(explanation.device)),
+        sources=_sources(explanation.rows),
         saved=_saved_rows(explanation.saved_before, explanation.saved_after),
     )
 
@@ -57,20 +54,7 @@ def _own(name: str) -> Markup:
     return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of ours)
 
 
-def _config_words(site: SiteReport, gpu: Gpu) -> str:
-    """``128x192:2x1:pp: 1280 tiles in 10 waves, ...``; empty where no config was asked for."""
-    config = site.estimate.config if site.estimate else site.config
-    if not config or site.program is None:
-        return ""
-    m, n, _ = site.shape
-    files = pool.compiled(site.program.to_json(), config, "{}{}".format(*gpu.capability))
-    known = [found for found in map(usage, files) if found is not None]  # if compiled before
-    spilled = f"; {max(known, key=lambda use: use.spilled)}" if known else ""
-    division = divide(site.program, Config.parse(config), m, n, gpu)
-    return f"{config} at {naming.shape_text(site)}: {division}{spilled}"
-
-
-def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
+def _sources(rows: list[Row]) -> list[dict[str, Any]]:
     """Each distinct program: its text, its kernel's source (highlighted) and who runs it."""
     programs: dict[EpilogueProgram, list[Row]] = {}
     for row in rows:
@@ -83,13 +67,17 @@ def _sources(rows: list[Row], gpu: Gpu) -> list[dict[str, Any]]:
             "work": ", ".join(naming.epilogue_work(users[0].site)),
             "text": str(program),
             "kernel": _kernel(program),
-            "config": "; ".join(
-                dict.fromkeys(filter(None, (_config_words(r.site, gpu) for r in users)))
-            ),
+            "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
             "times": sum(row.times for row in users),
         }
         for program, users in programs.items()
     ]
+
+
+def _config(row: Row) -> str:
+    """The one that its kernel has or would have; empty where none was asked for."""
+    estimate = row.site.estimate
+    return estimate.config if estimate else row.site.config
 
 
 def _kernel(program: EpilogueProgram) -> Markup:
@@ -113,7 +101,7 @@ def _saved_rows(before: list[Saved], after: list[Saved]) -> list[dict[str, Any]]
     rows: dict[tuple[str, tuple[int, ...], str], dict[str, Any]] = {}
     for when, tensors in (("before", before), ("after", after)):
         for tensor in tensors:
-            where = naming.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
+            where = report.general_path(f"{tensor.where}.").rstrip(".") or tensor.name
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             row = rows.setdefault(
                 (where, tensor.shape, tensor.dtype),

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from tabulate import tabulate
-
-from coda_inductor.explanation import naming
 from coda_inductor.explanation.flow import Block
 from coda_inductor.refusal import Refusal
-from coda_inductor.report import SiteReport, idle_lines
+from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
 
 
@@ -42,26 +39,6 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(self.kernels + other.kernels, self.bytes + other.bytes)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Sites that differ in nothing but the layer. ``name`` has ``*`` in place of its number."""
-
-    name: str
-    sites: tuple[SiteReport, ...]
-
-    @property
-    def site(self) -> SiteReport:
-        return self.sites[0]
-
-    @property
-    def times(self) -> int:
-        return len(self.sites)
-
-    @property
-    def layers(self) -> str:
-        return ", ".join(m[0] for s in self.sites if (m := naming.LAYER.search(s.site)))
 
 
 @dataclass
@@ -157,11 +134,11 @@ class Explanation:
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         before, after = (
-            naming.readable_bytes(self.bytes_before),
-            naming.readable_bytes(self.bytes_after),
+            readable_bytes(self.bytes_before),
+            readable_bytes(self.bytes_after),
         )
         if gone > 0:
-            text += f"{naming.readable_bytes(gone)} of {before} of memory traffic per {step} "
+            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
             text += "would be gone" if self.plain else "gone"
         else:
             text += f"memory traffic per {step} rises from {before} to {after}"
@@ -169,8 +146,8 @@ class Explanation:
             text += f"; kernels rise from {self.before.kernels} to {self.after.kernels}"
         if self.training:
             text += (
-                f"; kept for backward {naming.readable_bytes(self.saved_bytes_before)} -> "
-                f"{naming.readable_bytes(self.saved_bytes_after)}"
+                f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
+                f"{readable_bytes(self.saved_bytes_after)}"
             )
         return f"{text}."
 
@@ -178,11 +155,6 @@ class Explanation:
     def rows(self) -> list[Row]:
         """The GEMMs with identical layers folded, without :attr:`idle` ones."""
         return fold(self.sites)
-
-    @property
-    def below(self) -> list[str]:
-        """Below the table: how many weight gradients have nothing to absorb; empty without any."""
-        return idle_lines(self.sites)
 
     @property
     def advised(self) -> dict[str, list[Refusal]]:
@@ -195,25 +167,8 @@ class Explanation:
         return {group[0].code: group for group in order}
 
     def __str__(self) -> str:
-        heads = ["GEMM", "times", "M x N x K", "pass", "absorbed, or why not", "traffic of one",
-                 f"us on {self.gpu}"]  # fmt: skip
-        table = [
-            (
-                row.name, row.times, naming.shape_text(row.site), row.site.role,
-                ", ".join(row.site.absorbed) if row.site.fused else row.site.reason,
-                " ".join(naming.traffic_words(row.site)),
-                ": ".join(filter(None, naming.time_words(row.site))),
-            )
-            for row in self.rows
-        ]  # fmt: skip
-        widths = [40, 5, 20, 8, 40, 18, 24]
-        lines = [
-            f"{self.name} on {self.device}: {self.summary}",
-            *self.notes,
-            "",
-            tabulate(table, headers=heads, maxcolwidths=widths, tablefmt="simple"),
-            *self.below,
-        ]
+        table = sites_table(self.sites, self.gpu)
+        lines = [f"{self.name} on {self.device}: {self.summary}", *self.notes, "", table]
         for found in self.advised.values():
             if found[0].remedy.possible:
                 lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
@@ -240,22 +195,6 @@ class Explanation:
         return target
 
 
-def fold(sites: Sequence[SiteReport]) -> list[Row]:
-    """Rows in the order of their first site, without weight gradients that have no work."""
-    groups: dict[Hashable, list[SiteReport]] = {}
-    for site in (site for site in sites if not site.idle):
-        same = (
-            naming.general_path(site.site), str(site.shape), site.role, site.how, site.patterns,
-            site.absorbed, site.refusal and site.refusal.code, site.bytes_before, site.bytes_after,
-            site.program.key if site.program else None,
-        )  # fmt: skip
-        groups.setdefault(same, []).append(site)
-    return [
-        Row(s[0].site if len(s) == 1 else naming.general_path(s[0].site), tuple(s))
-        for s in groups.values()
-    ]
-
-
 def gemm_count(site: SiteReport) -> int:
     """How many of the model's GEMMs a site is: pairs and sums name each."""
     return site.site.count(" + ") + 1
@@ -270,7 +209,7 @@ def places(misses: Sequence[Refusal]) -> str:
     counts: dict[tuple[str, str], list[str]] = {}
     for miss in misses:
         what = "" if miss.what == "gemm" else f"{miss.what} at "
-        counts.setdefault((what, naming.general_path(miss.where)), []).append(miss.where)
+        counts.setdefault((what, general_path(miss.where)), []).append(miss.where)
     return ", ".join(
         f"{what}{found[0]}" if len(found) == 1 else f"{what}{path} (x {len(found)})"
         for (what, path), found in counts.items()

@@ -40,8 +40,7 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
-from coda_inductor.report import SiteReport
-from coda_inductor.select.choice import Choice
+from coda_inductor.report import Choice, SiteReport
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
 
@@ -247,14 +246,11 @@ class _Planner:
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
-            estimate=self.policy.estimate(planned) if self.policy.dry else None,
+            estimate=self.policy.estimate(planned, choice),
             how=choice.how,
             refusal=choice.refusal,
             program=planned.program,
             config=choice.config,
-            fused_us=choice.fused_us,
-            unfused_us=choice.unfused_us,
-            ground=choice.ground if choice.how == "kernel" else "",
         )
         return site, choice
 

@@ -22,11 +22,9 @@ from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
 
 @dataclass
 class Match:
-    """One occurrence: what each parameter of the idiom of that name stands for, and the nodes it
-    covers."""
+    """One occurrence: what each parameter of the idiom stands for, and the nodes it covers."""
 
     root: Node
-    idiom: str = field(default="", kw_only=True)
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: dict[Node, None] = field(default_factory=dict)  # ordered set: ops of the idiom
     casts: dict[Node, None] = field(default_factory=dict)  # casts looked through
@@ -79,7 +77,7 @@ class Idiom:
         """The occurrence of this idiom whose result is ``root``, or None."""
         if _is_cast(root):
             return None  # the idiom ends at the op; a cast after it stays in the graph
-        found = Match(root, idiom=self.name)
+        found = Match(root)
         return found if self._all([(self.root, root)], found) else None
 
     def _is_cast(self, pattern: Node) -> bool:

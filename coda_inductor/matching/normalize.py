@@ -56,7 +56,7 @@ def normalize(node: Node) -> Canon | None:
     special = _SPECIAL.get(name)
     if special is not None:
         found = special(node)
-        if found is not None or name not in rows.ELSEWHERE:
+        if found is not None or name != "sum":
             return found
     if name in _OPTIONS:
         return _with_options(name, node)
@@ -317,10 +317,5 @@ _SPECIAL: dict[str, Callable[[Node], Canon | None]] = {
     "nll_loss": _loss("nll_loss", {}),
     "log_softmax": _log_softmax,
     "var": rows.var,
-    "std": rows.std,
-    "norm": rows.norm,
-    "vector_norm": rows.norm,
-    "linalg_vector_norm": rows.norm,
-    "linalg_norm": rows.norm,
     "layer_norm": _layer_norm,
 }

@@ -7,13 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from coda_inductor.matching.canon import Canon, named, value
-
-#: What is read as written where it is no such reduction.
-ELSEWHERE = frozenset({"sum", "std", "norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 
 
 def along(name: str) -> Callable[[Node], Canon | None]:
@@ -53,22 +49,3 @@ def biased(given: dict[str, Any]) -> bool:
     """Is it the biased variance over the last dimension, which stays?"""
     biased = given["correction"] == 0 or given["unbiased"] is False
     return biased and given["keepdim"] is True and is_last(given["dim"], given["input"])
-
-
-def norm(node: Node) -> Canon | None:
-    """The root of the sum of squares over the last dimension, which stays."""
-    ord_ = "p" if node.target is torch.norm or node.op == "call_method" else "ord"
-    names = ("input" if ord_ == "p" else "x", ord_, "dim", "keepdim", "dtype")
-    defaults: dict[str, Any] = {ord_: 2, "dim": None, "keepdim": False, "dtype": None}
-    given = named(node, *names, **defaults)
-    if given is None or given[ord_] not in (2, "fro") or given["dtype"] is not None:
-        return None
-    last = given["keepdim"] is True and is_last(given["dim"], given[names[0]])
-    return Canon("norm_last", (given[names[0]],)) if last else None
-
-
-def std(node: Node) -> Canon | None:
-    """A row's deviation, which stays: the biased one too, for no op is made of either."""
-    given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **VAR)
-    last = given and given["keepdim"] is True and is_last(given["dim"], given["input"])
-    return Canon("std_last", (given["input"],)) if given and last else None

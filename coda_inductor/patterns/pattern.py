@@ -34,8 +34,6 @@ class Pattern:
         result: index of the op's output that replaces the idiom, or None for a single output.
         priority: patterns with a higher number are tried first.
         identities: returns sympy pairs (left, right), expressions or matrices, that must be equal.
-        lookalikes: plain PyTorch functions that people take for the idiom and that are others. They
-            stay, and the report says so with their docstring.
         meaning: an elementwise torch function of tensors of one shape, and of numbers where a
             parameter is annotated ``float``; instead of ``op`` and ``arguments``.
         gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
@@ -57,7 +55,6 @@ class Pattern:
     result: int | None = None
     priority: int = 0
     identities: Callable[[], Sequence[tuple[Any, Any]]] | None = None
-    lookalikes: tuple[Callable[..., Any], ...] = ()
     meaning: Callable[..., Any] | None = None
     gradient: Callable[..., Any] | None = None
     example: Mapping[str, Any] | tuple[Mapping[str, Any], ...] = field(default_factory=dict)
@@ -69,7 +66,7 @@ class Pattern:
             raise PatternError(
                 f"pattern {self.name}: give either meaning (a torch function) or op (a semantic op)"
             )
-        for what in ("idioms", "conditions", "lookalikes"):
+        for what in ("idioms", "conditions"):
             if not isinstance(getattr(self, what), (tuple, list)):
                 raise PatternError(f"pattern {self.name}: {what} must be a tuple, as (first,)")
         if self.meaning is not None:
@@ -104,16 +101,6 @@ class Pattern:
     def traced(self) -> tuple[Idiom, ...]:
         """The idioms as the matcher reads them."""
         return tuple(Idiom(function) for function in self.idioms)
-
-    @functools.cached_property
-    def others(self) -> tuple[Idiom, ...]:
-        """The lookalikes as the matcher reads them."""
-        return tuple(Idiom(function) for function in self.lookalikes)
-
-    def lookalike(self, match: Match) -> Refusal:
-        """Why what one of the lookalikes matches is not the idiom."""
-        function = next(f for f in self.lookalikes if f.__name__ == match.idiom)
-        return refuse("lookalike", (function.__doc__ or "it is another function").strip())
 
     def call(self, *arguments: Any) -> Any:
         """The semantic op on ``arguments``; its output that replaces the idiom."""

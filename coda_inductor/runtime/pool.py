@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -113,20 +111,6 @@ def is_ready(request: KernelRequest) -> bool:
         return Path(marker.read_text()).exists()
     except OSError:
         return False
-
-
-def compiled(program: str, config: str, arch: str) -> list[Path]:
-    """The object files of a program's kernels with a config, however A and B are read, that are in
-    the on-disk cache."""
-    if library_stack() is not None:
-        return []
-    ways = itertools.product("kn", "km", (False, True), ("", "straight", "crossed"))
-    found = []
-    for b_major, a_major, swap, joined in ways:
-        request = KernelRequest(program, config, b_major, a_major, swap, joined, arch)
-        with contextlib.suppress(OSError):
-            found.append(Path(_marker(request).read_text()))
-    return [path for path in found if path.exists()]
 
 
 def _outcome(request: KernelRequest, deadline: float) -> str | None:

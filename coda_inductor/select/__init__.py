@@ -3,7 +3,6 @@
 
 device        which GPU a decision is for
 config        kernel configs, and which are legal for a program
-division      how a config divides a site's work among the processors
 legality      can a site be a kernel at all
 figures       what was measured of one site; store: where that is kept
 roofline      expected times of what was not measured

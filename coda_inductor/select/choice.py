@@ -8,10 +8,10 @@ whether it wins, with a margin (``roofline``, ``gate``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import Estimate
+from coda_inductor.refusal import refuse
+from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import H100, Gpu, arch_of
@@ -20,22 +20,6 @@ from coda_inductor.select.legality import unsupported
 from coda_inductor.select.rank import candidates
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
-
-
-@dataclass(frozen=True)
-class Choice(Estimate):
-    """How a site runs, and what it is expected to take.
-
-    Attributes:
-        how: ``"kernel"``, ``"reference"`` (plain ops for Inductor) or ``"unfused"``.
-    """
-
-    how: str = "kernel"
-
-    @property
-    def measured(self) -> bool:
-        """Was it?"""
-        return self.ground in ("here", "shipped")
 
 
 def select(
@@ -62,7 +46,7 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
     why = unsupported(program, site.n, site.k, *majors, device=site.device, terms=len(site.ks))
     if why is not None:
         plain = roofline.products_us(site, gpu)
-        return Choice(plain, ground=ground, refusal=why, how="unfused")
+        return Choice("unfused", refusal=why, unfused_us=plain, ground=ground)
     found = store.find(site)
     if found is not None:
         return _measured(site, *found, gpu, gated=gated)
@@ -73,7 +57,9 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
         why = gate.loses(site, fused, unfused)
     elif not optimistic:
         why = gate.unmeasured(gpu)
-    return _chosen(unfused, fused, ground, config, why if gated else None)
+    if why is not None and gated:
+        return Choice("unfused", config, why, fused, unfused, ground)
+    return Choice("kernel", config, None, fused, unfused, ground)
 
 
 def _config(site: Site, gpu: Gpu, store: Store) -> Config:
@@ -91,16 +77,12 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
     if config is None:
         first = next(iter(found.failed.values()), "none was tried")
         why = refuse("no-working-config", f"no kernel of it works on {gpu.short}: {first}")
-        return Choice(unfused, ground=where, refusal=why, how="unfused")
+        return Choice("unfused", refusal=why, unfused_us=unfused, ground=where)
     us = found.us[config]
     loses = gate.saves_nothing(site)
     if loses is None and not found.wins(us, unfused):
         text = f"measured {us:.0f} us fused, {unfused:.0f} us unfused"
         loses = refuse("measured-slower", text)
-    return _chosen(unfused, us, where, config, loses if gated else None)
-
-
-def _chosen(
-    unfused: float, fused: float | None, ground: str, config: str, why: Refusal | None
-) -> Choice:
-    return Choice(unfused, fused, ground, config, why, "kernel" if why is None else "unfused")
+    if loses is not None and gated:
+        return Choice("unfused", config, loses, us, unfused, where)
+    return Choice("kernel", config, None, us, unfused, where)

@@ -25,9 +25,9 @@ from coda_inductor.program import EpilogueProgram
 from coda_inductor.program import Store as TileStore
 from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import Estimate
+from coda_inductor.report import Choice
 from coda_inductor.select import gate, legality
-from coda_inductor.select.choice import Choice, select
+from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100, Gpu, gpu_of
 from coda_inductor.select.roofline import product_us
@@ -289,11 +289,14 @@ class Policy:
             tuning.asked.append(site)
         return choice
 
-    def estimate(self, site: Site) -> Estimate:
-        """What would be chosen on the graph's GPU; on an H100 where it is on none."""
+    def estimate(self, site: Site, choice: Choice) -> Choice | None:
+        """A kernel's ``choice``; dry, what would be chosen on the graph's GPU, on an H100 where it
+        is on none."""
+        if not self.dry:
+            return choice if choice.how == "kernel" else None
         return select(site, gated=self.options.gate == "auto", store=self.store)
 
-    def estimate_plain(self, gemm: Node) -> Estimate | None:
+    def estimate_plain(self, gemm: Node) -> Choice | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what no kernel is for."""
         a, b = (fake(x) for x in gemm_inputs(gemm))
         symbolic = any(isinstance(s, torch.SymInt) for s in (*a.shape[1:], *b.shape))
@@ -302,7 +305,8 @@ class Policy:
             return None
         (m, k), n = a.shape, b.shape[1]
         ground = "roofline" if self.gpu.rated else "unknown"
-        return Estimate(product_us(m, n, k, self.gpu, fp8=bare.fp8), ground=ground)
+        us = product_us(m, n, k, self.gpu, fp8=bare.fp8)
+        return Choice("unfused", unfused_us=us, ground=ground)
 
     def _kernels(self, a: torch.Tensor) -> bool:
         """Kernels are for CUDA; everything else runs the reference, compiled by Inductor."""

@@ -11,8 +11,6 @@ from subjects import SUBJECTS, explained
 from torch import nn
 
 from coda_inductor import explain
-from coda_inductor.explanation import page as pages
-from coda_inductor.mainloop.usage import Usage
 
 VOID = {"meta", "br", "wbr", "link", "img", "hr", "input"}
 #: Where a page may fetch something from.
@@ -86,21 +84,3 @@ def test_the_page_is_saved_as_one_file_and_framed_in_notebooks(tmp_path):
     assert html.unescape(re.search(r'^<iframe.* srcdoc="([^"]*)"', found._repr_html_())[1]) == page
     assert found.save(tmp_path / "page.html").read_text(encoding="utf-8") == page
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_site_says_how_its_work_is_divided_and_what_its_kernel_spills(compiled, monkeypatch):
-    """The latter if it was compiled before: explain compiles nothing."""
-    uses = {"one.o": Usage(168, 0), "other.o": Usage(168, 72), "neither.o": None}
-    asked = []
-
-    def files(program, config, arch):
-        asked.append((config, arch))
-        return list(uses) if compiled else []
-
-    monkeypatch.setattr(pages.pool, "compiled", files)
-    monkeypatch.setattr(pages, "usage", uses.get)
-    text = pages.page(explained("llama")[0])
-    assert re.search(r"[0-9]+ tiles in [0-9]+ waves?, .* steps of K in flight", text)
-    assert ("in flight; 72 bytes of registers a thread spilled" in text) == compiled
-    assert {arch for _, arch in asked} == {"90"}

@@ -18,7 +18,6 @@ from programs import programs
 from programs_fp8 import programs as programs_fp8
 from programs_heads import programs as programs_heads
 
-from coda_inductor.mainloop.usage import Usage, usage
 from coda_inductor.select.config import Config, mainloop_stages
 
 pytest.importorskip("quack")
@@ -234,25 +233,3 @@ def test_fp8_sums_are_fast_where_they_may_and_slow_ones_do_not_fit(hopper):
         "fp8_stored": [True],
         "fp8_half_stored//128x128:2x1:pp": [False],  # of 16 bits
     }
-
-
-def test_an_object_file_says_what_its_kernel_takes(hopper, tmp_path):
-    """A GEMM's threads have no stack but for registers that did not fit."""
-    objects = sorted((hopper[0] / "kernels").rglob("*.o"))
-    found = [usage(path) for path in objects]
-    assert all(0 < each.registers <= 255 and each.spilled % 4 == 0 for each in found)
-    assert "no register spilled" in map(str, found)
-    data = objects[0].read_bytes()
-    # The record of a function's stack: its form, what it is, eight bytes: the function, the stack.
-    record = data.index(bytes([4, 0x11, 8, 0]))
-    spilling = tmp_path / "spilling.o"
-    spilling.write_bytes(data[: record + 8] + (72).to_bytes(4, "little") + data[record + 12 :])
-    assert usage(spilling) == Usage(found[0].registers, 72)
-    assert str(usage(spilling)) == "72 bytes of registers a thread spilled"
-
-
-@pytest.mark.parametrize("data", [b"", b"no object", b"\x7fELF" * 40])
-def test_what_is_no_object_file_says_nothing(data, tmp_path):
-    path = tmp_path / "other.o"
-    path.write_bytes(data)
-    assert usage(path) is None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/tutorial.md, word for word: its files are written, its commands and programs run, and print
-what it says they print. The example script that measures runs too, small and on the CPU.
+what it says they print.
 docs/patterns_for_models.md: its examples pass the check, its vocabulary is the prover's, and what
 it says that we say we do say."""
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,25 +68,6 @@ def test_tutorial(capsys):
     assert len(Path("mish_glu.py").read_text().splitlines()) < 30
 
 
-def test_example_script_measures_the_tutorials_gate(tmp_path, monkeypatch, capsys, prove_here):
-    """Without code generation: that is what the real runs are for."""
-    ((_, text), *_) = blocks("tutorial.md")
-    path = tmp_path / "mish_glu.py"
-    path.write_text(text)
-    script = runpy.run_path(str(ROOT / "examples" / "tutorial_gate.py"))
-    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(script["SIZES"], "cpu", (16, 8, 16))
-    monkeypatch.setattr(sys, "argv", ["tutorial_gate.py", str(path), "--rounds", "2"])
-    script["main"]()
-    said = capsys.readouterr().out
-    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if "|" in line}
-    for name in ("eager", "torch.compile", "coda"):
-        figures = [float(cell) for cell in rows[name].split("|")[2:5]]
-        assert all(figure > 0 for figure in figures)
-    assert "x as fast" in said
-
-
 PAGE = "patterns_for_models.md"
 TEXT = (ROOT / "docs" / PAGE).read_text()
 EXAMPLES = [text for language, text in blocks(PAGE) if language == "python"]
@@ -98,7 +77,7 @@ EXAMPLES = [text for language, text in blocks(PAGE) if language == "python"]
 def test_example_passes_every_check(text, tmp_path, prove_here):
     path = tmp_path / text.split()[1]
     path.write_text(text)
-    results = list(check_file(path, lambda what: None))
+    results = list(check_file(path))
     assert [r for r in results if r.outcome == "fail"] == []
     idioms = re.search(r"idioms=\((.*?)\)", text)[1].split(", ")
     checks = {r.check for r in results}

@@ -242,38 +242,19 @@ def test_what_only_looks_like_a_norm_stays(name):
     assert raised(harness, rms_norm) == 0
 
 
-#: Functions that people take for norms -> what the report says of them.
+#: Functions that people take for norms: their eps is added to the root, or to the deviation.
 LOOKALIKES = {
-    "added to the root": (
-        lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + EPS) * w,
-        "rms_norm", "eps is added to the root",
-    ),
-    "added to the norm": (
-        lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * D**-0.5 + EPS)),
-        "rms_norm", "eps is added to the root",
-    ),
-    "added to the vector's norm": (
-        lambda x, w: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * D**-0.5 + EPS) * w,
-        "rms_norm", "eps is added to the root",
-    ),
-    "deviation": (
-        lambda x, w: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + EPS),
-        "layer_norm", "eps is added to the deviation",
-    ),
-    "biased deviation": (
-        lambda x, w: (x - x.mean(-1, True)) / (x.std(-1, unbiased=False, keepdim=True) + EPS) * w,
-        "layer_norm", "eps is added to the deviation",
-    ),
-}  # fmt: skip
+    "root": lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + EPS) * w,
+    "norm": lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * D**-0.5 + EPS)),
+    "deviation": lambda x, w: w * (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + EPS),
+}
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_lookalikes_stay_and_the_report_says_why(name):
-    function, pattern, why = LOOKALIKES[name]
-    harness = check_gradients(function, randn(4, 6, D).requires_grad_(), randn(D).requires_grad_())
+def test_lookalikes_stay(name):
+    leaves = randn(4, 6, D).requires_grad_(), randn(D).requires_grad_()
+    harness = check_gradients(LOOKALIKES[name], *leaves)
     assert raised(harness, rms_norm) == raised(harness, layer_norm) == 0
-    assert [r.what for r in harness.report.refusals if r.code == "lookalike"] == [pattern]
-    assert why in reasons(harness)
 
 
 @pytest.mark.parametrize("body", ["x.sum(0)", "x.norm(1.0, 0)", "x.std(0)", "x.unsqueeze(0)"])
