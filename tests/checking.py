@@ -123,7 +123,7 @@ def reasons(harness: Harness) -> str:
 def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
     """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
     then have several tiles, and the op's own CPU implementation runs."""
-    monkeypatch.setattr(Policy, "judge", lambda *_: Choice(config=config))
+    monkeypatch.setattr(Policy, "judge", lambda *_: Choice("kernel", config))
     monkeypatch.setattr(lower.pool, "wait", dict.fromkeys)  # every request: no error
     monkeypatch.setattr(lower.pool, "submit", len)
 
