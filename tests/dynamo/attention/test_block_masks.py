@@ -268,17 +268,6 @@ def test_a_pass_that_fails_puts_checkpointed_layers_back(monkeypatch):
     assert not harness.counts["block_mask"]
 
 
-def test_under_autocast():
-    """SDPA gets what autocast makes of its inputs."""
-
-    def cast(q, k, v, mask):
-        with torch.autocast("cpu", torch.bfloat16):
-            return sdpa(q, k, v.bfloat16(), attn_mask=mask)
-
-    args = [*inputs(dtype=torch.float32), MASKS["random"]()]
-    assert compare(cast, *args, tolerance=2e-2).counts["block_mask"] == 1
-
-
 # What stays, and why.
 
 
@@ -294,39 +283,8 @@ def slopes(mask):
     return torch.where(mask, distance.double(), -math.inf)
 
 
-LOWEST = torch.finfo(torch.float32).min
-BIASES = {
-    "slopes": (slopes, "adds other numbers than 0"),
-    "lowest number": (lambda m: torch.where(m, 0.0, LOWEST).double(), "adds other numbers than 0"),
-    "product": (lambda m: m * -3.0, "not made of 0 and -inf"),
-    "integers": (lambda m: m.to(torch.float64).long().double(), "not made of 0 and -inf"),
-}
-
-
-@pytest.mark.parametrize("how", BIASES)
-def test_biases_stay(how):
-    make, reason = BIASES[how]
-
-    def biased(q, k, v, mask):
-        return sdpa(q, k, v, attn_mask=make(mask))
-
-    stays(reason, biased, *inputs(), MASKS["random"]())
-
-
-def test_masks_that_want_a_gradient_stay():
-    stays("wants a gradient", attend, *inputs(), randn(2, 1, T, T).requires_grad_())
-
-
-def test_a_mask_for_each_head_stays():
-    stays("each head has a mask", attend, *inputs(), torch.rand(2, 2, T, T) > 0.5)
-
-
-def test_dropout_stays():
-    harness = Harness(gate="always")
-    mask = MASKS["random"]()
-    harness.train(lambda *a: sdpa(*a, attn_mask=mask, dropout_p=0.5), *inputs())
-    assert "FlexAttention drops nothing" in reasons(harness)
-    assert len(calls(harness, sdpa)) == 1
+def biased(make):
+    return lambda q, k, v, mask: sdpa(q, k, v, attn_mask=make(mask))
 
 
 def written_after(q, k, v, mask):
@@ -334,17 +292,6 @@ def written_after(q, k, v, mask):
     y = sdpa(q, k, v, attn_mask=mask)
     mask.view(-1)[:1000] = False
     return sdpa(y, k, v, attn_mask=mask)
-
-
-def written_in_a_region(q, k, v, mask):
-    mask = mask.clone()
-
-    def block(q):
-        y = sdpa(q, k, v, attn_mask=mask).sin()
-        mask[:, :, :, 1] = False
-        return y
-
-    return checkpoint(block, q, use_reentrant=False)
 
 
 def condition_written_after(q, k, v, mask):
@@ -360,18 +307,124 @@ def written_before_a_cast(q, k, v, mask):
     return sdpa(q, k, v, attn_mask=bias.double())
 
 
-@pytest.mark.parametrize(
-    "function", [written_after, condition_written_after, written_before_a_cast]
-)
-def test_masks_that_are_written_to_stay(function):
-    stays("an in-place op changes it", function, *inputs(), MASKS["random"]())
+LOWEST = torch.finfo(torch.float32).min
+BIASES = {
+    "slopes": (biased(slopes), "adds other numbers than 0"),
+    "lowest number": (
+        biased(lambda m: torch.where(m, 0.0, LOWEST).double()), "adds other numbers than 0",
+    ),
+    "product": (biased(lambda m: m * -3.0), "not made of 0 and -inf"),
+    "integers": (biased(lambda m: m.to(torch.float64).long().double()), "not made of 0 and -inf"),
+    **{f.__name__: (f, "an in-place op changes it")
+       for f in (written_after, condition_written_after, written_before_a_cast)},
+}  # fmt: skip
 
 
-def test_masks_that_a_region_writes_to_stay():
-    q, k, v = (t.detach() for t in inputs())
+@pytest.mark.parametrize("how", BIASES)
+def test_masks_of_other_numbers_stay(how):
+    function, reason = BIASES[how]
+    stays(reason, function, *inputs(), MASKS["random"]())
+
+
+def of_one_row():
+    return [inputs()[0], *inputs(batch=1)[1:], MASKS["random"]()]
+
+
+def without_batch():
+    return [*(t.detach()[0].requires_grad_() for t in inputs()), torch.rand(T, T) > 0.5]
+
+
+#: What is said -> the arguments.
+FORMS = {
+    "wants a gradient": lambda: [*inputs(), randn(2, 1, T, T).requires_grad_()],
+    "each head has a mask": lambda: [*inputs(), torch.rand(2, 2, T, T) > 0.5],
+    "heads have 8 values": lambda: [*inputs(t=20, d=8), torch.rand(20, 20) > 0.5],
+    "heads have 20 values": lambda: [*inputs(t=20, d=20), torch.rand(20, 20) > 0.5],
+    "heads have 264 values": lambda: [*inputs(t=20, d=264), torch.rand(20, 20) > 0.5],
+    "broadcast to each other": of_one_row,
+    "have not 4 dimensions": without_batch,
+}
+
+
+@pytest.mark.parametrize("reason", FORMS)
+def test_other_forms_stay(reason):
+    stays(reason, attend, *FORMS[reason]())
+
+
+NOT_HERE = {
+    "make_dual differentiates forward": ("forward_mode", lambda module: "make_dual"),
+    "programs of AOTInductor's": ("virtualized", SimpleNamespace(aot_compilation=True)),
+    "in torch.float64 FlexAttention": ("DTYPES", (torch.bfloat16,)),
+    "on cpu FlexAttention has no": ("DEVICE", "cuda"),
+    "more than 180000 elements": ("INDICES", 2 * T * T),  # they have no index in 32 bits
+}
+
+
+@pytest.mark.parametrize("reason", NOT_HERE)
+def test_what_flex_attention_does_not_run_stays(reason, monkeypatch):
+    """Of forward mode: Dynamo breaks the graph at SDPA, so that it is said here."""
+    monkeypatch.setattr(block_masks, *NOT_HERE[reason])
+    stays(reason, attend, *inputs(), MASKS["random"]())
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True).double()
+
+    def forward(self, x, padding):
+        return self.layer(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("padding", [torch.arange(9) >= torch.tensor([[9], [4]]), None])
+def test_masks_of_torchs_modules_stay(padding):
+    """Of which attention is not seen."""
+    harness = compare(Encoder(), randn(2, 9, 32).requires_grad_(), padding)
+    assert not harness.counts["block_mask"]
+    assert ("nn.MultiheadAttention is one call" in reasons(harness)) == (padding is not None)
+
+
+def test_dropout_stays():
     harness = Harness(gate="always")
-    harness.run(written_in_a_region, q, k, v, MASKS["random"]())
-    assert "an in-place op changes it" in reasons(harness)
+    mask = MASKS["random"]()
+    harness.train(lambda *a: sdpa(*a, attn_mask=mask, dropout_p=0.5), *inputs())
+    assert "FlexAttention drops nothing" in reasons(harness)
+    assert len(calls(harness, sdpa)) == 1
+
+
+def written_in_a_region(q, k, v, mask):
+    mask = mask.clone()
+
+    def block(q):
+        y = sdpa(q, k, v, attn_mask=mask).sin()
+        mask[:, :, :, 1] = False
+        return y
+
+    return checkpoint(block, q, use_reentrant=False)
+
+
+@torch.compiler.nested_compile_region
+def region(q, k, v, mask):
+    return attend(q, k, v, mask).sin()
+
+
+INFERENCE = {
+    "an in-place op changes it": (written_in_a_region, 2),
+    "a region that is called several times": (
+        lambda q, k, v, mask: region(region(q, k, v, mask), k, v, mask), 2,
+    ),
+    "broadcast to the mask": (attend, 1),  # eager raises
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", INFERENCE)
+def test_what_has_no_gradient_in_eager_stays(reason):
+    function, batch = INFERENCE[reason]
+    harness = Harness(gate="always")
+    q, k, v = (t.detach() for t in inputs(batch=batch))
+    assert len(harness.run(function, q, k, v, MASKS["random"]())) == 2
+    assert reason in reasons(harness)
+    assert not harness.counts["block_mask"]
 
 
 def test_masks_that_were_written_to_before_are_taken():
@@ -383,37 +436,6 @@ def test_masks_that_were_written_to_before_are_taken():
     assert compare(built, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
 
 
-def test_a_region_that_is_called_several_times_stays():
-    @torch.compiler.nested_compile_region
-    def region(q, k, v, mask):
-        return attend(q, k, v, mask).sin()
-
-    def regions(q, k, v, mask):
-        return region(region(q, k, v, mask), k, v, mask)
-
-    harness = Harness(gate="always")
-    harness.run(regions, *(t.detach() for t in inputs()), MASKS["random"]())
-    assert "a region that is called several times" in reasons(harness)
-    assert not harness.counts["block_mask"]
-
-
-@pytest.mark.parametrize(("d", "widths"), [(8, "8"), (20, "20"), (264, "264")])
-def test_heads_of_other_widths_stay(d, widths):
-    stays(f"heads have {widths} values", attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
-
-
-def test_tensors_that_are_broadcast_stay():
-    q, (_, k, v) = inputs()[0], inputs(batch=1)
-    stays("broadcast to each other", attend, q, k, v, MASKS["random"]())
-
-
-def test_scores_that_are_broadcast_to_the_mask_stay():
-    q, k, v = (t.detach() for t in inputs(t=20, batch=1))
-    harness = Harness(gate="always")  # eager raises
-    assert len(harness.run(attend, q, k, v, torch.rand(2, 1, 20, 20) > 0.5)) == 2
-    assert "broadcast to the mask" in reasons(harness)
-
-
 @pytest.mark.parametrize(("t", "keys", "batch"), [(0, 9, 2), (9, 0, 2), (9, 9, 0)])
 def test_empty_tensors_stay(t, keys, batch):
     q, (_, k, v) = inputs(t=t, batch=batch)[0], inputs(t=keys, batch=batch)
@@ -421,43 +443,12 @@ def test_empty_tensors_stay(t, keys, batch):
     assert "a tensor of it is empty" in reasons(harness)
 
 
-def test_three_dimensions_stay():
-    q, k, v = (t.detach()[0].requires_grad_() for t in inputs())
-    stays("have not 4 dimensions", attend, q, k, v, torch.rand(T, T) > 0.5)
-
-
-def test_forward_mode_stays(monkeypatch):
-    """Dynamo breaks the graph at SDPA in forward mode, so that it is said here."""
-    monkeypatch.setattr(block_masks, "forward_mode", lambda module: "make_dual")
-    stays("make_dual differentiates forward", attend, *inputs(), MASKS["random"]())
-
-
-def test_programs_of_aot_inductor_keep_sdpa(monkeypatch):
-    monkeypatch.setattr(block_masks, "virtualized", SimpleNamespace(aot_compilation=True))
-    stays("programs of AOTInductor's", attend, *inputs(), MASKS["random"]())
-
-
-def test_little_work_stays():
+def test_little_work_stays_and_a_lot_over_all_layers_is_taken(monkeypatch):
     mask = MASKS["random"]()
     stays("2 queries and 300 keys", attend, *inputs(t=2, keys=T), mask[:, :, :2], gate="auto")
     stays("gain less than lists cost", attend, *inputs(), mask, gate="auto")
-
-
-def test_a_lot_of_work_over_all_layers_is_taken(monkeypatch):
     monkeypatch.setattr(block_masks, "SHORTEST", T)
     monkeypatch.setattr(block_masks, "LEAST", 3 * 2 * 2 * T * T)
-    args = [*inputs(), MASKS["random"]()]
-    assert check_gradients(layers, *args).counts["block_mask"] == 3
-    assert not check_gradients(lambda *a: layers(*a, n=2), *args).counts["block_mask"]
-
-
-def test_other_devices_and_dtypes_stay(monkeypatch):
-    monkeypatch.setattr(block_masks, "DTYPES", (torch.bfloat16,))
-    stays("in torch.float64 FlexAttention", attend, *inputs(), MASKS["random"]())
-    monkeypatch.setattr(block_masks, "DEVICE", "cuda")
-    stays("on cpu FlexAttention has no", attend, *inputs(), MASKS["random"]())
-
-
-def test_masks_whose_elements_have_no_index_in_32_bits_stay(monkeypatch):
-    monkeypatch.setattr(block_masks, "INDICES", 2 * T * T)
-    stays("more than 180000 elements", attend, *inputs(), MASKS["random"]())
+    assert check_gradients(layers, *inputs(), mask).counts["block_mask"] == 3
+    two = check_gradients(lambda *a: layers(*a, n=2), *inputs(), mask)
+    assert not two.counts["block_mask"]
