@@ -25,7 +25,7 @@ BACKEND = "cpu:gloo,cuda:nccl"
 INDUCTOR = True
 LAYERS, WIDTH, LENGTH = 2, 512, 512
 BACKENDS = {"eager": None, "compile": "inductor", "coda": "coda"}
-STEPS, CURVE = 3, 50
+CURVE = 50
 PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("o", "down")}
 

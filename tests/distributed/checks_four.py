@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-import checks_ddp
 import checks_fsdp
 import torch
 from checks_tensor import (
-    GATHERS,
     HOW,
     LAYERS,
     REDUCES,
     assert_fired,
-    mesh,
-    sequence_parallel,
     tensor_parallel,
-    trained,
 )
 from decoder import assert_trained_as, batches, decoder, fresh, single, train
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,17 +24,6 @@ def check_two_copies_of_blocks_that_two_share():
     over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     checks_fsdp.trained(checks_fsdp.sharded(mesh=over))
     assert_fired(checks_fsdp.BLOCK)
-
-
-def check_replicas_of_a_whole_model_of_four():
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        checks_ddp.trained(checks_ddp.whole_first)
-    assert_fired(checks_ddp.WHOLE)
-
-
-def check_sequence_parallelism_of_four():
-    want = {"swiglu": 1, "swiglu_backward": 1, "collective": GATHERS + REDUCES}
-    trained(sequence_parallel(decoder(1), mesh()), want)
 
 
 def check_tensor_parallelism_inside_of_fsdp():

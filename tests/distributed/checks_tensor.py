@@ -103,11 +103,6 @@ def check_tensor_parallelism():
         assert "all_reduce" in sites[f"layers.0.{name}"].reason
 
 
-def check_biases():
-    want = {"swiglu": 1, "swiglu_backward": 1, "collective": REDUCES}
-    trained(tensor_parallel(decoder(1, bias=True), mesh()), want, bias=True)
-
-
 def check_heads_of_one_rank_are_rotated():
     """In their projections' epilogues: a tile has whole heads, whatever rank they are of."""
     want = {"rotary": 2, "swiglu": 1, "collective": REDUCES}

@@ -25,13 +25,13 @@ class Block(nn.Module):
     """Norm, causal attention, residual; norm, SwiGLU, residual. ``turns``: each head of queries and
     keys is rotated."""
 
-    def __init__(self, width: int, bias: bool, turns: bool):
+    def __init__(self, width: int, turns: bool):
         super().__init__()
         self.width, self.turns = width, turns
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=bias) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=bias)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x):
         n = self.norm1(x)
@@ -59,12 +59,10 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 class Decoder(nn.Module):
     """Tokens to logits; ``each`` is called as ``each(block, x)``."""
 
-    def __init__(
-        self, layers: int = 2, width: int = 32, *, bias: bool = False, turns: bool = False
-    ):
+    def __init__(self, layers: int = 2, width: int = 32, *, turns: bool = False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, bias, turns) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, turns) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, VOCABULARY, bias=False)
         self.each: Callable[..., torch.Tensor] = lambda block, x: block(x)
 
@@ -137,7 +135,6 @@ def train(
     model: nn.Module,
     data: list[torch.Tensor],
     call: Callable[..., torch.Tensor] | None = None,
-    clip: float | None = None,
     loss: Callable[..., torch.Tensor] = loss_of,
 ) -> None:
     """A step of AdamW for each batch. ``call`` stands for the model."""
@@ -145,8 +142,6 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for tokens in data:
         loss(full(step(tokens)), tokens).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -170,7 +165,6 @@ def compile_head_and_loss(model: Decoder, **how: Any) -> None:
 
 def single(data: list[torch.Tensor], layers: int = 2, width: int = 32, **how: Any) -> Decoder:
     """Trained by eager PyTorch on one rank with all data."""
-    clip = how.pop("clip", None)
     model = decoder(layers, width, **how)
-    train(model, data, clip=clip)
+    train(model, data)
     return model

@@ -87,8 +87,7 @@ UP, DOWN = (HIDDEN, D), (D, HIDDEN)
 CASES = {
     "one GEMM": (one, (UP,), 1),
     "by hand, 1 + gamma": (by_hand, (UP,), 1),
-    "no bias": (lambda x, w, g, b, a: F.linear(norm(x, w, g, None), a) * b[0], (UP,), 1),
-    "no weight": (lambda x, w, g, b, a: F.linear(norm(x, w, None, None), a) * (g + b)[0], (UP,), 1),
+    "neither": (lambda x, w, g, b, a: F.linear(norm(x, w, None, None), a) * (g + b)[0], (UP,), 1),
     "bias only": (lambda x, w, g, b, a: F.linear(norm(x, w, None, b), a) * g[0], (UP,), 1),
     "one with a bias, one without": (biases_and_no_bias, (UP, (HIDDEN,), UP), 1),
     "shared weight": (shared_weight, (UP,), 1),
@@ -123,17 +122,8 @@ def test_values_are_eagers(name, custom, monkeypatch):
     assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
 
 
-def test_two_dynamic_sizes():
-    function, x, norms = case("residual MLP, two norms")
-    assert check(function, x.detach(), dynamic=True).counts["layer_norm"] == norms
-
-
-@pytest.mark.parametrize("name", ["one GEMM", "residual MLP, two norms"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "weights' gradients alone"])
-def test_in_training_it_stays_with_eagers_gradients(name, frozen):
-    function, x, _ = case(name)
-    for leaf in (x, *function.weights[:3]) if frozen else ():
-        leaf.requires_grad_(False)
+def test_in_training_it_stays_with_eagers_gradients():
+    function, x, _ = case("residual MLP, two norms")
     harness = check_gradients(function, x)
     assert "layer-norm-training" in codes(harness)
     assert harness.counts["layer_norm"] == 0
@@ -197,7 +187,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
-@pytest.mark.parametrize("mean", [0, 1, 10, 100])
+@pytest.mark.parametrize("mean", [0, 100])
 def test_error_in_bfloat16_is_no_larger_than_eagers_whatever_the_mean(mean):
     model = Block(64, 128).bfloat16()
     xs = [(randn(64, 64) + mean).bfloat16(), randn(64, 64, dtype=torch.bfloat16)]
