@@ -17,30 +17,26 @@ from decoder import OPTIONS, batches, decoder, fresh, full, loss_of, mine
 from torch.distributed.distributed_c10d import _get_default_store
 
 from coda_inductor import backend, joint
-from coda_inductor.runtime import notice
 
 #: How long the slow rank waits for the others, which have nothing else to do.
 SECONDS = 60
-#: What is called then.
-STAGES = {"before": (notice, "before_compile"), "amid": (joint, "on_aten")}
 _turns = itertools.count()
 
 
 class Slow:
-    """Compilations of which that of rank ``slow`` goes on when each other rank is done with its
-    first. It waits where ``stage`` says: before any pass, or in the middle of them.
+    """Compilations of which that of rank ``slow`` goes on, amid our passes, when each other rank is
+    done with its first.
 
     Attributes:
         waited: on the slow rank whether the others were done in time; elsewhere empty.
     """
 
-    def __init__(self, slow: int, stage: str, patch: pytest.MonkeyPatch):
+    def __init__(self, slow: int, patch: pytest.MonkeyPatch):
         self.store = dist.PrefixStore(f"slow rank {next(_turns)}", _get_default_store())
         self.slow, self.waited = dist.get_rank() == slow, list[bool]()
         self.others = [str(rank) for rank in range(dist.get_world_size()) if rank != slow]
-        module, name = STAGES[stage]
-        then = getattr(module, name)
-        patch.setattr(module, name, lambda *given: (self.wait(), then(*given))[1])
+        then = joint.on_aten
+        patch.setattr(joint, "on_aten", lambda *given: (self.wait(), then(*given))[1])
 
     def wait(self) -> None:
         if self.slow and not self.waited:
@@ -58,18 +54,19 @@ class Slow:
         return compiled
 
 
-def replicated(how):
+def in_blocks(how):
     model = decoder(1)
     for block in model.layers:
         block.compile(backend=how)
-    return checks_ddp.buckets(model)
+    return model
+
+
+def replicated(how):
+    return checks_ddp.buckets(in_blocks(how))
 
 
 def sharded(how):
-    model = decoder(1)
-    for block in model.layers:
-        block.compile(backend=how)
-    return checks_fsdp.shard(model, reshard=True)
+    return checks_fsdp.shard(in_blocks(how), reshard=True)
 
 
 def in_parts(how):
@@ -78,11 +75,8 @@ def in_parts(how):
     return model
 
 
-TURNS = ((replicated, "before"), (replicated, "amid"), (sharded, "amid"), (in_parts, "before"))
-
-
 def check_a_slow_rank_keeps_no_other_from_compiling():
-    for slow, (way, stage) in enumerate(TURNS):
+    for slow, way in enumerate((replicated, sharded, in_parts)):
         fresh()
         tokens = batches(2)[0]
         tokens = tokens if way is in_parts else mine(tokens)
@@ -90,6 +84,6 @@ def check_a_slow_rank_keeps_no_other_from_compiling():
             pytest.MonkeyPatch.context() as patch,
             torch._dynamo.config.patch(optimize_ddp=False),
         ):
-            how = Slow(slow % 2, stage, patch)
+            how = Slow(slow % 2, patch)
             loss_of(full(way(how)(tokens)), tokens).backward()
-        assert how.waited == [True] * how.slow, (way.__name__, stage)
+        assert how.waited == [True] * how.slow, way.__name__

@@ -111,49 +111,33 @@ def view_of_an_activation(x, w):
     return a.view(2, -1).amax(-1), a.sum(0)
 
 
-@pytest.mark.parametrize("custom", [False, True])
-@pytest.mark.parametrize(
-    "function", [gate_maximum, norm_maximum, largest_of_two, view_of_an_activation],
-    ids=lambda f: f.__name__,
+def of_three_tensors(x, w):
+    """Loading three tiles costs more than loading the result, which is saved."""
+    a = F.linear(x, w) * F.linear(x, w.t()) * F.linear(x, w + w.t())
+    return F.linear(a.cumsum(0), w)
+
+
+def returned(x, w):
+    a = F.gelu(F.linear(x, w))
+    return F.linear(a, w.t()), a
+
+
+FUNCTIONS = (
+    gate_maximum, norm_maximum, largest_of_two, view_of_an_activation, of_three_tensors, returned,
 )  # fmt: skip
-def test_gradient_of_a_maximum(function, custom, monkeypatch):
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradients_of_what_is_recomputed_or_kept(function, custom, monkeypatch):
     if custom:
         leave_custom_ops(monkeypatch)
     check_gradients(Weights(function, randn(D, D)), randn(2, 9, D).requires_grad_())
-
-
-@pytest.mark.parametrize("custom", [False, True])
-def test_gradient_of_a_maximum_in_bfloat16(custom, monkeypatch):
-    if custom:
-        leave_custom_ops(monkeypatch)
-    x, w = (randn(*s, dtype=torch.bfloat16) for s in ((8, D), (D, D)))
-    function, harness = Weights(gate_maximum, w), Harness()
-    harness.train(function, x)[1].sum().backward()
-    assert function.weights[0].grad.isfinite().all()
-
-
-def test_value_of_three_tensors_is_saved(monkeypatch):
-    """Loading three tiles costs more than loading the result."""
-    leave_custom_ops(monkeypatch)
-
-    def function(x, u, v, w, down):
-        a = F.linear(x, u) * F.linear(x, v) * F.linear(x, w)
-        return F.linear(a.cumsum(0), down)
-
-    weights = [*(randn(HIDDEN, D) for _ in range(3)), randn(D, HIDDEN)]
-    check_gradients(Weights(function, *weights), randn(2, 5, D).requires_grad_())
-
-
-def test_value_that_is_returned_is_not_computed_twice(monkeypatch):
-    leave_custom_ops(monkeypatch)
-
-    def function(x, up, down):
-        a = F.gelu(F.linear(x, up))
-        return F.linear(a, down), a
-
-    weights = Weights(function, randn(HIDDEN, D), randn(D, HIDDEN))
-    harness = check_gradients(weights, randn(2, 5, D).requires_grad_())
-    assert harness.fused
+    if function is gate_maximum:
+        x, w = (randn(*s, dtype=torch.bfloat16) for s in ((8, D), (D, D)))
+        model = Weights(function, w)
+        Harness().train(model, x)[1].sum().backward()
+        assert model.weights[0].grad.isfinite().all()
 
 
 @pytest.mark.parametrize("run", ["run", "train"])

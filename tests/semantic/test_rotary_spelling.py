@@ -53,21 +53,63 @@ def part(turn):
     return function
 
 
-def under_heads(table):
-    return table[:, None, :]
+def plain(a, b, c, s):
+    return a * c - b * s, b * c + a * s
 
 
-def nanochat(x, cos, sin):
-    first, second = x[..., : D // 2], x[..., D // 2 :]
-    y1 = first * under_heads(cos) + second * under_heads(sin)
-    y2 = first * (-under_heads(sin)) + second * under_heads(cos)
-    return torch.cat([y1, y2], 3)
+def turned_back(a, b, c, s):
+    return a * c + b * s, b * c - a * s
 
 
-def modded(x, cos, sin):
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), 3).type_as(x)
+def negated(a, b, c, s):
+    return a * c + b * s, a * (-s) + b * c
+
+
+def products(take, turn, put):
+    """The two columns of each pair, turned by one angle, put together again."""
+    return lambda x, cos, sin: put(turn(*take(x), cos[:, None], sin[:, None]))
+
+
+def chunks(x):
+    return x.chunk(2, -1)
+
+
+def slices(x):
+    return x[..., : D // 2], x[..., D // 2 :]
+
+
+def every_second(x):
+    return x[..., ::2], x[..., 1::2]
+
+
+def selected(x):
+    return x.view(B, T, H, -1, 2).select(-1, 0), x.view(B, T, H, -1, 2).select(-1, 1)
+
+
+def joined(y):
+    return torch.cat(y, -1)
+
+
+def stacked(y):
+    return torch.stack(y, -1).flatten(-2)
+
+
+def of_part(function, beside=False):
+    """Of the first half of the columns; ``beside``: all are put together at once."""
+
+    def whole(x, cos, sin):
+        part, rest = x.split(D // 2, -1)
+        turned = function(part, cos[:, : D // 4], sin[:, : D // 4])
+        return torch.cat((*turned, rest) if beside else (turned, rest), -1)
+
+    return whole
+
+
+def torchtune(x, cos, sin):
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
+    table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
+    turned = plain(pairs[..., 0], pairs[..., 1], table[..., 0], table[..., 1])
+    return torch.stack(turned, -1).flatten(3).type_as(x)
 
 
 def gpt_oss(x, cos, sin):
@@ -75,84 +117,23 @@ def gpt_oss(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def vllm_pairs(x, cos, sin):
-    first, second = x[..., ::2], x[..., 1::2]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-
-
-def torchtune(x, cos, sin):
-    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
-    table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
-    turned = torch.stack(
-        [
-            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
-            pairs[..., 1] * table[..., 0] + pairs[..., 0] * table[..., 1],
-        ],
-        -1,
-    )
-    return turned.flatten(3).type_as(x)
-
-
-def unbound(x, cos, sin):
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos + second * sin, second * cos - first * sin), -1).reshape(
-        x.shape
-    )
-
-
-def negated_pairs(x, cos, sin):
-    first, second = x.view(B, T, H, -1, 2).select(-1, 0), x.view(B, T, H, -1, 2).select(-1, 1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos + second * sin, second * cos + first * -sin), -1).view(x.shape)
-
-
-def stacked_halves(x, cos, sin):
-    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -2).flatten(-2)
-
-
-def partial(x, cos, sin):
-    (first, second), rest = x[..., : D // 2].chunk(2, -1), x[..., D // 2 :]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return torch.cat((turned, rest), -1)
-
-
-def partial_beside(x, cos, sin):
-    part, rest = x.split(D // 2, -1)
-    first, second = part.narrow(-1, 0, D // 4), part[..., -D // 4 :]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
-
-
-def partial_pairs(x, cos, sin):
-    part, rest = x.split([D // 2, D // 2], -1)
-    first, second = part[..., ::2], part[..., 1::2]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
-    return torch.cat((turned.flatten(-2), rest), -1)
-
-
 def lucidrains(x, cos, sin):
     first, second = x.reshape(B, T, H, D // 2, 2).unbind(dim=-1)
     turned = torch.stack((-second, first), dim=-1).reshape(x.shape)
-    cos, sin = (under_heads(t).repeat_interleave(2, -1) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(-2).repeat_interleave(2, -1) for t in (cos, sin))
     return x * cos + turned * sin
 
 
 def esm(x, cos, sin):
     first, second = x.split(D // 2, -1)
-    cos, sin = (under_heads(torch.cat((t, t), -1)) for t in (cos, sin))
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def einops(x, cos, sin):
     halves = x.reshape(B, T, H, 2, D // 2)
     first, second = halves[..., 0, :], halves[:, :, :, 1]
-    cos, sin = (under_heads(torch.cat((t, t), -1)) for t in (cos, sin))
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
@@ -200,10 +181,27 @@ WHOLE = {
     "phi3": (part(rotate_half), D),  # no column is left
 }
 #: By tables (T, D / 2).
-ANGLES = (
-    nanochat, modded, gpt_oss, vllm_pairs, torchtune, unbound, negated_pairs, stacked_halves,
-    partial, partial_beside, partial_pairs, lucidrains, esm, einops,
-)  # fmt: skip
+ANGLES = {
+    **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, esm, einops)},
+    "nanochat": products(slices, negated, lambda y: torch.cat(y, 3)),
+    "modded": products(chunks, turned_back, joined),
+    "vllm": products(every_second, plain, stacked),
+    "unbound": products(
+        lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), turned_back,
+        lambda y: torch.stack(y, -1).reshape(HEADS),
+    ),
+    "selected": products(selected, negated, lambda y: torch.stack(y, -1).view(HEADS)),
+    "stacked halves": products(
+        lambda x: x.unflatten(-1, (2, -1)).unbind(-2), plain,
+        lambda y: torch.stack(y, -2).flatten(-2),
+    ),
+    "partial": of_part(products(chunks, plain, joined)),
+    "partial, pairs": of_part(products(every_second, plain, stacked)),
+    "partial, at once": of_part(
+        products(lambda x: (x.narrow(-1, 0, D // 4), x[..., -D // 4 :]), plain, tuple), True
+    ),
+}  # fmt: skip
+NARROW = ("modded", "vllm", "torchtune", "lucidrains")  # in 16 bits too
 COMPLEX = (
     torchtitan,
     complex_numbers(lambda x: x.unflatten(-1, (-1, 2)), lambda y, x: y.reshape(x.shape)),
@@ -213,12 +211,11 @@ COMPLEX = (
 CASES = [
     *((f, rotate, HEADS, (1, T, width), torch.float64) for f, width in WHOLE.values()),
     *((f, rotate, HEADS, (B, T, width), torch.float64) for f, width in WHOLE.values()),
-    *((f, rotate, HEADS, (T, D // 2), torch.float64) for f in ANGLES),
+    *((f, rotate, HEADS, (T, D // 2), torch.float64) for f in ANGLES.values()),
     *((f, rotate_pairs, HEADS, (T, D // 2), torch.float64) for f in COMPLEX),
     *((f, rotate_apart, TURNED, (1, T, D), torch.float64) for f in (interleave, viewed)),
     *((f, rotate_apart, TURNED, (1, T, D), torch.bfloat16) for f in (interleave, viewed)),
-    *((f, rotate, HEADS, (T, D // 2), torch.bfloat16) for f in (modded, vllm_pairs, torchtune)),
-    (lucidrains, rotate, HEADS, (T, D // 2), torch.bfloat16),
+    *((ANGLES[name], rotate, HEADS, (T, D // 2), torch.bfloat16) for name in NARROW),
 ]  # fmt: skip
 
 
@@ -244,15 +241,8 @@ def test_complex_numbers_in_16_bits():
     assert raised(check_gradients(torchtitan, *given), rotate_pairs) == 1
 
 
-def sums(one, other):
-    """What is no rotation, or none of these columns."""
-
-    def function(x, cos, sin):
-        first, second = x.chunk(2, -1)
-        c, s = under_heads(cos), under_heads(sin)
-        return torch.cat((one(first, second, c, s), other(first, second, c, s)), -1)
-
-    return function
+def of_halves(turn):
+    return products(chunks, turn, joined)
 
 
 def both(x, cos, sin):
@@ -264,20 +254,9 @@ def uneven(x, cos, sin):
     return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
 
 
-def pairs(x, c, s):
-    first, second = x[..., ::2], x[..., 1::2]
-    return first * c[:, None] - second * s[:, None], second * c[:, None] + first * s[:, None]
-
-
-def from_halves(x, c, s):
-    first, second = x.chunk(2, -1)
-    return first * c[:, None] - second * s[:, None], second * c[:, None] + first * s[:, None]
-
-
 def thirds(x, cos, sin):
     first, second, _ = x[..., :6].chunk(3, -1)
-    c, s = under_heads(cos[:, :2]), under_heads(sin[:, :2])
-    return torch.cat((first * c - second * s, second * c + first * s), -1)
+    return joined(plain(first, second, cos[:, None, :2], sin[:, None, :2]))
 
 
 def table_copies(x, cos, sin):
@@ -285,9 +264,9 @@ def table_copies(x, cos, sin):
     first, second = x.chunk(2, -1)
     table = cos.clone()
     before = table.repeat(1, 1)
-    y1 = first * under_heads(before) - second * under_heads(sin)
+    y1 = first * before[:, None] - second * sin[:, None]
     table.mul_(2)
-    y2 = second * under_heads(table.repeat(1, 1)) + first * under_heads(sin)
+    y2 = second * table.repeat(1, 1)[:, None] + first * sin[:, None]
     return torch.cat((y1, y2), -1)
 
 
@@ -295,7 +274,7 @@ def view_without_gradient(x, cos, sin):
     """The rotation would have that one's gradient, for both."""
     with torch.no_grad():
         without = x.view(x.shape)
-    x, c, s = x.view(x.shape), under_heads(cos), under_heads(sin)
+    x, c, s = x.view(x.shape), cos[:, None], sin[:, None]
     y1 = without[..., : D // 2] * c - without[..., D // 2 :] * s
     return torch.cat((y1, x[..., D // 2 :] * c + x[..., : D // 2] * s), -1)
 
@@ -303,7 +282,7 @@ def view_without_gradient(x, cos, sin):
 def table_without_gradient(x, cos, sin):
     with torch.no_grad():
         without = cos.unsqueeze(1)
-    (first, second), c, s = x.chunk(2, -1), cos.unsqueeze(1), under_heads(sin)
+    (first, second), c, s = x.chunk(2, -1), cos.unsqueeze(1), sin[:, None]
     return torch.cat((first * without - second * s, second * c + first * s), -1)
 
 
@@ -320,12 +299,6 @@ def paired_halves(x, cos, sin):
     return torch.cat([z.real, z.imag], -1)
 
 
-def flattened_heads(x, cos, sin):
-    turns = torch.complex(cos, sin)[:, :, None]
-    z = torch.view_as_complex(x.expand(B, T, H, D).reshape(B, T, H, -1, 2))
-    return torch.view_as_real(z * turns).flatten(2)
-
-
 def own_turns(x, cos, sin):
     """A batch of one, turned in two ways."""
     z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -335,26 +308,16 @@ def own_turns(x, cos, sin):
 ONE, SMALL = (1, T, H, D), (T, D // 2)
 #: Name -> function, shapes of x and of tables, the code of a refusal or "".
 OTHERS = {
-    "both minus": (
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: b * c - a * s), HEADS, SMALL, "",
+    "both minus": (of_halves(lambda a, b, c, s: (a * c - b * s, b * c - a * s)), HEADS, SMALL, ""),
+    "both plus": (of_halves(lambda a, b, c, s: (a * c + b * s, b * c + a * s)), HEADS, SMALL, ""),
+    "first again": (of_halves(lambda a, b, c, s: (a * c - b * s, a * c + b * s)), HEADS, SMALL, ""),
+    "exchanged": (of_halves(lambda a, b, c, s: (b * c - a * s, a * c + b * s)), HEADS, SMALL, ""),
+    "tables too": (of_halves(lambda a, b, c, s: (a * c - b * s, b * s + a * c)), HEADS, SMALL, ""),
+    "half of it": (products(every_second, plain, lambda y: y[0]), HEADS, SMALL, ""),
+    "pairs of halves": (products(chunks, plain, stacked), HEADS, SMALL, ""),
+    "laid out otherwise": (
+        products(every_second, plain, lambda y: torch.stack(y, 2).flatten(-2)), HEADS, SMALL, "",
     ),
-    "both plus": (
-        sums(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c + a * s), HEADS, SMALL, "",
-    ),
-    "first again": (
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: a * c + b * s), HEADS, SMALL, "",
-    ),
-    "exchanged": (
-        sums(lambda a, b, c, s: b * c - a * s, lambda a, b, c, s: a * c + b * s), HEADS, SMALL, "",
-    ),
-    "tables exchanged": (
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: b * s + a * c), HEADS, SMALL, "",
-    ),
-    "half of it": (lambda *a: pairs(*a)[0], HEADS, SMALL, ""),
-    "pairs of halves": (
-        lambda *a: torch.stack(from_halves(*a), -1).flatten(-2), HEADS, SMALL, "",
-    ),
-    "laid out otherwise": (lambda *a: torch.stack(pairs(*a), 2).flatten(-2), HEADS, SMALL, ""),
     "another sign": (
         lambda x, c, s: x * c + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), -1) * s,
         HEADS, (T, 1, D), "",
@@ -370,7 +333,6 @@ OTHERS = {
     "another shape": (llama, ONE, (B, T, D), "rotary-shape"),
     "complex halves": (paired_halves, HEADS, SMALL, ""),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "rotary-shape"),
-    "complex, heads too": (flattened_heads, ONE, (B, T, D // 2), ""),
 }  # fmt: skip
 
 
