@@ -79,7 +79,8 @@ def check_weights_that_arrive_in_fp8():
 
 
 def check_what_fuses_is_as_exact():
-    """Of float32 master weights. What fuses without FP8 does; each weight is turned for its dgrad, as torchao does."""
+    """As without FP8, of float32 master weights; each weight is turned for its dgrad, as torchao
+    does."""
     ours = stepped(sharded(OPTIONS, mixed=True), precompute=True)
     assert_fired({**QUANTIZED, **BLOCK, "rms_norm_backward": 0})
     fused = [s for s in coda_inductor.reports()[-1].sites if s.fused]

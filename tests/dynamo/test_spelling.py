@@ -143,36 +143,29 @@ def test_each_spelling_is_the_same(function, want):
     assert want is None or have == want
 
 
-def test_what_several_results_are_read_of_stays():
-    def function(x):
-        out, mean, _ = aten.native_layer_norm.default(x, [4], None, None, 1e-5)
-        return out + mean
-
-    assert "native_layer_norm.default" in ops(function, randn(3, 4))
+def three_results(x):
+    out, mean, _ = aten.native_layer_norm.default(x, [4], None, None, 1e-5)
+    return out + mean
 
 
-def test_what_changes_its_argument_stays():
-    def function(x):
-        y = x.clone()
-        aten.mul_.Tensor(y, 2)
-        return y + aten.add.Tensor(y, 1)
-
-    assert ops(function, randn(3, 4)) == ["clone", "mul_.Tensor", "add", "add"]
+def changed(x):
+    y = x.clone()
+    aten.mul_.Tensor(y, 2)
+    return y + aten.add.Tensor(y, 1)
 
 
-def test_what_holds_need_not_be_asserted_and_what_does_not_is():
-    def function(x):
-        aten._assert_tensor_metadata.default(x, dtype=torch.float64, device="cpu")
-        return x.sin()
+def asserted(x):
+    """What holds need not be asserted."""
+    aten._assert_tensor_metadata.default(x, dtype=torch.float64, device="cpu")
+    return x.sin()
 
-    assert ops(function, randn(3, 4)) == ["sin"]
 
-    def wrong(x):
-        aten._assert_tensor_metadata.default(x, dtype=torch.float16)
-        return x.sin()
-
+def test_what_stays():
+    assert "native_layer_norm.default" in ops(three_results, randn(3, 4))
+    assert ops(changed, randn(3, 4)) == ["clone", "mul_.Tensor", "add", "add"]
+    assert ops(asserted, randn(3, 4)) == ["sin"]
     with pytest.raises(Exception, match="mismatch"):
-        Harness().run(wrong, randn(3, 4))
+        Harness().run(asserted, randn(3, 4, dtype=torch.float16))
 
 
 def test_asserted_sizes_stay():

@@ -64,13 +64,6 @@ def test_activation_whose_derivative_reads_nothing_else_is_what_is_saved(monkeyp
     assert saved_widths(harness).count(HIDDEN) == 1
 
 
-def test_bias_gradients_leave_as_column_partials(monkeypatch):
-    leave_custom_ops(monkeypatch, "64x32:1x1:co")
-    harness = check_gradients(mlp(F.gelu), randn(30, 5, D).requires_grad_())
-    partials = [n.meta["val"].shape for n in harness.graph.nodes if "getitem" in n.name]
-    assert (3, HIDDEN) in partials  # 150 rows are three tiles of 64
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_no_more_is_saved_than_by_torch_compile(layers, monkeypatch):
     """Nothing normalized, no activation; statistics in float32, a value for each row."""

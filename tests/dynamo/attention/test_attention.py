@@ -154,18 +154,6 @@ def test_scores_are_not_broadcast_to_a_mask_that_is_gone(mask):
     assert "scores are broadcast to it" in reasons(harness)
 
 
-@pytest.mark.parametrize("mask", [arange_mask, triu_mask, lowest_mask, packed_mask])
-def test_masks_of_symbolic_size_stay(mask):
-    def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=mask(q))
-
-    inputs = [heads().requires_grad_() for _ in range(3)]
-    harness = check_gradients(attend, *inputs, dynamic=True)
-    assert not harness.counts["constant_mask"]
-    assert calls(harness)[0]["attn_mask"] is not None
-    assert "no flag for the mask, its size is symbolic" in reasons(harness)
-
-
 def test_a_static_mask_beside_a_symbolic_batch_becomes_a_flag():
     def attend(q, k, v):
         return sdpa(q, k, v, attn_mask=arange_mask(q) & q.new_ones((), dtype=torch.bool))
@@ -187,21 +175,6 @@ def test_large_masks_stay(monkeypatch):
     harness = check(attend, *[heads() for _ in range(3)])
     assert not harness.counts["constant_mask"]
     assert "MiB to evaluate" in reasons(harness)
-
-
-@pytest.mark.parametrize(
-    ("mask", "queries", "keys", "verdict"),
-    [
-        (torch.ones(1, 1, dtype=torch.bool), 4, 4, "full"),
-        (torch.ones(4, 4, dtype=torch.bool).tril(), 4, 4, "causal"),
-        (torch.ones(2, 1, 4, 4, dtype=torch.bool).tril(), 4, 4, "causal"),
-        (torch.zeros(4, 4), 4, 4, "full"),
-        (torch.ones(4, 4, dtype=torch.int64), 4, 4, "neither boolean nor additive"),
-        (torch.ones(4, 4, dtype=torch.bool).triu(), 4, 4, "neither causal nor full"),
-    ],
-)
-def test_verdicts(mask, queries, keys, verdict):
-    assert verdict in str(classify(mask, queries, keys))
 
 
 # Spellings of "each key and value head serves n query heads".

@@ -145,11 +145,3 @@ def test_what_stays_says_why(make, recipe, why):
     harness, _ = run(convert(make().bfloat16(), recipe))
     assert codes(harness) >= {why}
     assert harness.counts["rms_norm"] == 0
-
-
-def test_disabled():
-    harness, _ = run(behind(), disable=["rms_norm"])
-    assert harness.counts["rms_norm"] == 0
-    casts = harness.graph.find_nodes(op="call_function", target=CAST)
-    assert casts
-    assert all(n.args[1] is None for n in casts)

@@ -205,25 +205,6 @@ def test_where_the_row_dot_is_taken(name, early, monkeypatch):
     assert WIDE not in [n.meta["val"].shape[-1] for n in harness.saved]
 
 
-def test_weight_gradients_read_the_unnormalized_operand(monkeypatch):
-    """R4: a weight's gradient reads what the forward GEMM read; nothing is normalized."""
-    leave_custom_ops(monkeypatch)
-    function, x, _ = case("two GEMMs")
-    harness = check_gradients(function, x)
-    calls = [n for n in harness.graph.nodes if "gemm_epilogue" in str(n.target)]
-    operand = calls[1].args[0][0]
-    wgrads = [n for n in harness.graph.nodes if n.target is torch.ops.aten.mm.default]
-    assert sum(base(factor) is base(operand) for n in wgrads for factor in n.args) == 2
-
-
-def base(node):
-    """The tensor behind views and transpositions."""
-    renames = ("view", "reshape", "permute")
-    while any(word in str(node.target) for word in renames):
-        node = node.args[0]
-    return node
-
-
 class Own(torch.autograd.Function):
     """Its first input. Both get gradients, of which the first changes sign if ``reverse``."""
 
