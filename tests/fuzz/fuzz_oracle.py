@@ -124,20 +124,21 @@ def _shared(tensors: dict[str, torch.Tensor]) -> set[tuple[str, str]]:
     return {(a, b) for a in place for b in place if a < b and place[a] == place[b]}
 
 
-def judge(program: Program, limit: float = LIMIT, make: Callable[[], Any] = Harness) -> Outcome:
-    """Run the program in eager and through our passes, without code generation."""
+def judge(
+    program: Program,
+    limit: float = LIMIT,
+    make: Callable[[], Any] = Harness,
+    stock: Callable[[], Any] = Stock,
+) -> Outcome:
+    """Run the program in eager and through our passes, by default without code generation."""
     with environment(program):
-        return _judge(program, limit, make, Stock)
+        return _judge(program, limit, make, stock)
 
 
-def judge_end_to_end(program: Program, limit: float = 10 * LIMIT) -> Outcome:
+def judge_end_to_end(program: Program) -> Outcome:
     """As :func:`judge`, compiled to the end by our backend, or Inductor's."""
-
-    def ours() -> Any:
-        return {"backend": "coda", "options": {"strict": True}}
-
-    with environment(program):
-        return _judge(program, limit, ours, lambda: "inductor")
+    ours = {"backend": "coda", "options": {"strict": True}}
+    return judge(program, 10 * LIMIT, lambda: ours, lambda: "inductor")
 
 
 def _judge(
