@@ -22,12 +22,11 @@ OPTIONS = {"gate": "always", "reference": True, "strict": True}
 
 
 class Block(nn.Module):
-    """Norm, causal attention, residual; norm, SwiGLU, residual. ``turns``: each head of queries and
-    keys is rotated."""
+    """Norm, causal attention, residual; norm, SwiGLU, residual."""
 
-    def __init__(self, width: int, turns: bool):
+    def __init__(self, width: int):
         super().__init__()
-        self.width, self.turns = width, turns
+        self.width = width
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
@@ -39,32 +38,20 @@ class Block(nn.Module):
         heads = (*q.shape[:2], -1, self.width // HEADS)  # those of this rank
         q, k, v = (t.view(heads) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.turns:
-            q, k = rotated(q), rotated(k)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         n = self.norm2(x)
         return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Heads (B, H, T, d), each position's by angles of its own."""
-    half = x.shape[-1] // 2
-    places = torch.arange(x.shape[-2], dtype=x.dtype)
-    angles = torch.outer(places, 0.5 ** torch.arange(half, dtype=x.dtype)).repeat(1, 2)
-    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * angles.cos()) + (other * angles.sin())
-
-
 class Decoder(nn.Module):
-    """Tokens to logits; ``each`` is called as ``each(block, x)``."""
+    """Tokens to logits."""
 
-    def __init__(self, layers: int = 2, width: int = 32, *, turns: bool = False):
+    def __init__(self, layers: int = 2, width: int = 32):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, turns) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, VOCABULARY, bias=False)
-        self.each: Callable[..., torch.Tensor] = lambda block, x: block(x)
 
     def forward(self, tokens):
         return self.head(self.trunk(tokens))
@@ -72,14 +59,14 @@ class Decoder(nn.Module):
     def trunk(self, tokens):
         x = self.embedding(tokens)
         for block in self.layers:
-            x = self.each(block, x)
+            x = block(x)
         return self.norm(x)
 
 
-def decoder(layers: int = 2, width: int = 32, **how: Any) -> Decoder:
+def decoder(layers: int = 2, width: int = 32) -> Decoder:
     """The same one on each rank, in float64."""
     torch.manual_seed(0)
-    model = Decoder(layers, width, **how).double()
+    model = Decoder(layers, width).double()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide a weight in the wrong place
             nn.init.normal_(parameter, 1.0, 0.3)
@@ -163,8 +150,8 @@ def compile_head_and_loss(model: Decoder, **how: Any) -> None:
     model.compile(**how)
 
 
-def single(data: list[torch.Tensor], layers: int = 2, width: int = 32, **how: Any) -> Decoder:
+def single(data: list[torch.Tensor], layers: int = 2, width: int = 32) -> Decoder:
     """Trained by eager PyTorch on one rank with all data."""
-    model = decoder(layers, width, **how)
+    model = decoder(layers, width)
     train(model, data)
     return model

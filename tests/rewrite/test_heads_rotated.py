@@ -52,20 +52,6 @@ def part(turn):
     return function
 
 
-def sums(x, cos, sin):
-    """Halves with one angle each, back: nanochat's."""
-    first, second = x.chunk(2, -1)
-    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
-
-
-def sums_of_pairs(x, cos, sin):
-    """Torchtune's."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-
-
 #: Spelling -> the function, and how many columns of a head it turns.
 SPELLINGS = {
     "halves": (whole(rotate_half), D),
@@ -73,8 +59,6 @@ SPELLINGS = {
     "partial halves": (part(rotate_half), D // 2),
     "partial pairs": (part(rotate_every_two), D // 2),
     "all of a part": (part(rotate_half), D),
-    "sums": (sums, D),
-    "sums of pairs": (sums_of_pairs, D),
 }
 
 
