@@ -12,6 +12,7 @@ from decoder import (
     OPTIONS,
     assert_trained_as,
     batches,
+    compile_head_and_loss,
     decoder,
     fired,
     fresh,
@@ -112,3 +113,16 @@ def check_the_recommended_ways_fuse_what_one_rank_does():
         have = fired()
         assert {name: have.get(name, 0) for name in want} == want, have
         assert have == alone(same)
+
+
+def check_blocks_and_a_graph_of_head_and_loss():
+    fresh()
+    model, data = decoder(LAYERS, WIDTH), batches(2, 2)
+    blocks(model)
+    compile_head_and_loss(model, **HOW)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        train(model, list(map(mine, data)), buckets(model), loss=lambda found, _: found)
+    assert_trained_as(model, single(data, LAYERS, WIDTH))
+    have = fired()
+    want = BLOCKS | {"cross_entropy": 1}
+    assert {name: have.get(name, 0) for name in want} == want, have

@@ -110,13 +110,14 @@ def products():
 
 
 def check_checkpointed_blocks_as_torchtitan_wraps_them():
-    """The wrapper is compiled, as one graph, and sharded."""
-    for how in ({}, {"context_fn": products}):
+    """The wrapper is compiled, as one graph, and sharded; or it is around the compiled block, which
+    runs its forward graph twice."""
+    for inside, how in ((True, {}), (True, {"context_fn": products}), (False, {})):
         fresh()
         model = decoder(LAYERS)
         for number, block in enumerate([*model.layers]):
             wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **how)
-            wrapped.compile(fullgraph=True, **HOW)
+            (wrapped if inside else block).compile(fullgraph=True, **HOW)
             model.layers[number] = wrapped
         trained(shard(model, True))
         assert_fired({"swiglu": 1, "rms_norm": 0} if how else BLOCK)
