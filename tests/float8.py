@@ -175,6 +175,8 @@ class _Exact(torch.fx.Interpreter):
             dtype = args[1] if len(args) > 1 else kwargs["dtype"]
             if dtype.is_floating_point and args[0].is_floating_point():
                 return args[0].double().clone()
+        if target is aten.where.self and args[1].shape != args[2].shape:
+            return args[2]  # a rounding of its bits, of which float64 has twice as many
         if target in (aten._scaled_mm.default, scaled_mm):
             bias = args[4:5] if target is not scaled_mm else args[7:8]
             return args[0] @ args[1] * args[2] * args[3] + (
@@ -207,6 +209,30 @@ def exact(graph: torch.fx.Graph) -> list[Any]:
         inputs.append(torch.randn(like.shape, generator=generator, dtype=torch.float64))
     with torch.no_grad():
         return _Exact(torch.fx.GraphModule({}, graph)).run(*inputs)
+
+
+def assert_exact(ours: Harness, theirs: Harness) -> None:
+    """Both graphs are the same function where nothing is rounded."""
+    for have, want in zip(exact(ours.graph), exact(theirs.graph), strict=True):
+        bound = 1e-10 * want.abs().max().item()
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=bound)
+
+
+def assert_bits(ours: Any, theirs: Any) -> None:
+    """The same tensors, bit for bit; NaN is NaN."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def batch(dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (2, 16)) -> torch.Tensor:
+    """The same one each time."""
+    return torch.randn(*rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def hard(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A batch with a row of zeros, an outlier and a row of tiny numbers."""
+    x = batch(dtype)
+    x[0, 0], x[0, 1, 3], x[1, 2] = 0, 1000, x[1, 2] * 1e-20
+    return x
 
 
 def trained(harness: Harness, model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[Any]:

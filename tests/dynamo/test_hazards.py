@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hazards of raising, each of which once gave silently wrong results: all compare with eager.
+"""Hazards of raising, most of which once gave silently wrong results: all compare with eager.
 
 Dynamo's graph is not functional and has modes, so an idiom may be split by a mutation or by a
 border of no_grad or autocast, and a node without users may still matter.
@@ -10,9 +10,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, assert_same, check, raised, randn, reasons
+from checking import (
+    TOLERANCE,
+    Weights,
+    assert_same,
+    check,
+    check_gradients,
+    raised,
+    randn,
+    reasons,
+    swiglu,
+)
 from harness import Harness
 
+from coda_inductor.matching import Hazards
+from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16
@@ -66,14 +78,10 @@ def test_mutation_between_the_nodes_of_a_norm(name):
     assert BETWEEN in reasons(harness)
 
 
-def double(x):
-    x.mul_(2)
-
-
 def test_mutation_by_a_custom_op_between_the_nodes():
     with torch.library._scoped_library("coda_test", "FRAGMENT") as library:
         library.define("double(Tensor(a!) x) -> ()")
-        library.impl("double", double, "CompositeExplicitAutograd")
+        library.impl("double", lambda x: (x.mul_(2), None)[1], "CompositeExplicitAutograd")
         torch.library.register_fake("coda_test::double", lambda x: None, lib=library)
         for op in (torch.ops.coda_test.double, torch.ops.coda_test.double.default):
             harness = check(split_norm(lambda x, h, op=op: op(x)), randn(3, D), randn(D))
@@ -93,20 +101,13 @@ def test_mutation_whose_result_is_unused_stays():
     assert [n.target for n in harness.raised.nodes if n.op == "call_method"] == ["mul_", "zero_"]
 
 
-def test_grad_mode_border_inside_an_idiom():
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: torch.set_grad_enabled(True), lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
+)
+def test_mode_that_ends_inside_an_idiom(mode):
     def function(x, w):
-        with torch.set_grad_enabled(True):
-            variance = x.pow(2).mean(-1, keepdim=True)
-        return w * (x * torch.rsqrt(variance + EPS))
-
-    harness = check(function, randn(3, D), randn(D))
-    assert raised(harness, rms_norm) == 0
-    assert BETWEEN in reasons(harness)
-
-
-def test_autocast_border_inside_an_idiom():
-    def function(x, w):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with mode():
             variance = x.pow(2).mean(-1, keepdim=True)
         return w * (x * torch.rsqrt(variance + EPS))
 
@@ -254,3 +255,92 @@ def test_a_float64_operand_makes_a_float64_result(function, dtype):
     assert not torch.equal(have, have.float().double())
     assert_same(have, want, TOLERANCE[dtype])
     assert "it mixes float64 with another type" in reasons(harness)
+
+
+def split(between):
+    """SwiGLU with ``between(x, count)`` after its gate: ``count`` is memory of its own."""
+
+    def function(x, w, v):
+        x, count = x * 1, x.detach() * 1
+        gate = F.silu(F.linear(x, w))
+        between(x, count)
+        return gate * F.linear(x, v) + count.sum()
+
+    return Weights(function, randn(24, D), randn(24, D))
+
+
+def no_grad(x, count):
+    with torch.no_grad():
+        count += x.abs()
+
+
+def nested(x, count):
+    with torch.no_grad():
+        with torch.enable_grad():
+            count.sum()
+        count.mul_(2)
+
+
+def other_autocast(x, count):
+    with torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
+        count.add_(torch.mm(count.float(), count.t().float()).sum())
+
+
+UNRELATED = {
+    "a write": lambda x, count: count.add_(1),
+    "an item": lambda x, count: count.__setitem__(0, 3.0),
+    "no_grad": no_grad,
+    "within each other": nested,
+    "autocast": other_autocast,
+}
+
+
+@pytest.mark.parametrize("between", UNRELATED.values(), ids=UNRELATED)
+def test_what_concerns_other_memory_is_no_hazard(between):
+    harness = check_gradients(split(between), randn(5, D).requires_grad_())
+    assert raised(harness, swiglu) == 1
+
+
+def test_a_loss_of_two_casts_of_logits_that_change_between_them():
+    def function(logits, labels):
+        logits = logits.float() * 1
+        wide = logits.double()
+        logits.mul_(2)
+        picked = logits.double().gather(-1, labels[..., None]).squeeze(-1)
+        return (torch.logsumexp(wide, -1) - picked).mean()
+
+    labels = torch.randint(0, 30, (2, 5))
+    harness = check(function, randn(2, 5, 30), labels, disable=["in_place"])
+    assert raised(harness, cross_entropy) == 0
+
+
+def hazards_of(function, *args):
+    """``Hazards`` of its graph, and the graph's calls by name."""
+    graphs = []
+
+    class Looking(Harness):
+        def _raise(self, gm):
+            graphs.append(gm.graph)
+            return lambda compiled: compiled
+
+    Looking().run(function, *args)
+    calls = {n.name: n for n in graphs[0].nodes if n.op in ("call_function", "call_method")}
+    return Hazards(graphs[0]), calls
+
+
+def test_what_a_new_node_is_between():
+    """New nodes have a place in the graph, and so a mode."""
+
+    def function(x):
+        y = x.sin()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = y.cos()
+        return z + y
+
+    hazards, calls = hazards_of(function, randn(3))
+    sin, cos, add = calls["y"], calls["z"], calls["add"]
+    assert not hazards.between((sin, add))
+    assert hazards.between((sin, cos))
+    for at, apart in ((cos, True), (add, False)):
+        with at.graph.inserting_before(at):
+            assert hazards.between((sin, at.graph.call_function(torch.neg, (sin,)))) == apart

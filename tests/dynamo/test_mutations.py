@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, check, check_gradients, raised, randn, reasons
 from harness import Harness
 from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.matching import mutates
@@ -122,19 +125,15 @@ def test_a_region_that_changes_a_tensor_between_the_nodes_of_a_norm():
     assert raised(harness, rms_norm) == 0
 
 
-@pytest.mark.parametrize("name", ["__setitem__", "__iadd__", "__imul__", "add_", "copy_"])
-def test_methods_that_write(name):
+def test_what_writes_and_what_only_ends_in_an_underscore():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    assert mutates(graph.call_method(name, (x, x)))
-    assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
-
-
-def test_a_kernel_that_a_user_calls_may_change_what_it_reads():
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
+    for name in ("__setitem__", "__iadd__", "__imul__", "add_", "copy_", "relu_"):
+        assert mutates(graph.call_method(name, (x, x)))
+        assert not mutates(graph.call_method(name.strip("_").removeprefix("i"), (x, x)))
+    for op in (operator.and_, operator.or_):  # a regression
+        assert not mutates(graph.call_function(op, (x, x)))
+    assert mutates(graph.call_function(operator.iand, (x, x)))
     assert mutates(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}}))
 
 

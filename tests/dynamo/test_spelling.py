@@ -67,57 +67,39 @@ def exported(model, *args, **how):
     return torch.export.export(model, args, **how).module()
 
 
-@pytest.mark.parametrize(
-    ("norm", "strict"), [*((norm, False) for norm in NORMS), ("plain", True), ("functional", True)]
-)
-def test_norms(norm, strict):
+CASES = [
+    *((norm, gate, "") for norm, gate in zip(NORMS, 2 * [*GATES], strict=True)),
+    ("functional", "silu", "strict"), ("functional", "silu", "core"),
+    ("layer_norm", "silu", "core"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("norm", "gate", "how"), CASES)
+def test_norms_and_gates(norm, gate, how):
+    """Also of core ops, which ``run_decompositions`` leaves."""
     dtype = torch.bfloat16 if norm in ("layer_norm", "widened") else torch.float64
-    model = nn.Sequential(Layer(norm), Layer(norm)).to(dtype)
+    model = nn.Sequential(Layer(norm, gate), Layer(norm, gate)).to(dtype)
     x = randn(2, 3, D, dtype=dtype)
     with torch.no_grad():
-        program = exported(model, x, strict=strict)
-    want, have = check(model, x, reference=True).counts, check(program, x, reference=True).counts
-    assert have == want
-    assert have["swiglu"] == 2
-    # The first LayerNorm has no mean at hand to be centered by.
-    assert (have["layer_norm"], have["rms_norm"]) == ((1, 0) if norm == "layer_norm" else (0, 2))
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_gates(gate):
-    model, x = Layer(gate=gate).double(), randn(5, D)
-    want = check(model, x)
-    have = check(exported(model, x), x)
+        program = torch.export.export(model, (x,), strict=how == "strict")
+        program = (program.run_decompositions() if how == "core" else program).module()
+    want, have = check(model, x, reference=True), check(program, x, reference=True)
     assert have.counts == want.counts
-    assert len(have.fused) == len(want.fused)
     assert {s.program.key for s in have.fused} == {s.program.key for s in want.fused}
-
-
-@pytest.mark.parametrize("norm", ["plain", "functional", "layer_norm"])
-def test_core_aten_spelling(norm):
-    """After ``run_decompositions`` there are fewer ops, and other ones."""
-    dtype = torch.bfloat16 if norm == "layer_norm" else torch.float64
-    model, x = Layer(norm).to(dtype), randn(5, D, dtype=dtype)
-    with torch.no_grad():
-        program = torch.export.export(model, (x,)).run_decompositions().module()
-    want, have = check(model, x, reference=True).counts, check(program, x, reference=True).counts
-    assert have == want
+    # The first LayerNorm has no mean at hand to be centered by.
+    norms = (1, 0) if norm == "layer_norm" else (0, 2)
+    assert (have.counts["layer_norm"], have.counts["rms_norm"]) == norms
 
 
 def test_training_of_an_exported_program():
-    model, x = Layer("functional").double(), randn(5, D).requires_grad_()
+    model = Layer("functional").double()
+    x = randn(5, 3, D).requires_grad_()
     want = check_gradients(model, x)
-    have = check_gradients(exported(model, x), x)
-    assert have.counts == want.counts
-    assert have.counts["rms_norm_backward"] == have.counts["swiglu_backward"] == 1
-
-
-def test_a_dynamic_batch_trains():
-    model = Layer().double()
     batch = torch.export.Dim("batch", min=2, max=64)
-    program = exported(model, randn(4, 3, D), dynamic_shapes=({0: batch},))
-    for size in (5, 9):
-        check_gradients(program, randn(size, 3, D).requires_grad_(), dynamic=True)
+    for how in ({}, {"dynamic_shapes": ({0: batch},)}):
+        have = check_gradients(exported(model, x, **how), x, dynamic=bool(how) or None)
+        assert have.counts == want.counts
+    assert have.counts["rms_norm_backward"] == have.counts["swiglu_backward"] == 1
 
 
 def ops(function, *args, **how):
@@ -161,36 +143,29 @@ def test_each_spelling_is_the_same(function, want):
     assert want is None or have == want
 
 
-def test_what_several_results_are_read_of_stays():
-    def function(x):
-        out, mean, _ = aten.native_layer_norm.default(x, [4], None, None, 1e-5)
-        return out + mean
-
-    assert "native_layer_norm.default" in ops(function, randn(3, 4))
+def three_results(x):
+    out, mean, _ = aten.native_layer_norm.default(x, [4], None, None, 1e-5)
+    return out + mean
 
 
-def test_what_changes_its_argument_stays():
-    def function(x):
-        y = x.clone()
-        aten.mul_.Tensor(y, 2)
-        return y + aten.add.Tensor(y, 1)
-
-    assert ops(function, randn(3, 4)) == ["clone", "mul_.Tensor", "add", "add"]
+def changed(x):
+    y = x.clone()
+    aten.mul_.Tensor(y, 2)
+    return y + aten.add.Tensor(y, 1)
 
 
-def test_what_holds_need_not_be_asserted_and_what_does_not_is():
-    def function(x):
-        aten._assert_tensor_metadata.default(x, dtype=torch.float64, device="cpu")
-        return x.sin()
+def asserted(x):
+    """What holds need not be asserted."""
+    aten._assert_tensor_metadata.default(x, dtype=torch.float64, device="cpu")
+    return x.sin()
 
-    assert ops(function, randn(3, 4)) == ["sin"]
 
-    def wrong(x):
-        aten._assert_tensor_metadata.default(x, dtype=torch.float16)
-        return x.sin()
-
+def test_what_stays():
+    assert "native_layer_norm.default" in ops(three_results, randn(3, 4))
+    assert ops(changed, randn(3, 4)) == ["clone", "mul_.Tensor", "add", "add"]
+    assert ops(asserted, randn(3, 4)) == ["sin"]
     with pytest.raises(Exception, match="mismatch"):
-        Harness().run(wrong, randn(3, 4))
+        Harness().run(asserted, randn(3, 4, dtype=torch.float16))
 
 
 def test_asserted_sizes_stay():

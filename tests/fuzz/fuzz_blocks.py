@@ -70,15 +70,8 @@ Branch = Callable[[Writer, str], str]
 
 def branch(w: Writer) -> Branch:
     """How a branch is made: ``(writer, normalized stream) -> text of what is added``."""
-    kinds: dict[Branch, int] = {
-        gated: 32,
-        packed: 12,
-        plain: 16,
-        attention: 18,
-        summed: 8,
-        mixed: 8,
-    }
-    return w.rng.choices([*kinds], [*kinds.values()])[0]
+    kinds: list[Branch] = [gated, packed, plain, attention, summed, mixed]
+    return w.rng.choices(kinds, [32, 12, 16, 18, 8, 8])[0]
 
 
 def gated(w: Writer, n: str) -> str:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import os
 import signal
 import warnings
 from collections import Counter
@@ -44,14 +42,11 @@ class Outcome:
         failure: what is wrong, or ""; its first word is the kind, which a reduction keeps.
         invalid: why it says nothing: eager cannot run it, or torch.compile without us cannot.
         counts: how often which rewrite fired.
-        seconds: CPU time that our compiling took, and torch.compile's where that was measured.
     """
 
     failure: str = ""
     invalid: str = ""
     counts: Counter = field(default_factory=Counter)
-    seconds: float = 0.0
-    stock_seconds: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -129,38 +124,25 @@ def _shared(tensors: dict[str, torch.Tensor]) -> set[tuple[str, str]]:
     return {(a, b) for a in place for b in place if a < b and place[a] == place[b]}
 
 
-def judge(program: Program, limit: float = LIMIT, make: Callable[[], Any] = Harness) -> Outcome:
-    """Run the program in eager and through our passes, without code generation."""
+def judge(
+    program: Program,
+    limit: float = LIMIT,
+    make: Callable[[], Any] = Harness,
+    stock: Callable[[], Any] = Stock,
+) -> Outcome:
+    """Run the program in eager and through our passes, by default without code generation."""
     with environment(program):
-        return _judge(program, limit, make, Stock)
+        return _judge(program, limit, make, stock)
 
 
-def judge_end_to_end(program: Program, limit: float = 10 * LIMIT) -> Outcome:
-    """As :func:`judge`, compiled to the end by our backend, and by Inductor's to compare times."""
-    from torch._inductor.utils import fresh_cache
-
-    _warm_up()
-
-    def ours() -> Any:
-        return {"backend": "coda", "options": {"strict": True}}
-
-    with environment(program), fresh_cache():
-        return _judge(program, limit, ours, lambda: "inductor", fresh_cache)
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Imports, and a compiler's first start, are in nobody's compile time."""
-    for backend in ("coda", "inductor"):
-        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
+def judge_end_to_end(program: Program) -> Outcome:
+    """As :func:`judge`, compiled to the end by our backend, or Inductor's."""
+    ours = {"backend": "coda", "options": {"strict": True}}
+    return judge(program, 10 * LIMIT, lambda: ours, lambda: "inductor")
 
 
 def _judge(
-    program: Program,
-    limit: float,
-    make: Callable[[], Any],
-    stock: Callable[[], Any],
-    apart: Callable[[], Any] | None = None,
+    program: Program, limit: float, make: Callable[[], Any], stock: Callable[[], Any]
 ) -> Outcome:
     outcome = Outcome()
     try:
@@ -169,12 +151,11 @@ def _judge(
     except Exception as error:
         outcome.invalid = f"eager: {type(error).__name__}: {error}"
         return outcome
-    have, error, outcome.seconds, outcome.counts = _timed(program, namespace, make(), limit)
+    have, error, outcome.counts = _compiled(program, namespace, make(), limit)
     problems = [error] if have is None else list(differences(have, eager))
-    if apart is None and not problems:
+    if not problems:
         return outcome
-    with apart() if apart is not None else contextlib.nullcontext():
-        plain, reason, outcome.stock_seconds, _ = _timed(program, namespace, stock(), limit)
+    plain, reason, _ = _compiled(program, namespace, stock(), limit)
     if plain is None:
         outcome.invalid = f"torch.compile without us: {reason}"
     elif have is None:
@@ -186,15 +167,14 @@ def _judge(
     return outcome
 
 
-def _timed(
+def _compiled(
     program: Program, namespace: dict[str, Any], backend: Any, limit: float
-) -> tuple[Result | None, str, float, Counter]:
-    """(result, why there is none, seconds, what fired) of one compiled run."""
+) -> tuple[Result | None, str, Counter]:
+    """(result, why there is none, what fired) of one compiled run."""
     from torch._dynamo.utils import counters
 
     counters.clear()
     options = backend if isinstance(backend, dict) else {"backend": backend}
-    start = _cpu_seconds()
     result, error = None, ""
     try:
         with time_limit(limit):
@@ -203,8 +183,7 @@ def _timed(
         error = f"too slow: not compiled after {limit:g} s of CPU time"
     except Exception as exception:
         error = f"exception {_cause(exception)}: {exception}"
-    seconds = _cpu_seconds() - start
-    return result, error, seconds, Counter(counters["coda"]) + _found(options["backend"])
+    return result, error, Counter(counters["coda"]) + _found(options["backend"])
 
 
 def _found(backend: Any) -> Counter:
@@ -228,11 +207,6 @@ def _cause(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return type(error).__name__
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def differences(have: Result, want: Result) -> Iterator[tuple[tuple[str, str], str]]:

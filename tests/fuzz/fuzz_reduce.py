@@ -44,19 +44,13 @@ def reduced(program: Program, fails: Fails, seconds: float = 60) -> Program:
 
 
 def _settings(program: Program) -> Iterator[Program]:
-    if program.dynamic:
-        yield replace(program, dynamic=False)
-    if program.custom:
-        yield replace(program, custom=False)
-    if program.weights:
-        yield replace(program, weights=())
-    if program.trained:
-        yield replace(program, trained=())
-        half = len(program.trained) // 2
-        yield replace(program, trained=program.trained[:half])
-        yield replace(program, trained=program.trained[half:])
-        for name in program.trained:
-            yield replace(program, trained=tuple(n for n in program.trained if n != name))
+    for change in ({"dynamic": False}, {"custom": False}, {"weights": ()}, {"trained": ()}):
+        yield replace(program, **change)
+    half = len(program.trained) // 2
+    for trained in (program.trained[:half], program.trained[half:]):
+        yield replace(program, trained=trained)
+    for name in program.trained:
+        yield replace(program, trained=tuple(n for n in program.trained if n != name))
 
 
 def _shorter(program: Program) -> Iterator[Program]:

@@ -14,8 +14,6 @@ from fuzz_program import Program
 from fuzz_reduce import reduced
 from fuzz_writer import write
 
-#: How a seed is judged.
-MODES = ("inference", "training", "rounding", "end_to_end")
 #: A reduction asks many times; one that fails by hanging must not cost the whole limit each time.
 SHORT = 8
 

@@ -17,20 +17,8 @@ from fuzz_program import Program
 
 #: Batch and length; one entry in four is degenerate.
 LEADS = (
-    (2, 3),
-    (3, 2),
-    (2, 4),
-    (4, 5),
-    (9,),
-    (6,),
-    (2, 3),
-    (1, 1),
-    (0, 3),
-    (1, 5),
-    (3, 1),
-    (1,),
-    (0,),
-)
+    (2, 3), (3, 2), (2, 4), (4, 5), (9,), (6,), (2, 3), (1, 1), (0, 3), (1, 5), (3, 1), (1,), (0,),
+)  # fmt: skip
 USUAL = 7
 LAYOUTS = ("{s} * randn({m}, {n})",) * 8 + (
     "({s} * randn({n}, {m})).t()",
@@ -129,18 +117,11 @@ class Writer:
             "{b}": ("b", lambda: self.vector(none="_norm(" in text and "{b}.to" not in text)),
             "{number}": ("number", self.number),
         }
-        made = {
-            key: make()
-            for hole, (key, make) in makers.items()
-            if hole in text and key not in values
-        }
+        wanted = [each for hole, each in makers.items() if hole in text and each[0] not in values]
+        made = {key: make() for key, make in wanted}
         eps = self.rng.choice(["1e-3", "1e-2", "1e-5"])
-        defaults = {
-            "x": self.x,
-            "y": self.rng.choice(self.streams or ["x"]),
-            "d": self.d,
-            "eps": eps,
-        }
+        y = self.rng.choice(self.streams or ["x"])
+        defaults = {"x": self.x, "y": y, "d": self.d, "eps": eps}
         return text.format(**{**defaults, **made, **values})
 
     def norm(self) -> str:
@@ -219,11 +200,8 @@ def write(seed: int, *, training: bool, smooth: bool = False) -> Program:
     end(writer)
     writer.line(f"return [{', '.join(dict.fromkeys(writer.outputs))}]")
     changed = "x.add_(1)" in writer.lines
-    floats = [
-        n
-        for n, text in writer.inputs.items()
-        if "randint" not in text and (n != "x" or not changed)
-    ]
+    floats = [n for n, text in writer.inputs.items() if "randint" not in text]
+    floats = [n for n in floats if n != "x" or not changed]
     frozen = rng.choice([0.0, 0.0, 0.25, 0.6])
     trained = [name for name in floats if rng.random() >= frozen] or floats[:1]
     weights = tuple(n for n in floats if n[0] in "wgs") if rng.random() < 0.7 else ()

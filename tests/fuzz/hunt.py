@@ -2,8 +2,8 @@
 """A night of random programs: ``make fuzz N=10000 SEED=0``.
 
 Chunks of seeds run in processes of their own, so that neither a crash nor a compile that never ends
-stops the hunt. Printed are scripts of what failed, reduced, then how often what fired and how
-compile time compares. The exit status is 1 if anything failed.
+stops the hunt. Printed are scripts of what failed, reduced, then how often what fired. The exit
+status is 1 if anything failed.
 
 Usage: python tests/fuzz/hunt.py [N] [--seed SEED] [--jobs JOBS] [--out FOLDER]
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -63,9 +62,7 @@ def work(first: int, last: int) -> int:
         say(seed=seed)
         found = outcome(mode_of(seed), seed)
         text = report(mode_of(seed), seed) if found.failure else ""
-        ratio = found.seconds / found.stock_seconds if mode_of(seed) == "end_to_end" else None
-        ratio = None if found.invalid else ratio
-        say(seed=seed, report=text, invalid=found.invalid, counts=found.counts, ratio=ratio)
+        say(seed=seed, report=text, invalid=found.invalid, counts=found.counts)
     return 0
 
 
@@ -83,9 +80,7 @@ def chunk(first: int, last: int) -> list[dict[str, Any]]:
         first += len(done)
         if first < last:
             kind = f"{mode_of(first)} {first}: the process {end}"
-            found.append(
-                {"seed": first, "report": kind, "invalid": "", "counts": {}, "ratio": None}
-            )
+            found.append({"seed": first, "report": kind, "invalid": "", "counts": {}})
             first += 1
     return found
 
@@ -115,12 +110,11 @@ def process(first: int, last: int) -> tuple[list[dict[str, Any]], str]:
 def summary(chunks: Any, out: Path | None) -> int:
     """Print what was found, as it comes."""
     counts: Counter = Counter()
-    ratios, failed, invalid, programs = [], 0, 0, 0
+    failed, invalid, programs = 0, 0, 0
     for result in (r for found in chunks for r in found):
         programs += 1
         invalid += bool(result["invalid"])
         counts.update(dict.fromkeys(result["counts"], 1))
-        ratios += [result["ratio"]] if result["ratio"] else []
         if result["report"]:
             failed += 1
             print(result["report"], "-" * 100, sep="\n", flush=True)
@@ -132,10 +126,6 @@ def summary(chunks: Any, out: Path | None) -> int:
     print(f"{programs} programs: {failed} failed, {invalid} say nothing")
     for name, times in sorted(counts.items()):
         print(f"  {name} fired in {times}")
-    if ratios:
-        print(
-            f"compile time: {statistics.median(ratios):.2f} of Inductor's (median of {len(ratios)})"
-        )
     return min(failed, 1)
 
 

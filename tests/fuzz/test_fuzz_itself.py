@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import fuzz_rounding
 import fuzz_seeds
 import pytest
 import torch
-from fuzz_oracle import Outcome, Result, TooSlowError, differences, judge, run, time_limit
+from fuzz_oracle import Outcome, TooSlowError, differences, judge, run, time_limit
 from fuzz_program import Program
 from fuzz_reduce import reduced
 from fuzz_writer import write
@@ -36,24 +35,6 @@ class Planted(Harness):
             if node.target is torch.ops.aten.sin.default:
                 node.target = torch.ops.aten.cos.default
         super()._rewrite(graph)
-
-
-def test_text_of_two_hundred_programs_holds_every_kind_of_thing():
-    bodies = [write(seed, training=True).body for seed in range(200)]
-    parts = (
-        "rms_norm", "layer_norm", "rsqrt", "checkpoint(", "autocast(", "einsum", "addmm", "bmm",
-        "scaled_dot_product_attention", "view_as_complex", "cross_entropy", "embedding", "chunk(",
-        "split(", "mul_(", "torch.full(", "[..., 0] = 0", "repeat_interleave", ".to(high)",
-        "is_causal", "attn_mask", "ignore_index", "label_smoothing", "dim=[]",
-    )  # fmt: skip
-    found = Counter(part for part in parts for body in bodies if part in body)
-    assert all(found[part] >= 3 for part in parts), found
-    programs = [write(seed, training=True) for seed in range(200)]
-    texts = [" ".join(text for _, text in p.inputs) for p in programs]
-    for part in ("[::2]", ").t()", "torch.nan", "torch.inf", "-100", "randn(0", "expand("):
-        assert any(part in text for text in texts), part
-    assert {p.dynamic for p in programs} == {p.custom for p in programs} == {True, False}
-    assert any(len(p.trained) < len(p.inputs) / 2 for p in programs)
 
 
 def test_a_wrong_value_is_found_and_reduced():
@@ -112,20 +93,6 @@ def test_whatever_differs_is_seen(ours, eager, kind):
     assert not [*differences(have, have)]
 
 
-def test_strides_of_a_gradients_single_columns_do_not_count():
-    column, matrix = torch.zeros(11, 1), torch.zeros(11, 2)
-
-    def found(name, left, right):
-        results = (Result({name: t}, set()) for t in (left, right))
-        return [text.split(":")[0] for _, text in differences(*results)]
-
-    turned = column.as_strided((11, 1), (1, 11))
-    assert turned.stride() != column.stride()
-    assert found("gradient of w", column, turned) == []
-    assert found("output 0", column, turned) == ["stride"]
-    assert found("gradient of w", matrix, torch.zeros(2, 11).t()) == ["stride"]
-
-
 def spin():
     while True:
         pass
@@ -140,16 +107,6 @@ def test_compiling_that_never_ends_is_said():
     assert found.kind == "too slow"
     with pytest.raises(TooSlowError), time_limit(0.1):
         spin()
-
-
-def test_an_error_of_ours_is_said():
-    class Broken(Harness):
-        def _rewrite(self, graph):
-            raise ZeroDivisionError("planted")
-
-    assert (
-        judge(Program(INPUTS, "return [x @ w]"), make=Broken).kind == "exception ZeroDivisionError"
-    )
 
 
 def test_rounding_is_judged_in_both_numerics(monkeypatch):

@@ -4,8 +4,6 @@ apart from those of inference: pytest gives a file to one process."""
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 from fuzz_seeds import outcome, report, totals
 
@@ -16,8 +14,6 @@ FIRES = {
     "rms_norm": 2, "rms_norm_backward": 2, "swiglu": 2, "swiglu_backward": 2, "pair": 2, "sum": 1,
     "cross_entropy": 1, "cross_entropy_backward": 1, "embedding_backward": 1,
 }  # fmt: skip
-#: Over random programs compiling took 1.07 times Inductor's time.
-SLOWER = 1.5
 
 
 @pytest.mark.parametrize(("mode", "seed"), [(m, s) for m, n in PROGRAMS.items() for s in range(n)])
@@ -31,8 +27,3 @@ def test_programs_say_something_and_reach_what_is_rewritten():
     assert not [(m, s) for m, n in PROGRAMS.items() for s in range(n) if outcome(m, s).invalid]
     fired = totals("training", range(PROGRAMS["training"]))
     assert not {name: fired[name] for name, least in FIRES.items() if fired[name] < least}, fired
-
-
-def test_compile_time():
-    found = [outcome("end_to_end", seed) for seed in range(PROGRAMS["end_to_end"])]
-    assert statistics.median(o.seconds / o.stock_seconds for o in found) < SLOWER

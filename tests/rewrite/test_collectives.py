@@ -143,13 +143,6 @@ def test_gate_and_up_read_one_operand():
     assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
 
 
-def test_results_that_leave_the_graph_stay_apart():
-    """A caller may write to one of them."""
-    _, saved, left = merged(lambda x: (gathered(x), gathered(x).view(-1)), (M, N))
-    assert saved == 0
-    assert left[wait_tensor] == 2
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -171,14 +164,29 @@ def test_nothing_else_is_merged(function):
     assert str(graph) == before
 
 
-def test_a_term_that_somebody_else_reads_stays():
-    def function(a, b):
-        one = reduced(a)
-        return one + reduced(b), one.relu()
+def read_elsewhere(a, b):
+    one = reduced(a)
+    return one + reduced(b), one.relu()
 
-    _, saved, left = merged(function, (M, N), (M, N))
+
+def sums(a, b):
+    return (reduced(a) + reduced(b),)
+
+
+APART = {
+    "read elsewhere": (read_elsewhere, {}),
+    "disabled": (sums, {"disable": ["collective"]}),
+    # A caller may write to one of them.
+    "returned": (lambda a, b: (gathered(a), gathered(a).view(-1)), {}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_stays_apart(name):
+    function, options = APART[name]
+    _, saved, left = merged(function, (M, N), (M, N), **options)
     assert saved == 0
-    assert left[all_reduce] == 2
+    assert left[wait_tensor] == 2
 
 
 @pytest.mark.parametrize("key", ["ac_graph_id", "recompute"])
@@ -203,15 +211,6 @@ def test_forward_and_backward_keep_their_own():
         [*_, last] = [node for node in graph.nodes if node.op == "placeholder"]
         last.target = name
         assert run_pass(merge_collectives, graph).fired["collective"] == saved
-
-
-def test_it_can_be_disabled():
-    shapes = (M, N), (M, N)
-    _, saved, left = merged(
-        lambda a, b: (reduced(a) + reduced(b),), *shapes, disable=["collective"]
-    )
-    assert saved == 0
-    assert left[all_reduce] == 2
 
 
 def test_sums_are_left_to_asynchronous_tensor_parallelism():

@@ -55,25 +55,42 @@ def kept(harness) -> int:
     return sum(str(n.meta["val"].shape[0]) == rows for n in adds)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padding", [None, 7])
-def test_a_table_that_the_head_shares(dtype, padding):
-    harness = check_gradients(Tied(dtype, padding), TOKENS)
-    assert harness.counts["embedding_backward"] == 1
-    assert not kept(harness)
+class Shared(nn.Module):
+    """The product is the gradient of a second weight too, so that it must not change."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = (nn.Parameter(randn(V, D)) for _ in range(2))
+
+    def forward(self, tokens):
+        return F.linear(F.embedding(tokens, self.table), self.head + self.table)
 
 
-@pytest.mark.parametrize("padding", [None, 7])
-def test_a_table_of_its_own(padding):
-    harness = check_gradients(Untied(torch.bfloat16, padding), TOKENS)
-    assert harness.counts["embedding_backward"] == 1
-    assert not kept(harness)
+HALF, LONG = torch.bfloat16, TOKENS.repeat(1, 5)
+#: (model, tokens, options, how many lookups' gradients touch their rows alone).
+CASES = {
+    "float64, padding": (lambda: Tied(padding=7), TOKENS, {}, 1),
+    "float32": (lambda: Tied(torch.float32), TOKENS, {}, 1),
+    "bfloat16": (lambda: Tied(HALF), TOKENS, {}, 1),
+    "bfloat16, padding": (lambda: Tied(HALF, 7), TOKENS, {}, 1),
+    "of its own": (lambda: Untied(HALF), TOKENS, {}, 1),
+    "of its own, padding": (lambda: Untied(HALF, 7), TOKENS, {}, 1),
+    "two lookups": (lambda: Tied(lookups=2), TOKENS, {}, 2),
+    "symbolic rows": (Tied, TOKENS, {"dynamic": True}, 1),
+    "a small table": (Tied, LONG, {}, 0),
+    # Nothing would be saved but one pass: the zeros are the result's own.
+    "of its own in float32": (lambda: Untied(torch.float32), TOKENS, {}, 0),
+    "read by others": (Shared, TOKENS, {}, 0),
+    "nothing is fused": (Tied, TOKENS, {"gate": "never"}, 0),
+}
 
 
-def test_each_of_two_lookups_in_one_table():
-    harness = check_gradients(Tied(lookups=2), TOKENS)
-    assert harness.counts["embedding_backward"] == 2
-    assert not kept(harness)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_tables(name):
+    make, tokens, how, fired = CASES[name]
+    harness = check_gradients(make(), tokens, **how)
+    assert harness.counts["embedding_backward"] == fired
+    assert kept(harness) == (not fired)
 
 
 def test_the_sum_of_a_token_that_stands_often_is_rounded_once():
@@ -87,12 +104,6 @@ def test_the_sum_of_a_token_that_stands_often_is_rounded_once():
     assert torch._dynamo.utils.counters["coda"]["embedding_backward"] == 1
 
 
-def test_symbolic_rows():
-    harness = check_gradients(Tied(), TOKENS, dynamic=True)
-    assert harness.counts["embedding_backward"] == 1
-    assert not kept(harness)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [shared_argument, argument], ids=lambda f: f.__name__)
 def test_a_table_of_symbolic_size(function, dtype):
@@ -104,41 +115,6 @@ def test_a_table_of_symbolic_size(function, dtype):
     expected = function is shared_argument or dtype == torch.bfloat16
     assert harness.counts["embedding_backward"] == expected
     assert bool(kept(harness)) != expected
-
-
-def test_a_small_table_is_left_alone():
-    harness = check_gradients(Tied(rows=V).requires_grad_(), TOKENS.repeat(1, 5))
-    assert not harness.counts["embedding_backward"]
-    assert kept(harness) == 1
-
-
-def test_a_table_of_its_own_in_float32_is_left_alone():
-    """Nothing would be saved but one pass: the zeros are the result's own."""
-    harness = check_gradients(Untied(torch.float32), TOKENS)
-    assert not harness.counts["embedding_backward"]
-    assert kept(harness) == 1
-
-
-def test_a_gradient_that_others_read_is_not_written_into():
-    """The product is the gradient of a second weight too, so that it must not change."""
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = (nn.Parameter(randn(V, D)) for _ in range(2))
-
-        def forward(self, tokens):
-            return F.linear(F.embedding(tokens, self.table), self.head + self.table)
-
-    harness = check_gradients(Shared(), TOKENS)
-    assert not harness.counts["embedding_backward"]
-    assert kept(harness) == 1
-
-
-def test_nothing_happens_where_nothing_is_fused():
-    harness = check_gradients(Tied(), TOKENS, gate="never")
-    assert not harness.counts["embedding_backward"]
-    assert kept(harness) == 1
 
 
 def test_compiled_code_writes_into_the_products_memory():

@@ -4,16 +4,12 @@ tables that are made once, or for the reason that is given not at all."""
 
 from __future__ import annotations
 
-import functools
-
-import passes
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
-from passes import aten_graph, run_pass
+from passes import aten_graph, refused, run_pass
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.rewrite.heads import rotate_rows
 from coda_inductor.semantic.rotary import rotate, rotate_heads
@@ -56,20 +52,6 @@ def part(turn):
     return function
 
 
-def sums(x, cos, sin):
-    """Halves with one angle each, back: nanochat's."""
-    first, second = x.chunk(2, -1)
-    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
-
-
-def sums_of_pairs(x, cos, sin):
-    """Torchtune's."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = (t[..., : D // 2].unsqueeze(1) for t in (cos, sin))
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-
-
 #: Spelling -> the function, and how many columns of a head it turns.
 SPELLINGS = {
     "halves": (whole(rotate_half), D),
@@ -77,8 +59,6 @@ SPELLINGS = {
     "partial halves": (part(rotate_half), D // 2),
     "partial pairs": (part(rotate_every_two), D // 2),
     "all of a part": (part(rotate_half), D),
-    "sums": (sums, D),
-    "sums of pairs": (sums_of_pairs, D),
 }
 
 
@@ -103,19 +83,16 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, in float64, each in a checkpoint if ``checkpointed``."""
+    """Layers, in float64."""
 
-    def __init__(self, layers, apply, checkpointed=False, bias=False):
+    def __init__(self, layers, apply, bias=False):
         super().__init__()
         each = (Layer(apply, bias, norm=i > 0) for i in range(layers))
-        self.layers, self.checkpointed = nn.ModuleList(each).double(), checkpointed
+        self.layers = nn.ModuleList(each).double()
 
     def forward(self, x, cos, sin):
         for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin)
+            x = layer(x, cos, sin)
         return x
 
 
@@ -128,22 +105,9 @@ def test_values_and_gradients(spelling):
     heads = [site.program for site in harness.fused if site.program.head]
     assert [p.head for p in heads] == [D] * 4
     assert all([o.kind for o in p.operands][-2:] == ["table"] * 2 for p in heads)
-
-
-@pytest.mark.parametrize("spelling", ["halves", "partial halves"])
-def test_inference(spelling):
-    apply, width = SPELLINGS[spelling]
-    harness = check(Model(2, apply), *inputs(width))
-    assert harness.counts["rotary"] == 4
-
-
-def test_tables_are_made_once():
-    harness = check_gradients(Model(3, whole(rotate_half)), *inputs())
-    assert harness.counts["rotary"] == 6
-    assert count(harness.graph, KEEP) == 2
+    assert count(harness.graph, KEEP) == 2  # they are made once, in the forward pass
     forward, backward = harness.parts
-    assert count(forward, KEEP) == 2
-    assert not count(backward, KEEP)
+    assert (count(forward, KEEP), count(backward, KEEP)) == (2, 0)
 
 
 def test_a_bias_and_a_deferred_norm_are_rotated_with_it():
@@ -204,30 +168,10 @@ def test_in_16_bits_what_is_stored_is_what_is_read():
     assert {o.dtype for p in programs for o in p.operands} == {"float32"}
 
 
-@pytest.mark.parametrize("rows", [(1, T), (B, T)], ids=["shared", "own"])
-def test_dynamic_sizes(rows):
-    harness = check_gradients(Model(2, whole(rotate_half)), *inputs(D, rows), dynamic=True)
+def test_own_tables_of_dynamic_size():
+    given = inputs(D, (B, T))
+    harness = check_gradients(Model(2, whole(rotate_half)), *given, dynamic=True)
     assert harness.counts["rotary"] == 4
-
-
-def test_in_a_checkpoint():
-    harness = check_gradients(Model(2, whole(rotate_half), checkpointed=True), *inputs())
-    assert harness.counts["rotary"] == 4
-
-
-def test_a_second_run_does_nothing():
-    def function(x, w, cos, sin):
-        q = (x @ w).view(B, T, H, D)
-        return rotate(q, cos, sin, D // 2, False, False, False, x.dtype)
-
-    graph = aten_graph(
-        function, randn(B * T, WIDTH), randn(WIDTH, H * D), randn(T, 1, D), randn(T, 1, D)
-    )
-    run_pass(rotate_rows, graph)
-    once = str(graph)
-    assert count(graph, rotate_heads) == 1
-    assert not run_pass(rotate_rows, graph).report.refusals
-    assert str(graph) == once
 
 
 def test_unfused_nothing_is_left_of_it():
@@ -256,72 +200,57 @@ def test_all_of_a_part_is_all(disabled):
     assert left["aten.cat.default"] == right["aten.cat.default"]
 
 
-refused = functools.partial(passes.refused, rotate_rows)
-
-
 def halves(q, cos, sin, joined=False):
     return rotate(q, cos, sin, cos.shape[-1] // 2, False, False, joined, q.dtype)
 
 
-X, W = (B * T, WIDTH), (WIDTH, H * D)
+def of_rows(cut, joined=False, behind=lambda y: y):
+    """A product, cut into heads, which are rotated."""
+    return lambda x, w, cos, sin: behind(halves(cut(x @ w), cos, sin, joined))
 
 
-def test_what_no_gemm_makes():
-    def function(x, cos, sin):
-        return halves(x.view(B, T, H, D), cos, sin)
-
-    found = refused(function, randn(B, T, H * D), randn(T, 1, D), randn(T, 1, D))
-    assert found == {"heads-no-gemm"}
+def heads(z):
+    return z.view(B, T, H, D)
 
 
-def test_what_no_epilogue_makes():
-    def function(x, w, cos, sin):
-        return halves((x @ w).cumsum(0).view(B, T, H, D), cos, sin)
-
-    found = refused(function, randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D))
-    assert found == {"heads-no-gemm"}
+def turned(z):
+    return heads(z).permute(0, 2, 1, 3)
 
 
-def test_heads_that_are_no_rows():
-    def function(x, w, cos, sin):
-        return halves((x @ w).view(B, T, H, D, 2)[..., 0], cos, sin)
-
-    found = refused(function, randn(*X), randn(WIDTH, 2 * H * D), randn(T, 1, D), randn(T, 1, D))
-    assert found == {"heads-no-gemm"}
-
-
-def test_tables_that_differ_between_heads():
-    def function(x, w, cos, sin):
-        return halves((x @ w).view(B, T, H, D), cos, sin)
-
-    found = refused(function, randn(*X), randn(*W), randn(T, H, D), randn(T, H, D))
-    assert found == {"heads-tables"}
-
-
-def test_tables_in_float64_of_a_product_in_float32():
-    def function(x, w, cos, sin):
-        return halves((x @ w).view(B, T, H, D), cos, sin)
-
-    factors = randn(*X, dtype=torch.float32), randn(*W, dtype=torch.float32)
-    found = refused(function, *factors, randn(T, 1, D), randn(T, 1, D))
-    assert found == {"float64-mixed"}
+#: Code, what comes of it -> the function, the width of its product, the shape of its tables.
+REFUSED = {
+    "heads-no-gemm, of an input": (
+        lambda x, w, cos, sin: halves(heads(w.view(-1)[: B * T * H * D]), cos, sin), 4 * H * D,
+        (T, 1, D),
+    ),
+    "heads-no-gemm, no epilogue": (of_rows(lambda z: heads(z.cumsum(0))), H * D, (T, 1, D)),
+    "heads-no-gemm, no rows": (
+        of_rows(lambda z: z.view(B, T, H, D, 2)[..., 0]), 2 * H * D, (T, 1, D),
+    ),
+    "heads-tables, one a head": (of_rows(heads), H * D, (T, H, D)),
+    "heads-layout, returned": (of_rows(turned, joined=True), H * D, (T, D)),
+    "heads-layout, viewed": (
+        of_rows(turned, True, lambda y: y.view(B * H, T, D) + 1), H * D, (T, D),
+    ),
+}  # fmt: skip
 
 
-def test_a_layout_that_somebody_sees():
-    def function(x, w, cos, sin):
-        return halves((x @ w).view(B, T, H, D).permute(0, 2, 1, 3), cos, sin, True)
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_stays_says_why(why):
+    function, width, tables = REFUSED[why]
+    given = randn(B * T, WIDTH), randn(WIDTH, width), *randn(2, *tables)
+    assert refused(rotate_rows, function, *given) == {why.partition(",")[0]}
 
-    found = refused(function, randn(*X), randn(*W), randn(T, D), randn(T, D))
-    assert found == {"heads-layout"}
 
-
-def test_a_layout_that_a_view_needs():
-    def function(x, w, cos, sin):
-        turned = halves((x @ w).view(B, T, H, D).permute(0, 2, 1, 3), cos, sin, True)
-        return turned.view(B * H, T, D) + 1
-
-    found = refused(function, randn(*X), randn(*W), randn(T, D), randn(T, D))
-    assert found == {"heads-layout"}
+@pytest.mark.parametrize(
+    ("dtype", "gate", "why"),
+    [(torch.float32, "auto", "float64-mixed"), (torch.float64, "never", "gate-never")],
+)
+def test_projections_that_stay_unfused(dtype, gate, why):
+    """As one in float32 beside tables in float64."""
+    factors = randn(B * T, WIDTH, dtype=dtype), randn(WIDTH, H * D, dtype=dtype)
+    given = *factors, *randn(2, T, 1, D)
+    assert refused(rotate_rows, of_rows(heads), *given, gate=gate) == {why}
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -334,19 +263,10 @@ def test_rotations_back(distance, paired):
         q = (x @ w).view(B, T, H, D)
         return rotate(q, cos, sin, distance, paired, True, False, q.dtype)
 
-    args = randn(*X), randn(*W), randn(T, 1, width), randn(T, 1, width)
+    args = randn(B * T, WIDTH), randn(WIDTH, H * D), randn(T, 1, width), randn(T, 1, width)
     graph = aten_graph(function, *args)
     assert not run_pass(rotate_rows, graph).report.refusals
     assert count(graph, rotate_heads) == 1
     got = torch.fx.Interpreter(graph.owning_module).run(*args)
     got = got[0] if isinstance(got, (tuple, list)) else got
     torch.testing.assert_close(got, function(*args), rtol=0, atol=1e-10)
-
-
-def test_projections_that_stay_unfused():
-    def function(x, w, cos, sin):
-        return halves((x @ w).view(B, T, H, D), cos, sin)
-
-    args = randn(*X), randn(*W), randn(T, 1, D), randn(T, 1, D)
-    record = run_pass(rotate_rows, aten_graph(function, *args), gate="never")
-    assert {why.code for why in record.report.refusals} == {"gate-never"}

@@ -57,8 +57,10 @@ def test_both_tables_are_kept_and_gradients_agree():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotations_that_are_found(dtype, disable):
-    """Their definition reads tables in the dtype that it computes in, or turned."""
+    """Their definition reads tables in the dtype that it computes in, or turned. In inference those
+    of epilogues are made of the others, which nothing else reads then."""
     args = randn(2, T, HEADS * D, dtype=dtype), 0.1 * randn(HEADS * D, HEADS * D, dtype=dtype)
+    assert kept(check(heads, *args, disable=disable).graph) == 2
     harness = check_gradients(heads, args[0].requires_grad_(), args[1], disable=disable)
     assert any("rotate" in str(n.target) for n in harness.raised.nodes)
     slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
@@ -68,33 +70,21 @@ def test_rotations_that_are_found(dtype, disable):
     assert kept(forward) == (2 if disable else 4)
 
 
-@pytest.mark.parametrize(
-    "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
-)
-def test_inference_reads_one_pair_of_tables(disable):
-    """Those of epilogues are made of the others, which nothing else reads then."""
-    half = torch.bfloat16
-    args = randn(2, T, HEADS * D, dtype=half), 0.1 * randn(HEADS * D, HEADS * D, dtype=half)
-    assert kept(check(heads, *args, disable=disable).graph) == 2
-
-
 def test_inference():
     assert kept(check(rotary, randn(2, HEADS, T, D), randn(D, D)).graph) == 2
 
 
-def test_a_sine_of_full_size_is_not_kept():
-    assert not kept(check(lambda x, w: torch.sin(x @ w) * x, randn(64, 8), randn(8, 8)).graph)
+STAY = {
+    "full size": (lambda x, w: torch.sin(x @ w) * x, (64, D), {}),
+    "read once": (lambda x, w: (x @ w) * torch.cos(angles(x)), (2, T, D), {}),
+    "nothing is fused": (rotary, (2, HEADS, T, D), {"gate": "never"}),
+}
 
 
-def test_a_table_that_is_read_once_is_not_kept():
-    def once(x, w):
-        return (x @ w) * torch.cos(angles(x))
-
-    assert not kept(check(once, randn(2, T, D), randn(D, D)).graph)
-
-
-def test_nothing_is_kept_where_nothing_is_fused():
-    assert not kept(check(rotary, randn(2, HEADS, T, D), randn(D, D), gate="never").graph)
+@pytest.mark.parametrize("name", STAY)
+def test_others_are_not_kept(name):
+    function, shape, options = STAY[name]
+    assert not kept(check(function, randn(*shape), randn(D, D), **options).graph)
 
 
 def test_op_obeys_torchs_rules():

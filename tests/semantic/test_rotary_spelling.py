@@ -1,33 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings as other people's models spell them: by products of halves or of pairs with one
-angle each, forward and back, from columns that are taken out in every way."""
+"""Rotary embeddings as people's models spell them become one op: by tables of all columns of a head
+or one angle a pair, of halves, of pairs, of pairs put apart (DeepSeek-V3), by complex numbers. What
+only looks like one stays, with a reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from checking import check, check_gradients, raised, randn
+from harness import Harness
+from passes import codes
 
-from coda_inductor.semantic.rotary import rotate, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
+HEADS, TURNED = (B, T, H, D), (B, H, T, D)
 
 
-def under_heads(table):
-    return table[:, None, :]
+def rotate_half(x):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
 
 
-def nanochat(x, cos, sin):
-    first, second = x[..., : D // 2], x[..., D // 2 :]
-    y1 = first * under_heads(cos) + second * under_heads(sin)
-    y2 = first * (-under_heads(sin)) + second * under_heads(cos)
-    return torch.cat([y1, y2], 3)
+def rotate_every_two(x):
+    first, second = x[:, :, :, ::2], x[:, :, :, 1::2]
+    return torch.stack((-second, first), dim=-1).flatten(-2)
 
 
-def modded(x, cos, sin):
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), 3).type_as(x)
+def llama(x, cos, sin):
+    x = x.transpose(1, 2)
+    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
+
+
+def cohere(x, cos, sin):
+    wide = x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * cos.unsqueeze(1) + rotate_every_two(wide) * sin.unsqueeze(1)
+    return y.to(x.dtype)
+
+
+def gptj(x, cos, sin):
+    return x * cos.unsqueeze(2) + rotate_every_two(x) * sin.unsqueeze(2)
+
+
+def part(turn):
+    def function(x, cos, sin):
+        x, width = x.transpose(1, 2), cos.shape[-1]
+        part, rest = x[..., :width], x[..., width:]
+        turned = part * cos.unsqueeze(1) + turn(part) * sin.unsqueeze(1)
+        return torch.cat([turned, rest], dim=-1)
+
+    return function
+
+
+def plain(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+def turned_back(a, b, c, s):
+    return a * c + b * s, b * c - a * s
+
+
+def negated(a, b, c, s):
+    return a * c + b * s, a * (-s) + b * c
+
+
+def products(take, turn, put):
+    """The two columns of each pair, turned by one angle, put together again."""
+    return lambda x, cos, sin: put(turn(*take(x), cos[:, None], sin[:, None]))
+
+
+def chunks(x):
+    return x.chunk(2, -1)
+
+
+def slices(x):
+    return x[..., : D // 2], x[..., D // 2 :]
+
+
+def every_second(x):
+    return x[..., ::2], x[..., 1::2]
+
+
+def selected(x):
+    return x.view(B, T, H, -1, 2).select(-1, 0), x.view(B, T, H, -1, 2).select(-1, 1)
+
+
+def joined(y):
+    return torch.cat(y, -1)
+
+
+def stacked(y):
+    return torch.stack(y, -1).flatten(-2)
+
+
+def of_part(function, beside=False):
+    """Of the first half of the columns; ``beside``: all are put together at once."""
+
+    def whole(x, cos, sin):
+        part, rest = x.split(D // 2, -1)
+        turned = function(part, cos[:, : D // 4], sin[:, : D // 4])
+        return torch.cat((*turned, rest) if beside else (turned, rest), -1)
+
+    return whole
+
+
+def torchtune(x, cos, sin):
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
+    table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
+    turned = plain(pairs[..., 0], pairs[..., 1], table[..., 0], table[..., 1])
+    return torch.stack(turned, -1).flatten(3).type_as(x)
 
 
 def gpt_oss(x, cos, sin):
@@ -35,111 +117,50 @@ def gpt_oss(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def vllm_pairs(x, cos, sin):
-    first, second = x[..., ::2], x[..., 1::2]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-
-
-def torchtune(x, cos, sin):
-    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
-    table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
-    turned = torch.stack(
-        [
-            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
-            pairs[..., 1] * table[..., 0] + pairs[..., 0] * table[..., 1],
-        ],
-        -1,
-    )
-    return turned.flatten(3).type_as(x)
-
-
-def unbound(x, cos, sin):
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos + second * sin, second * cos - first * sin), -1).reshape(
-        x.shape
-    )
-
-
-def negated_pairs(x, cos, sin):
-    first, second = x.view(B, T, H, -1, 2).select(-1, 0), x.view(B, T, H, -1, 2).select(-1, 1)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos + second * sin, second * cos + first * -sin), -1).view(x.shape)
-
-
-def stacked_halves(x, cos, sin):
-    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
-    cos, sin = under_heads(cos), under_heads(sin)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -2).flatten(-2)
-
-
-def partial(x, cos, sin):
-    (first, second), rest = x[..., : D // 2].chunk(2, -1), x[..., D // 2 :]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return torch.cat((turned, rest), -1)
-
-
-def partial_beside(x, cos, sin):
-    part, rest = x.split(D // 2, -1)
-    first, second = part.narrow(-1, 0, D // 4), part[..., -D // 4 :]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
-
-
-def partial_pairs(x, cos, sin):
-    part, rest = x.split([D // 2, D // 2], -1)
-    first, second = part[..., ::2], part[..., 1::2]
-    cos, sin = under_heads(cos[:, : D // 4]), under_heads(sin[:, : D // 4])
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
-    return torch.cat((turned.flatten(-2), rest), -1)
-
-
 def lucidrains(x, cos, sin):
     first, second = x.reshape(B, T, H, D // 2, 2).unbind(dim=-1)
     turned = torch.stack((-second, first), dim=-1).reshape(x.shape)
-    cos, sin = (under_heads(t).repeat_interleave(2, -1) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(-2).repeat_interleave(2, -1) for t in (cos, sin))
     return x * cos + turned * sin
 
 
 def esm(x, cos, sin):
     first, second = x.split(D // 2, -1)
-    cos, sin = (under_heads(torch.cat((t, t), -1)) for t in (cos, sin))
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def einops(x, cos, sin):
     halves = x.reshape(B, T, H, 2, D // 2)
     first, second = halves[..., 0, :], halves[:, :, :, 1]
-    cos, sin = (under_heads(torch.cat((t, t), -1)) for t in (cos, sin))
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-SPELLINGS = (
-    nanochat, modded, gpt_oss, vllm_pairs, torchtune, unbound, negated_pairs, stacked_halves,
-    partial, partial_beside, partial_pairs, lucidrains, esm, einops,
-)  # fmt: skip
+def interleave(x, cos, sin):
+    """As in transformers 5.23, of tables with one angle a pair."""
+    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def inputs(dtype=torch.float64):
-    """Tables that are no rotations: what holds is to hold whatever they are."""
-    tables = (randn(T, D // 2, dtype=dtype) for _ in range(2))
-    return randn(B, T, H, D, dtype=dtype).requires_grad_(), *tables
+def viewed(x, cos, sin):
+    """As before that, and in DeepSeek's own: tables of all columns, in the result's order."""
+    b, h, s, d = x.shape
+    x = x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d)
+    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
-IN_16_BITS = (modded, vllm_pairs, torchtune, lucidrains)
+def halves(x, cos, sin):
+    """What is not put apart."""
+    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
-@pytest.mark.parametrize(
-    ("spelling", "dtype"),
-    [*((s, torch.float64) for s in SPELLINGS), *((s, torch.bfloat16) for s in IN_16_BITS)],
-)
-def test_fires_and_agrees(spelling, dtype):
-    harness = check_gradients(spelling, *inputs(dtype))
-    assert raised(harness, rotate) == 1
-    left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
-    assert not {"sub", "neg", "chunk", "unbind"} & left
+def torchtitan(x, cos, sin):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
+    turns = torch.complex(cos, sin).to(z.dtype).view(1, T, 1, D // 2)
+    return torch.view_as_real(z * turns).flatten(3).type_as(x)
 
 
 def complex_numbers(take, put):
@@ -150,103 +171,213 @@ def complex_numbers(take, put):
     return function
 
 
-@pytest.mark.parametrize("put", [lambda y, x: y.reshape(x.shape), lambda y, x: y.flatten(-2)])
-@pytest.mark.parametrize(
-    "take", [lambda x: x.unflatten(-1, (-1, 2)), lambda x: x.view(B, T, H, D // 2, 2)]
+#: Of a head's columns, by tables (1 or B, T, width).
+WHOLE = {
+    "llama": (llama, D),
+    "cohere": (cohere, D),
+    "gptj": (gptj, D),
+    "neox": (part(rotate_half), D // 2),
+    "glm": (part(rotate_every_two), D // 2),
+    "phi3": (part(rotate_half), D),  # no column is left
+}
+#: By tables (T, D / 2).
+ANGLES = {
+    **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, esm, einops)},
+    "nanochat": products(slices, negated, lambda y: torch.cat(y, 3)),
+    "modded": products(chunks, turned_back, joined),
+    "vllm": products(every_second, plain, stacked),
+    "unbound": products(
+        lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), turned_back,
+        lambda y: torch.stack(y, -1).reshape(HEADS),
+    ),
+    "selected": products(selected, negated, lambda y: torch.stack(y, -1).view(HEADS)),
+    "stacked halves": products(
+        lambda x: x.unflatten(-1, (2, -1)).unbind(-2), plain,
+        lambda y: torch.stack(y, -2).flatten(-2),
+    ),
+    "partial": of_part(products(chunks, plain, joined)),
+    "partial, pairs": of_part(products(every_second, plain, stacked)),
+    "partial, at once": of_part(
+        products(lambda x: (x.narrow(-1, 0, D // 4), x[..., -D // 4 :]), plain, tuple), True
+    ),
+}  # fmt: skip
+NARROW = ("modded", "vllm", "torchtune", "lucidrains")  # in 16 bits too
+COMPLEX = (
+    torchtitan,
+    complex_numbers(lambda x: x.unflatten(-1, (-1, 2)), lambda y, x: y.reshape(x.shape)),
+    complex_numbers(lambda x: x.view(B, T, H, D // 2, 2), lambda y, x: y.flatten(-2)),
 )
-def test_complex_numbers(take, put):
-    harness = check_gradients(complex_numbers(take, put), *inputs())
-    assert raised(harness, rotate_pairs) == 1
+#: (function, op, shape of x, shape of tables, dtype).
+CASES = [
+    *((f, rotate, HEADS, (1, T, width), torch.float64) for f, width in WHOLE.values()),
+    *((f, rotate, HEADS, (B, T, width), torch.float64) for f, width in WHOLE.values()),
+    *((f, rotate, HEADS, (T, D // 2), torch.float64) for f in ANGLES.values()),
+    *((f, rotate_pairs, HEADS, (T, D // 2), torch.float64) for f in COMPLEX),
+    *((f, rotate_apart, TURNED, (1, T, D), torch.float64) for f in (interleave, viewed)),
+    *((f, rotate_apart, TURNED, (1, T, D), torch.bfloat16) for f in (interleave, viewed)),
+    *((ANGLES[name], rotate, HEADS, (T, D // 2), torch.bfloat16) for name in NARROW),
+]  # fmt: skip
 
 
-def sums(one, other):
-    """What is no rotation, or none of these columns."""
-
-    def function(x, cos, sin):
-        first, second = x.chunk(2, -1)
-        c, s = under_heads(cos), under_heads(sin)
-        return torch.cat((one(first, second, c, s), other(first, second, c, s)), -1)
-
-    return function
+def inputs(shape, tables, dtype=torch.float64):
+    """Tables that are no rotations: what holds is to hold whatever they are."""
+    given = (randn(*tables, dtype=dtype) for _ in range(2))
+    return randn(*shape, dtype=dtype).requires_grad_(), *given
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: b * c - a * s),  # both minus
-        sums(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c + a * s),  # both plus
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: a * c + b * s),  # a again
-        sums(lambda a, b, c, s: b * c - a * s, lambda a, b, c, s: a * c + b * s),  # exchanged
-        sums(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: b * s + a * c),  # tables too
-        lambda x, c, s: x[..., ::2] * c[:, None] - x[..., 1::2] * s[:, None],  # half of it
-        lambda x, c, s: torch.stack(  # pairs from halves
-            (
-                x.chunk(2, -1)[0] * c[:, None] - x.chunk(2, -1)[1] * s[:, None],
-                x.chunk(2, -1)[1] * c[:, None] + x.chunk(2, -1)[0] * s[:, None],
-            ),
-            -1,
-        ).flatten(-2),
-        lambda x, c, s: torch.stack(  # laid out otherwise
-            (
-                x[..., ::2] * c[:, None] - x[..., 1::2] * s[:, None],
-                x[..., 1::2] * c[:, None] + x[..., ::2] * s[:, None],
-            ),
-            2,
-        ).flatten(-2),
-    ],
-)
-def test_other_sums_are_other_ops(function):
-    harness = check_gradients(function, *inputs())
-    assert raised(harness, rotate) == 0
+@pytest.mark.parametrize(("function", "op", "shape", "tables", "dtype"), CASES)
+def test_fires_and_agrees(function, op, shape, tables, dtype):
+    harness = check_gradients(function, *inputs(shape, tables, dtype))
+    assert [raised(harness, each) for each in (rotate, rotate_apart, rotate_pairs)] == [
+        op is each for each in (rotate, rotate_apart, rotate_pairs)
+    ]
+    left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
+    assert not {"sub", "neg", "chunk", "unbind", "view_as_complex"} & left
 
 
-def test_tables_that_are_two_copies_of_what_changes_between_them():
-    """Views of one tensor are one table; copies are not."""
-
-    def function(x, cos, sin):
-        first, second = x.chunk(2, -1)
-        table = cos.clone()
-        before = table.repeat(1, 1)
-        y1 = first * under_heads(before) - second * under_heads(sin)
-        table.mul_(2)
-        y2 = second * under_heads(table.repeat(1, 1)) + first * under_heads(sin)
-        return torch.cat((y1, y2), -1)
-
-    assert raised(check(function, *inputs()), rotate) == 0
+def test_complex_numbers_in_16_bits():
+    x, *turns = inputs(HEADS, (T, D // 2))
+    given = x.detach().bfloat16().requires_grad_(), *(t.float() for t in turns)
+    assert raised(check_gradients(torchtitan, *given), rotate_pairs) == 1
 
 
-def test_views_of_which_one_has_no_gradient():
+def of_halves(turn):
+    return products(chunks, turn, joined)
+
+
+def both(x, cos, sin):
+    turned = rotate_half(x)
+    return x * cos + turned * sin, turned
+
+
+def uneven(x, cos, sin):
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
+
+
+def thirds(x, cos, sin):
+    first, second, _ = x[..., :6].chunk(3, -1)
+    return joined(plain(first, second, cos[:, None, :2], sin[:, None, :2]))
+
+
+def table_copies(x, cos, sin):
+    """Views of one tensor are one table; copies of what changes between them are not."""
+    first, second = x.chunk(2, -1)
+    table = cos.clone()
+    before = table.repeat(1, 1)
+    y1 = first * before[:, None] - second * sin[:, None]
+    table.mul_(2)
+    y2 = second * table.repeat(1, 1)[:, None] + first * sin[:, None]
+    return torch.cat((y1, y2), -1)
+
+
+def view_without_gradient(x, cos, sin):
     """The rotation would have that one's gradient, for both."""
-
-    def of_x(x, cos, sin):
-        with torch.no_grad():
-            without = x.view(B, T, H, D)
-        x, c, s = x.view(B, T, H, D), under_heads(cos), under_heads(sin)
-        y1 = without[..., : D // 2] * c - without[..., D // 2 :] * s
-        return torch.cat((y1, x[..., D // 2 :] * c + x[..., : D // 2] * s), -1)
-
-    def of_a_table(x, cos, sin):
-        with torch.no_grad():
-            without = cos.unsqueeze(1)
-        (first, second), c, s = x.chunk(2, -1), cos.unsqueeze(1), under_heads(sin)
-        return torch.cat((first * without - second * s, second * c + first * s), -1)
-
-    x, cos, sin = inputs()
-    flat = x.detach().flatten(2).requires_grad_()
-    assert raised(check_gradients(of_x, flat, cos, sin), rotate) == 0
-    assert raised(check_gradients(of_a_table, x, cos.requires_grad_(), sin), rotate) == 0
+    with torch.no_grad():
+        without = x.view(x.shape)
+    x, c, s = x.view(x.shape), cos[:, None], sin[:, None]
+    y1 = without[..., : D // 2] * c - without[..., D // 2 :] * s
+    return torch.cat((y1, x[..., D // 2 :] * c + x[..., : D // 2] * s), -1)
 
 
-def test_views_of_what_is_laid_out_anew_between_them():
-    def function(x, cos, sin):
-        table = cos.clone()
-        before = table[:, None]
-        table.t_()
-        (first, second), c, s = x.chunk(2, -1), table[:, None], sin[:, None]
-        return torch.cat((first * before - second * s, second * c + first * s), -1)
+def table_without_gradient(x, cos, sin):
+    with torch.no_grad():
+        without = cos.unsqueeze(1)
+    (first, second), c, s = x.chunk(2, -1), cos.unsqueeze(1), sin[:, None]
+    return torch.cat((first * without - second * s, second * c + first * s), -1)
 
-    harness = check(function, randn(B, 4, H, D), randn(4, 4), randn(4, 4))
-    assert raised(harness, rotate) == 0
+
+def laid_out_anew(x, cos, sin):
+    table = cos.clone()
+    before = table[:, None]
+    table.t_()
+    (first, second), c, s = x.chunk(2, -1), table[:, None], sin[:, None]
+    return torch.cat((first * before - second * s, second * c + first * s), -1)
+
+
+def paired_halves(x, cos, sin):
+    z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.complex(cos, sin)[:, None]
+    return torch.cat([z.real, z.imag], -1)
+
+
+def own_turns(x, cos, sin):
+    """A batch of one, turned in two ways."""
+    z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(z * torch.complex(cos, sin)[:, :, None]).flatten(3)
+
+
+ONE, SMALL = (1, T, H, D), (T, D // 2)
+#: Name -> function, shapes of x and of tables, the code of a refusal or "".
+OTHERS = {
+    "both minus": (of_halves(lambda a, b, c, s: (a * c - b * s, b * c - a * s)), HEADS, SMALL, ""),
+    "both plus": (of_halves(lambda a, b, c, s: (a * c + b * s, b * c + a * s)), HEADS, SMALL, ""),
+    "first again": (of_halves(lambda a, b, c, s: (a * c - b * s, a * c + b * s)), HEADS, SMALL, ""),
+    "exchanged": (of_halves(lambda a, b, c, s: (b * c - a * s, a * c + b * s)), HEADS, SMALL, ""),
+    "tables too": (of_halves(lambda a, b, c, s: (a * c - b * s, b * s + a * c)), HEADS, SMALL, ""),
+    "half of it": (products(every_second, plain, lambda y: y[0]), HEADS, SMALL, ""),
+    "pairs of halves": (products(chunks, plain, stacked), HEADS, SMALL, ""),
+    "laid out otherwise": (
+        products(every_second, plain, lambda y: torch.stack(y, 2).flatten(-2)), HEADS, SMALL, "",
+    ),
+    "another sign": (
+        lambda x, c, s: x * c + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), -1) * s,
+        HEADS, (T, 1, D), "",
+    ),
+    "thirds": (thirds, HEADS, SMALL, ""),
+    "copies of a table": (table_copies, HEADS, SMALL, ""),
+    "laid out anew": (laid_out_anew, (B, 4, H, D), (4, 4), ""),
+    "view without gradient": (view_without_gradient, HEADS, SMALL, ""),
+    "read elsewhere": (both, HEADS, (T, 1, D), "intermediate-used"),
+    "unequal parts": (uneven, HEADS, (T, 1, D), "rotary-width"),
+    "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
+    "narrow tables of pairs": (interleave, TURNED, (1, T, 1), "rotary-width"),
+    "another shape": (llama, ONE, (B, T, D), "rotary-shape"),
+    "complex halves": (paired_halves, HEADS, SMALL, ""),
+    "complex, another shape": (own_turns, ONE, (B, T, D // 2), "rotary-shape"),
+}  # fmt: skip
+
+
+def found(harness):
+    return sum(raised(harness, each) for each in (rotate, rotate_apart, rotate_pairs))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_one_stays(name):
+    function, shape, tables, code = OTHERS[name]
+    harness = check_gradients(function, *inputs(shape, tables))
+    assert not found(harness)
+    assert not code or code in codes(harness)
+
+
+LEARNED = {
+    "llama": (llama, HEADS, (1, T, D)), "interleave": (interleave, TURNED, (1, T, D)),
+    "viewed": (viewed, TURNED, (1, T, D)), "complex": (torchtitan, HEADS, SMALL),
+    "one without": (table_without_gradient, HEADS, SMALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_tables_are_left_alone(name):
+    function, *shapes = LEARNED[name]
+    x, cos, sin = inputs(*shapes)
+    harness = check_gradients(function, x, cos.requires_grad_(), sin)
+    assert not found(harness)
+    assert name == "one without" or "turns-gradient" in codes(harness)
+
+
+def test_a_copy_of_halves_is_no_pair():
+    """Halves as a matrix that is transposed are pairs: the other way round."""
+
+    def together(x, cos, sin):
+        return halves(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), cos, sin)
+
+    def other_dimensions(x, cos, sin):
+        turned = x.unflatten(-1, (-1, 2)).transpose(-2, -3).transpose(-2, -3).flatten(-2)
+        return halves(turned, cos, sin)
+
+    for function in (together, other_dimensions):
+        harness = check_gradients(function, *inputs(TURNED, (1, T, D)))
+        assert not raised(harness, rotate_apart)
+        assert raised(harness, rotate)
 
 
 @pytest.mark.parametrize("index", [(), True, (True, Ellipsis), (None, Ellipsis), (0, Ellipsis)])
@@ -258,11 +389,17 @@ def test_indices_that_take_no_columns(index):
     assert not check(function, randn(2, 3), randn(1, 3)).report.near_misses
 
 
-def test_thirds_are_left_alone():
-    def thirds(x, cos, sin):
-        x = x[..., :6]
-        first, second, _ = x.chunk(3, -1)
-        c, s = under_heads(cos[:, :2]), under_heads(sin[:, :2])
-        return torch.cat((first * c - second * s, second * c + first * s), -1)
-
-    assert raised(check(thirds, *inputs()), rotate) == 0
+def test_deepseek():
+    config = hf.DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=8,
+    )  # fmt: skip
+    model = hf.DeepseekV3ForCausalLM(config).double().eval()
+    ids = torch.randint(0, 64, (2, 12))
+    harness = Harness()
+    ours = harness.run(lambda ids: model(ids, use_cache=False).logits, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-6, atol=1e-6)
+    assert raised(harness, rotate_apart) == 2
+    assert not harness.counts["rotary"]  # queries are cut out of their projection

@@ -24,28 +24,25 @@ from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_heads, ro
 
 D, EPS = 6, 1e-2
 swiglu_backward = DEFINITIONS[swiglu].gradient
-MASKS = list(itertools.product([True, False], repeat=2))
 
 
-@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
-@pytest.mark.parametrize("shape", [(D,), (3, D), (2, 3, D)], ids=str)
-def test_gradients_of_rms_norm(shape, mask):
-    x, weight = (
-        t.requires_grad_(need) for t, need in zip((randn(*shape), randn(D)), mask, strict=True)
-    )
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], (x, weight))
+GRADED = {
+    "swiglu": (swiglu, [(2, 3, D)] * 2),
+    "rms_norm": (lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], [(2, 3, D), (D,)]),
+    "rms_norm of a row": (lambda x, w: rms_norm(x, w, EPS, x.dtype)[0], [(D,), (D,)]),
+    "rms_norm without a weight": (lambda x: rms_norm(x, None, EPS, x.dtype)[0], [(2, 3, D)]),
+    "layer_norm": (lambda *a: layer_norm(*a, EPS, torch.float64)[0], [(2, 3, D), (D,), (D,)]),
+}
 
 
-def test_gradient_of_rms_norm_without_a_weight():
-    x = randn(2, 3, D).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, EPS, x.dtype)[0], (x,))
-
-
-@pytest.mark.parametrize("mask", [m for m in itertools.product([True, False], repeat=3) if any(m)])
-def test_gradients_of_layer_norm(mask):
-    shapes = ((2, 3, D), (D,), (D,))
-    leaves = [randn(*s).requires_grad_(need) for s, need in zip(shapes, mask, strict=True)]
-    assert torch.autograd.gradcheck(lambda *a: layer_norm(*a, EPS, torch.float64)[0], leaves)
+@pytest.mark.parametrize("name", GRADED)
+def test_gradients(name):
+    """For each choice of what wants one."""
+    function, shapes = GRADED[name]
+    for mask in itertools.product([True, False], repeat=len(shapes)):
+        if any(mask):
+            leaves = [randn(*s).requires_grad_(w) for s, w in zip(shapes, mask, strict=True)]
+            assert torch.autograd.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("vectors", [(), ("weight",), ("bias",)], ids=str)
@@ -62,12 +59,6 @@ def test_layer_norm_is_torchs(vectors):
     assert_same(*(torch.autograd.grad(out, x, dy) for out in (y, want)))
 
 
-@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
-def test_gradients_of_swiglu(mask):
-    gate, up = (randn(2, 3, D).requires_grad_(need) for need in mask)
-    assert torch.autograd.gradcheck(swiglu, (gate, up))
-
-
 def test_rms_norm_is_torchs():
     x, weight = randn(2, 3, D), randn(D)
     y, rstd = rms_norm(x, weight, EPS, x.dtype)
@@ -76,39 +67,30 @@ def test_rms_norm_is_torchs():
 
 
 def test_dtypes_of_mixed_inputs():
-    """Half inputs, a wide weight: statistics and weight's gradient are wide, the rest is not."""
+    """Half inputs, a wide weight: statistics and weight's gradient are wide, the rest is not; no
+    gradient of statistics is offered."""
     x = randn(3, D, dtype=torch.bfloat16).requires_grad_()
     weight = randn(D, dtype=torch.float32).requires_grad_()
     y, rstd = rms_norm(x, weight, EPS, torch.bfloat16)
     assert (y.dtype, rstd.dtype) == (torch.bfloat16, torch.float32)
+    assert not rstd.requires_grad
     y.sum().backward()
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_gradient_of_rstd_is_not_offered():
-    x = randn(3, D).requires_grad_()
-    _, rstd = rms_norm(x, None, EPS, x.dtype)
-    assert not rstd.requires_grad
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", itertools.product([True, False], repeat=3), ids=str)
 def test_backward_ops_skip_what_is_not_needed(mask):
-    x, weight, dy = randn(3, D), randn(D), randn(3, D)
+    x, weight, dy, up = randn(3, D), randn(D), randn(3, D), randn(3, D)
     _, rstd = rms_norm(x, weight, EPS, x.dtype)
-    full = rms_norm_backward(dy, x, weight, rstd, [True, True])
-    some = rms_norm_backward(dy, x, weight, rstd, [*mask])
-    for need, have, want in zip(mask, some, full, strict=True):
-        assert_same(have, want if need else want.new_empty(0))
-    _, mean, rstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
-    full = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [True] * 3)
-    some = layer_norm_backward(dy, x, weight, dy[0], mean, rstd, [*mask, mask[0]])
-    for need, have, want in zip((*mask, mask[0]), some, full, strict=True):
-        assert_same(have, want if need else want.new_empty(0))
-    gate, up = randn(3, D), randn(3, D)
-    full = swiglu_backward(dy, gate, up, [True, True])
-    some = swiglu_backward(dy, gate, up, [*mask])
-    for need, have, want in zip(mask, some, full, strict=True):
-        assert_same(have, want if need else want.new_empty(0))
+    _, mean, lstd = layer_norm(x, weight, dy[0], EPS, x.dtype)
+    for op, given, n in (
+        (rms_norm_backward, (dy, x, weight, rstd), 2),
+        (layer_norm_backward, (dy, x, weight, dy[0], mean, lstd), 3),
+        (swiglu_backward, (dy, x, up), 2),
+    ):
+        full, some = op(*given, [True] * n), op(*given, [*mask[:n]])
+        for need, have, want in zip(mask[:n], some, full, strict=True):
+            assert_same(have, want if need else want.new_empty(0))
 
 
 def examples(dtype):

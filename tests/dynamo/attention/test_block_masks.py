@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, randn, reasons, replace_pass
+from checking import check, check_gradients, randn, reasons
 from harness import Harness
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -70,10 +70,8 @@ def window():
 MASKS = {
     "random": lambda: torch.rand(2, 1, T, T) > 0.5,
     "sparse": lambda: torch.rand(2, 1, T, T) > 0.99,
-    "for both rows of the batch": lambda: torch.rand(1, 1, T, T) > 0.5,
     "two dimensions": lambda: torch.rand(T, T) > 0.5,
     "three dimensions": lambda: torch.rand(1, T, T) > 0.5,
-    "expanded over the batch": lambda: (torch.rand(T, T) > 0.5).expand(2, 1, T, T),
     "expanded over the heads": lambda: (torch.rand(2, 1, T, T) > 0.5).expand(2, 2, T, T),
     "keys only": lambda: torch.rand(2, 1, 1, T) > 0.5,
     "queries only": lambda: torch.rand(2, 1, T, 1) > 0.5,
@@ -87,23 +85,10 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_any_mask(mask):
+    """Rows that see nothing are zero and have no gradient, as in SDPA."""
     harness = compare(attend, *inputs(), MASKS[mask]())
     assert harness.counts["block_mask"] == 1
     assert not calls(harness, sdpa)
-
-
-def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
-    """As in SDPA. A mean of all values, or NaN, would be neither."""
-    q, k, v = inputs()
-    mask = MASKS["random"]()
-    mask[:, :, 7] = mask[1, :, 130:260] = False
-    harness = Harness(gate="always")
-    y = harness.train(attend, q, k, v, mask)
-    y.sum().backward()
-    assert harness.counts["block_mask"] == 1
-    assert not y[:, :, 7].any()
-    assert not y[1, :, 130:260].any()
-    assert not q.grad[:, :, 7].any()
 
 
 @pytest.mark.parametrize(("t", "keys"), [(1, 7), (127, 200), (128, 128), (129, 7), (256, 200)])
@@ -146,18 +131,6 @@ def test_grouped_heads(how):
     assert harness.counts["grouped_heads"] == (how == "repeated")
 
 
-def test_repeated_heads_stay_where_something_is_written_between():
-    def grouped(q, k, v, mask):
-        k, v = k * 1, v * 1
-        k4, v4 = hugging_face(k, 2), hugging_face(v, 2)
-        k[:, :, 0] = 0
-        return sdpa(q, k4, v4, attn_mask=mask)
-
-    harness = compare(grouped, *inputs(heads=4), MASKS["random"]())
-    assert harness.counts["block_mask"] == 1
-    assert not harness.counts["grouped_heads"]
-
-
 def test_a_scale_and_wider_values():
     def scaled(q, k, v, mask):
         return sdpa(q, k, torch.cat([v, v], -1), attn_mask=mask, scale=0.5)
@@ -193,11 +166,9 @@ def additive(mask):
 ADDITIVE = {
     "masked_fill": additive,
     "where": lambda mask: torch.where(mask, 0.0, -math.inf).double(),
-    "where, the other way": lambda mask: torch.where(~mask, -math.inf, torch.zeros(T, T)).to(
-        torch.float64
-    ),
-    "masked_fill by name": lambda mask: mask.new_zeros(mask.shape, dtype=torch.float64).masked_fill(
-        mask=~mask, value=-math.inf
+    "where, the other way": lambda mask: torch.where(~mask, -math.inf, torch.zeros(T, T)).double(),
+    "by name": lambda mask: (
+        mask.new_zeros(mask.shape).double().masked_fill(mask=~mask, value=-math.inf)
     ),
     "method": lambda mask: torch.zeros(mask.shape, dtype=torch.float64).where(mask, -math.inf),
 }
@@ -251,34 +222,6 @@ def test_lists_are_handed_to_checkpointed_layers():
     assert len(calls(harness)) == 1
 
 
-def test_a_pass_that_fails_puts_checkpointed_layers_back(monkeypatch):
-    """With the placeholders that were added to them."""
-
-    def fail(run):
-        def failing(graph, record):
-            run(graph, record)
-            raise IndexError("a bug of ours")
-
-        return failing
-
-    replace_pass(monkeypatch, "block_masks", fail)
-    harness = check_gradients(
-        checkpointed, *inputs(), MASKS["random"](), gate="always", strict=False
-    )
-    assert not harness.counts["block_mask"]
-
-
-def test_under_autocast():
-    """SDPA gets what autocast makes of its inputs."""
-
-    def cast(q, k, v, mask):
-        with torch.autocast("cpu", torch.bfloat16):
-            return sdpa(q, k, v.bfloat16(), attn_mask=mask)
-
-    args = [*inputs(dtype=torch.float32), MASKS["random"]()]
-    assert compare(cast, *args, tolerance=2e-2).counts["block_mask"] == 1
-
-
 # What stays, and why.
 
 
@@ -294,39 +237,8 @@ def slopes(mask):
     return torch.where(mask, distance.double(), -math.inf)
 
 
-LOWEST = torch.finfo(torch.float32).min
-BIASES = {
-    "slopes": (slopes, "adds other numbers than 0"),
-    "lowest number": (lambda m: torch.where(m, 0.0, LOWEST).double(), "adds other numbers than 0"),
-    "product": (lambda m: m * -3.0, "not made of 0 and -inf"),
-    "integers": (lambda m: m.to(torch.float64).long().double(), "not made of 0 and -inf"),
-}
-
-
-@pytest.mark.parametrize("how", BIASES)
-def test_biases_stay(how):
-    make, reason = BIASES[how]
-
-    def biased(q, k, v, mask):
-        return sdpa(q, k, v, attn_mask=make(mask))
-
-    stays(reason, biased, *inputs(), MASKS["random"]())
-
-
-def test_masks_that_want_a_gradient_stay():
-    stays("wants a gradient", attend, *inputs(), randn(2, 1, T, T).requires_grad_())
-
-
-def test_a_mask_for_each_head_stays():
-    stays("each head has a mask", attend, *inputs(), torch.rand(2, 2, T, T) > 0.5)
-
-
-def test_dropout_stays():
-    harness = Harness(gate="always")
-    mask = MASKS["random"]()
-    harness.train(lambda *a: sdpa(*a, attn_mask=mask, dropout_p=0.5), *inputs())
-    assert "FlexAttention drops nothing" in reasons(harness)
-    assert len(calls(harness, sdpa)) == 1
+def biased(make):
+    return lambda q, k, v, mask: sdpa(q, k, v, attn_mask=make(mask))
 
 
 def written_after(q, k, v, mask):
@@ -334,17 +246,6 @@ def written_after(q, k, v, mask):
     y = sdpa(q, k, v, attn_mask=mask)
     mask.view(-1)[:1000] = False
     return sdpa(y, k, v, attn_mask=mask)
-
-
-def written_in_a_region(q, k, v, mask):
-    mask = mask.clone()
-
-    def block(q):
-        y = sdpa(q, k, v, attn_mask=mask).sin()
-        mask[:, :, :, 1] = False
-        return y
-
-    return checkpoint(block, q, use_reentrant=False)
 
 
 def condition_written_after(q, k, v, mask):
@@ -360,58 +261,124 @@ def written_before_a_cast(q, k, v, mask):
     return sdpa(q, k, v, attn_mask=bias.double())
 
 
-@pytest.mark.parametrize(
-    "function", [written_after, condition_written_after, written_before_a_cast]
-)
-def test_masks_that_are_written_to_stay(function):
-    stays("an in-place op changes it", function, *inputs(), MASKS["random"]())
+LOWEST = torch.finfo(torch.float32).min
+BIASES = {
+    "slopes": (biased(slopes), "adds other numbers than 0"),
+    "lowest number": (
+        biased(lambda m: torch.where(m, 0.0, LOWEST).double()), "adds other numbers than 0",
+    ),
+    "product": (biased(lambda m: m * -3.0), "not made of 0 and -inf"),
+    "integers": (biased(lambda m: m.to(torch.float64).long().double()), "not made of 0 and -inf"),
+    **{f.__name__: (f, "an in-place op changes it")
+       for f in (written_after, condition_written_after, written_before_a_cast)},
+}  # fmt: skip
 
 
-def test_masks_that_a_region_writes_to_stay():
-    q, k, v = (t.detach() for t in inputs())
-    harness = Harness(gate="always")
-    harness.run(written_in_a_region, q, k, v, MASKS["random"]())
-    assert "an in-place op changes it" in reasons(harness)
+@pytest.mark.parametrize("how", BIASES)
+def test_masks_of_other_numbers_stay(how):
+    function, reason = BIASES[how]
+    stays(reason, function, *inputs(), MASKS["random"]())
 
 
-def test_masks_that_were_written_to_before_are_taken():
-    def built(q, k, v, mask):
-        mask = mask.clone()
-        mask[:, :, 5:9] = False
-        return sdpa(q, k, v, attn_mask=mask & True)
-
-    assert compare(built, *inputs(), MASKS["random"]()).counts["block_mask"] == 1
+def of_one_row():
+    return [inputs()[0], *inputs(batch=1)[1:], MASKS["random"]()]
 
 
-def test_a_region_that_is_called_several_times_stays():
-    @torch.compiler.nested_compile_region
-    def region(q, k, v, mask):
-        return attend(q, k, v, mask).sin()
+def without_batch():
+    return [*(t.detach()[0].requires_grad_() for t in inputs()), torch.rand(T, T) > 0.5]
 
-    def regions(q, k, v, mask):
-        return region(region(q, k, v, mask), k, v, mask)
 
-    harness = Harness(gate="always")
-    harness.run(regions, *(t.detach() for t in inputs()), MASKS["random"]())
-    assert "a region that is called several times" in reasons(harness)
+#: What is said -> the arguments.
+FORMS = {
+    "wants a gradient": lambda: [*inputs(), randn(2, 1, T, T).requires_grad_()],
+    "each head has a mask": lambda: [*inputs(), torch.rand(2, 2, T, T) > 0.5],
+    "heads have 8 values": lambda: [*inputs(t=20, d=8), torch.rand(20, 20) > 0.5],
+    "heads have 20 values": lambda: [*inputs(t=20, d=20), torch.rand(20, 20) > 0.5],
+    "heads have 264 values": lambda: [*inputs(t=20, d=264), torch.rand(20, 20) > 0.5],
+    "broadcast to each other": of_one_row,
+    "have not 4 dimensions": without_batch,
+}
+
+
+@pytest.mark.parametrize("reason", FORMS)
+def test_other_forms_stay(reason):
+    stays(reason, attend, *FORMS[reason]())
+
+
+NOT_HERE = {
+    "make_dual differentiates forward": ("forward_mode", lambda module: "make_dual"),
+    "programs of AOTInductor's": ("virtualized", SimpleNamespace(aot_compilation=True)),
+    "in torch.float64 FlexAttention": ("DTYPES", (torch.bfloat16,)),
+    "on cpu FlexAttention has no": ("DEVICE", "cuda"),
+    "more than 180000 elements": ("INDICES", 2 * T * T),  # they have no index in 32 bits
+}
+
+
+@pytest.mark.parametrize("reason", NOT_HERE)
+def test_what_flex_attention_does_not_run_stays(reason, monkeypatch):
+    """Of forward mode: Dynamo breaks the graph at SDPA, so that it is said here."""
+    monkeypatch.setattr(block_masks, *NOT_HERE[reason])
+    stays(reason, attend, *inputs(), MASKS["random"]())
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True).double()
+
+    def forward(self, x, padding):
+        return self.layer(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("padding", [torch.arange(9) >= torch.tensor([[9], [4]]), None])
+def test_masks_of_torchs_modules_stay(padding):
+    """Of which attention is not seen."""
+    harness = compare(Encoder(), randn(2, 9, 32).requires_grad_(), padding)
     assert not harness.counts["block_mask"]
+    assert ("nn.MultiheadAttention is one call" in reasons(harness)) == (padding is not None)
 
 
-@pytest.mark.parametrize(("d", "widths"), [(8, "8"), (20, "20"), (264, "264")])
-def test_heads_of_other_widths_stay(d, widths):
-    stays(f"heads have {widths} values", attend, *inputs(t=20, d=d), torch.rand(20, 20) > 0.5)
+def test_dropout_stays():
+    harness = Harness(gate="always")
+    mask = MASKS["random"]()
+    harness.train(lambda *a: sdpa(*a, attn_mask=mask, dropout_p=0.5), *inputs())
+    assert "FlexAttention drops nothing" in reasons(harness)
+    assert len(calls(harness, sdpa)) == 1
 
 
-def test_tensors_that_are_broadcast_stay():
-    q, (_, k, v) = inputs()[0], inputs(batch=1)
-    stays("broadcast to each other", attend, q, k, v, MASKS["random"]())
+def written_in_a_region(q, k, v, mask):
+    mask = mask.clone()
+
+    def block(q):
+        y = sdpa(q, k, v, attn_mask=mask).sin()
+        mask[:, :, :, 1] = False
+        return y
+
+    return checkpoint(block, q, use_reentrant=False)
 
 
-def test_scores_that_are_broadcast_to_the_mask_stay():
-    q, k, v = (t.detach() for t in inputs(t=20, batch=1))
-    harness = Harness(gate="always")  # eager raises
-    assert len(harness.run(attend, q, k, v, torch.rand(2, 1, 20, 20) > 0.5)) == 2
-    assert "broadcast to the mask" in reasons(harness)
+@torch.compiler.nested_compile_region
+def region(q, k, v, mask):
+    return attend(q, k, v, mask).sin()
+
+
+INFERENCE = {
+    "an in-place op changes it": (written_in_a_region, 2),
+    "a region that is called several times": (
+        lambda q, k, v, mask: region(region(q, k, v, mask), k, v, mask), 2,
+    ),
+    "broadcast to the mask": (attend, 1),  # eager raises
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", INFERENCE)
+def test_what_has_no_gradient_in_eager_stays(reason):
+    function, batch = INFERENCE[reason]
+    harness = Harness(gate="always")
+    q, k, v = (t.detach() for t in inputs(batch=batch))
+    assert len(harness.run(function, q, k, v, MASKS["random"]())) == 2
+    assert reason in reasons(harness)
+    assert not harness.counts["block_mask"]
 
 
 @pytest.mark.parametrize(("t", "keys", "batch"), [(0, 9, 2), (9, 0, 2), (9, 9, 0)])
@@ -421,43 +388,12 @@ def test_empty_tensors_stay(t, keys, batch):
     assert "a tensor of it is empty" in reasons(harness)
 
 
-def test_three_dimensions_stay():
-    q, k, v = (t.detach()[0].requires_grad_() for t in inputs())
-    stays("have not 4 dimensions", attend, q, k, v, torch.rand(T, T) > 0.5)
-
-
-def test_forward_mode_stays(monkeypatch):
-    """Dynamo breaks the graph at SDPA in forward mode, so that it is said here."""
-    monkeypatch.setattr(block_masks, "forward_mode", lambda module: "make_dual")
-    stays("make_dual differentiates forward", attend, *inputs(), MASKS["random"]())
-
-
-def test_programs_of_aot_inductor_keep_sdpa(monkeypatch):
-    monkeypatch.setattr(block_masks, "virtualized", SimpleNamespace(aot_compilation=True))
-    stays("programs of AOTInductor's", attend, *inputs(), MASKS["random"]())
-
-
-def test_little_work_stays():
+def test_little_work_stays_and_a_lot_over_all_layers_is_taken(monkeypatch):
     mask = MASKS["random"]()
     stays("2 queries and 300 keys", attend, *inputs(t=2, keys=T), mask[:, :, :2], gate="auto")
     stays("gain less than lists cost", attend, *inputs(), mask, gate="auto")
-
-
-def test_a_lot_of_work_over_all_layers_is_taken(monkeypatch):
     monkeypatch.setattr(block_masks, "SHORTEST", T)
     monkeypatch.setattr(block_masks, "LEAST", 3 * 2 * 2 * T * T)
-    args = [*inputs(), MASKS["random"]()]
-    assert check_gradients(layers, *args).counts["block_mask"] == 3
-    assert not check_gradients(lambda *a: layers(*a, n=2), *args).counts["block_mask"]
-
-
-def test_other_devices_and_dtypes_stay(monkeypatch):
-    monkeypatch.setattr(block_masks, "DTYPES", (torch.bfloat16,))
-    stays("in torch.float64 FlexAttention", attend, *inputs(), MASKS["random"]())
-    monkeypatch.setattr(block_masks, "DEVICE", "cuda")
-    stays("on cpu FlexAttention has no", attend, *inputs(), MASKS["random"]())
-
-
-def test_masks_whose_elements_have_no_index_in_32_bits_stay(monkeypatch):
-    monkeypatch.setattr(block_masks, "INDICES", 2 * T * T)
-    stays("more than 180000 elements", attend, *inputs(), MASKS["random"]())
+    assert check_gradients(layers, *inputs(), mask).counts["block_mask"] == 3
+    two = check_gradients(lambda *a: layers(*a, n=2), *inputs(), mask)
+    assert not two.counts["block_mask"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import leave_custom_ops
-from float8 import HIDDEN, RECIPES, D, Stack, convert, exact, needs_scaled_mm, trained
+from float8 import HIDDEN, RECIPES, D, Stack, assert_exact, batch, convert, needs_scaled_mm, trained
 from harness import Harness, Stock
 from passes import codes
 from torch import nn
@@ -41,10 +41,6 @@ def behind(recipe="rowwise", **kwargs):
     return convert(Behind(**kwargs).bfloat16(), recipe)
 
 
-def batch():
-    return torch.randn(2, 16, D, dtype=torch.bfloat16)
-
-
 def run(model, **options):
     harness = Harness(**ALL, **options)
     result = harness.train(model, batch().requires_grad_())
@@ -73,8 +69,7 @@ def test_the_factor_is_that_of_the_cast(recipe, gamma):
     assert len(read) == (recipe == "rowwise")  # columns need the factor first
     stock = Stock()
     stock.train(behind(recipe, norm=norm), batch().requires_grad_())
-    for have, want in zip(exact(harness.graph), exact(stock.graph), strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10 * want.abs().max().item())
+    assert_exact(harness, stock)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
@@ -96,12 +91,11 @@ def test_nothing_normalized_leaves_the_forward_pass(recipe, monkeypatch):
     assert sorted(v.numel() for v in matrices) == [32 * D, *[32 * HIDDEN] * 4]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise"])
-def test_float32_under_autocast(recipe):
+def test_float32_under_autocast():
     """The norm's result is float32 there, and each layer casts it for itself."""
     needs_scaled_mm()
     torch.manual_seed(0)
-    model, x = Stack(layers=2), torch.randn(2, 16, D)
+    model, x, recipe = Stack(layers=2), batch(torch.float32), "rowwise"
     harness = Harness(**ALL, fp8=recipe, fp8_small=True)
     plain = Harness(**ALL, fp8=recipe, fp8_small=True, disable=["rms_norm"])
     want = trained(Stock(), copy.deepcopy(model).double(), x.double())
@@ -115,56 +109,39 @@ def test_float32_under_autocast(recipe):
         assert error <= 1.2 * reference
 
 
-def test_another_reader_in_the_forward_pass():
-    harness, _ = run(behind(extra=lambda n: n.float().cumsum(1)))
-    assert codes(harness) >= {"norm-read-elsewhere"}
-    assert harness.counts["rms_norm"] == 0
+class First(Behind):
+    def forward(self, x):
+        return self.second(self.norm(x))
 
 
-def test_an_input_that_no_product_makes():
-    class First(Behind):
-        def forward(self, x):
-            return self.second(self.norm(x))
-
-    harness, _ = run(convert(First().bfloat16(), "rowwise"))
-    assert codes(harness) >= {"norm-input-no-gemm"}
+class Scanned(Behind):
+    def forward(self, x):
+        return self.second(self.norm(self.first(x).cumsum(1)))
 
 
-def test_an_input_that_no_epilogue_makes():
-    class Scanned(Behind):
-        def forward(self, x):
-            return self.second(self.norm(self.first(x).cumsum(1)))
-
-    harness, _ = run(convert(Scanned().bfloat16(), "rowwise"))
-    assert codes(harness) >= {"norm-input-no-gemm"}
-
-
-def test_disabled():
-    harness, _ = run(behind(), disable=["rms_norm"])
-    assert harness.counts["rms_norm"] == 0
-    casts = harness.graph.find_nodes(op="call_function", target=CAST)
-    assert casts
-    assert all(n.args[1] is None for n in casts)
-
-
-def test_layer_norm_stays_and_says_why():
-    harness, _ = run(behind(norm=nn.LayerNorm(D)))
-    assert codes(harness) >= {"norm-read-elsewhere"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_reader_in_16_bits_keeps_the_norm(recipe):
+class Mixed(Behind):
     """A layer that torchao was told to leave reads the norm in the forward pass as well."""
 
-    class Mixed(Behind):
-        def __init__(self):
-            super().__init__()
-            self.router = nn.Parameter(torch.randn(16, D))
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(16, D))
 
-        def forward(self, x):
-            n = self.norm(x + self.first(x))
-            return self.second(n), F.linear(n, self.router)
+    def forward(self, x):
+        n = self.norm(x + self.first(x))
+        return self.second(n), F.linear(n, self.router)
 
-    harness, _ = run(convert(Mixed().bfloat16(), recipe))
-    assert codes(harness) >= {"norm-read-elsewhere"}
+
+STAY = [
+    (lambda: Behind(extra=lambda n: n.float().cumsum(1)), "rowwise", "norm-read-elsewhere"),
+    (First, "rowwise", "norm-input-no-gemm"),
+    (Scanned, "rowwise", "norm-input-no-gemm"),
+    (lambda: Behind(norm=nn.LayerNorm(D)), "rowwise", "norm-read-elsewhere"),
+    *((Mixed, recipe, "norm-read-elsewhere") for recipe in RECIPES),
+]
+
+
+@pytest.mark.parametrize(("make", "recipe", "why"), STAY)
+def test_what_stays_says_why(make, recipe, why):
+    harness, _ = run(convert(make().bfloat16(), recipe))
+    assert codes(harness) >= {why}
     assert harness.counts["rms_norm"] == 0

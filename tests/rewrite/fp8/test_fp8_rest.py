@@ -42,11 +42,7 @@ def test_a_product_is_given_its_scales(monkeypatch):
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"out": torch.float32},
-        {"cublas": False},
-        {"no_kernels": refuse("no-cuda", "no GPU")},
-    ],
+    [{"out": torch.float32}, {"cublas": False}, {"no_kernels": refuse("no-cuda", "no GPU")}],
     ids=["dtype", "another GPU", "no kernels"],
 )
 def test_else_it_stays_torchaos(monkeypatch, how):
@@ -66,17 +62,11 @@ def test_it_is_rounded_once():
 
 @pytest.mark.parametrize(
     ("cuda", "capability", "known"),
-    [
-        ("12.9", (9, 0), True),
-        ("13.0", (9, 0), True),
-        ("12.8", (9, 0), False),
-        ("13.0", (10, 0), False),
-        (None, (9, 0), False),
-    ],
+    [("12.9", 9, True), ("12.8", 9, False), ("13.0", 10, False), (None, 9, False)],
 )
 def test_which_gpus_scale(monkeypatch, cuda, capability, known):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     assert availability.scales_vectors(torch.device("cuda", 0)) is known
     assert not availability.scales_vectors(torch.device("cpu"))

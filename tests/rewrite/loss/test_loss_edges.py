@@ -45,13 +45,8 @@ def rows():
 def losses(reduction, smoothing):
     def function(x, w, edges, targets):
         logits = F.linear(x, w) + edges
-        return F.cross_entropy(
-            logits,
-            targets,
-            ignore_index=IGNORED,
-            label_smoothing=smoothing,
-            reduction=reduction,
-        )
+        how = {"label_smoothing": smoothing, "reduction": reduction}
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, **how)
 
     return function
 

@@ -18,87 +18,21 @@ from checking import (
     check,
     check_gradients,
     leave_custom_ops,
-    raised,
     randn,
-    reasons,
 )
 from harness import Harness
 from passes import codes
 from torch import nn
 
 from coda_inductor.select import gate
-from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
 EPS = 1e-2  # large beside the variance, so that an eps in the wrong place shows
 
 
-def cohere(x, w, b):
-    h = x.to(torch.float32) if x.dtype == torch.bfloat16 else x
-    mean = h.mean(-1, keepdim=True)
-    variance = (h - mean).pow(2).mean(-1, keepdim=True)
-    h = (h - mean) * torch.rsqrt(variance + EPS)
-    return (w.to(h.dtype) * h).to(x.dtype)
-
-
-def method_var(x, w, b):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + EPS) * w + b
-
-
-def torch_var(x, w, b):
-    scale = torch.rsqrt(torch.var(x, (-1,), correction=0, keepdim=True) + EPS)
-    return b + (x - torch.mean(x, -1, True)) * scale
-
-
 def squared_by_hand(x, w, b):
     c = x - x.mean(2, keepdim=True)
     return w * (c / ((c * c).mean(-1, keepdim=True) + EPS).sqrt()) + b
-
-
-SPELLINGS = {
-    "functional": lambda x, w, b: F.layer_norm(x, (D,), w, b, EPS),
-    "no bias": lambda x, w, b: F.layer_norm(x, (D,), w, None, EPS),
-    "no weight": lambda x, w, b: F.layer_norm(x, (D,), None, None, EPS),
-    "bias only": lambda x, w, b: F.layer_norm(x, (D,), bias=b, eps=EPS),
-    "default eps": lambda x, w, b: F.layer_norm(x, (D,)),
-    "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
-    **{f.__name__: f for f in (cohere, method_var, torch_var, squared_by_hand)},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_raises_once(name, dtype):
-    x, vectors = 2 + randn(2, 3, D), [randn(D, dtype=dtype) for _ in range(2)]
-    harness = check(SPELLINGS[name], x.to(dtype), *vectors)
-    assert (raised(harness, layer_norm), raised(harness, rms_norm)) == (1, 0)
-    (op,) = [n for n in harness.raised.nodes if n.target is layer_norm]
-    assert op.args[3] == (1e-5 if name == "default eps" else EPS)
-
-
-NOT_LAYER_NORM = {
-    "unbiased": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS),
-    "other dim": lambda x, w: (
-        (x - x.mean(-1, True)) * torch.rsqrt(x.var(1, keepdim=True, correction=0) + EPS)
-    ),
-    "two dims": lambda x, w: F.layer_norm(x, (D, D), None, None, EPS),
-    "another mean": lambda x, w: (
-        (x - w.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + EPS)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_LAYER_NORM)
-def test_what_is_no_layer_norm_stays(name):
-    harness = check(NOT_LAYER_NORM[name], randn(D, D, D), randn(D))
-    assert raised(harness, layer_norm) == 0
-
-
-def test_bias_of_another_shape_is_no_bias():
-    harness = check(squared_by_hand, randn(2, 3, D), randn(D), randn(2, 3, D))
-    assert "the bias is not one value a column" in reasons(harness)
-    assert raised(harness, layer_norm) == 1
 
 
 def stream(x, w):
@@ -112,10 +46,6 @@ def norm(x, w, gamma, beta):
 
 def one(x, w, gamma, beta, a):
     return F.linear(norm(x, w, gamma, beta), a)
-
-
-def by_hand(x, w, gamma, beta, a):
-    return F.linear(squared_by_hand(stream(x, w), 1 + gamma, beta), a)
 
 
 def biases_and_no_bias(x, w, gamma, beta, a, bias, b):
@@ -152,9 +82,12 @@ UP, DOWN = (HIDDEN, D), (D, HIDDEN)
 # name: (function, shapes of its weights behind w, gamma and beta, norms that are deferred)
 CASES = {
     "one GEMM": (one, (UP,), 1),
-    "by hand, 1 + gamma": (by_hand, (UP,), 1),
-    "no bias": (lambda x, w, g, b, a: F.linear(norm(x, w, g, None), a) * b[0], (UP,), 1),
-    "no weight": (lambda x, w, g, b, a: F.linear(norm(x, w, None, None), a) * (g + b)[0], (UP,), 1),
+    "by hand, 1 + gamma": (
+        lambda x, w, g, b, a: F.linear(squared_by_hand(stream(x, w), 1 + g, b), a),
+        (UP,),
+        1,
+    ),
+    "neither": (lambda x, w, g, b, a: F.linear(norm(x, w, None, None), a) * (g + b)[0], (UP,), 1),
     "bias only": (lambda x, w, g, b, a: F.linear(norm(x, w, None, b), a) * g[0], (UP,), 1),
     "one with a bias, one without": (biases_and_no_bias, (UP, (HIDDEN,), UP), 1),
     "shared weight": (shared_weight, (UP,), 1),
@@ -189,17 +122,8 @@ def test_values_are_eagers(name, custom, monkeypatch):
     assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
 
 
-def test_two_dynamic_sizes():
-    function, x, norms = case("residual MLP, two norms")
-    assert check(function, x.detach(), dynamic=True).counts["layer_norm"] == norms
-
-
-@pytest.mark.parametrize("name", ["one GEMM", "residual MLP, two norms"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "weights' gradients alone"])
-def test_in_training_it_stays_with_eagers_gradients(name, frozen):
-    function, x, _ = case(name)
-    for leaf in (x, *function.weights[:3]) if frozen else ():
-        leaf.requires_grad_(False)
+def test_in_training_it_stays_with_eagers_gradients():
+    function, x, _ = case("residual MLP, two norms")
     harness = check_gradients(function, x)
     assert "layer-norm-training" in codes(harness)
     assert harness.counts["layer_norm"] == 0
@@ -263,7 +187,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
-@pytest.mark.parametrize("mean", [0, 1, 10, 100])
+@pytest.mark.parametrize("mean", [0, 100])
 def test_error_in_bfloat16_is_no_larger_than_eagers_whatever_the_mean(mean):
     model = Block(64, 128).bfloat16()
     xs = [(randn(64, 64) + mean).bfloat16(), randn(64, 64, dtype=torch.bfloat16)]
