@@ -148,12 +148,6 @@ def together(training):
     return {"even": ran[::2], "odd": ran[1::2], "needed": needed}
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_at_the_end(name, monkeypatch, caplog):
-    (warning,) = check(name, "end", Harness(strict=False), True, monkeypatch, caplog)
-    assert warning.startswith(f"pass {name} falls back to Inductor: IndexError in our own passes")
-
-
 @pytest.mark.parametrize("which", ["even", "odd", "needed"])
 def test_at_the_start(which, monkeypatch, caplog):
     """Nothing is put back, others find what those have left."""

@@ -277,47 +277,6 @@ def test_frozen_weights_in_few_bits(kind):
     trained(counters["coda"])
 
 
-def bits(linear, kind):
-    """A frozen layer of bitsandbytes."""
-    import bitsandbytes as bnb
-
-    sizes = {"input_features": linear.in_features, "output_features": linear.out_features}
-    if kind == 4:
-        made = bnb.nn.Linear4bit(**sizes, bias=False, quant_type="nf4")
-        made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-    else:
-        made = bnb.nn.Linear8bitLt(**sizes, bias=False, has_fp16_weights=False)
-        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False)
-    return made.to("cpu")  # which quantizes
-
-
-@pytest.mark.parametrize("kind", [4, 8])
-def test_adapters_on_layers_of_bitsandbytes(kind):
-    """Their products are ops of theirs; the gate between them is fused."""
-    pytest.importorskip("bitsandbytes")
-    peft = pytest.importorskip("peft")
-    results = []
-    for backend in ("eager", "coda"):
-        model, batch = given()["model"], given()["batch"]
-        for layer in model.model.layers:
-            for parent in (layer.self_attn, layer.mlp):
-                for name, child in list(parent.named_children()):
-                    if isinstance(child, torch.nn.Linear):
-                        setattr(parent, name, bits(child, kind))
-        torch.manual_seed(1)
-        how = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        model = peft.get_peft_model(model, how)
-        model.compile(backend=backend)
-        loss = model(**batch).loss
-        loss.backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        assert len(grads) == 2 * 7 * LAYERS
-        results.append([loss.detach(), *grads])
-    for eager, ours in zip(*results, strict=True):
-        assert (ours - eager).norm() <= 1e-5 * eager.norm()
-    assert counters["coda"]["swiglu"] == GATES
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed(stage, monkeypatch):
     pytest.importorskip("deepspeed")

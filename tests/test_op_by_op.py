@@ -87,14 +87,6 @@ def test_results_and_gradients_are_eagers(broken, part, caplog):
     assert "PassManager::run failed" in warning
 
 
-def test_inference(broken, caplog):
-    broken(False)
-    model, x = Block(), torch.randn(3, D)
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "coda_inductor"):
-        torch.testing.assert_close(torch.compile(model, backend="coda")(x), model(x))
-    assert len(ours(caplog)) == 1
-
-
 def test_strict_raises(broken):
     broken(False)
     own = torch.compile(Block(), backend="coda", options={"strict": True})

@@ -145,35 +145,6 @@ def test_what_fires_is_what_fires_with_the_backend(name, run):
     assert not any(why.failure for r in report.reports() for why in r.refusals)
 
 
-def test_with_flex_attention():
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def causal(b, h, q, k):
-        return q >= k
-
-    def soft_cap(score, b, h, q, k):
-        return 20 * torch.tanh(score / 20)
-
-    class Flex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.q, self.o = Block(), nn.Linear(D, 64), nn.Linear(64, D)
-            self.mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
-
-        def forward(self, x):
-            q = self.q(x).view(1, 128, 2, 32).transpose(1, 2)
-            y = flex_attention(q, q, q, soft_cap, self.mask)
-            return self.block(x + self.o(y.transpose(1, 2).reshape(1, 128, 64)))
-
-    model, x = Flex(), torch.randn(1, 128, D)
-    want, eager = infer(model, x, backend=coda)
-    with coda_inductor.enabled():
-        have, values = infer(model, x)
-    assert have == want
-    assert have["rms_norm"] == have["swiglu"] == 1
-    assert_same(values, eager)
-
-
 def test_graphs_that_are_compiled_one_by_one():
     """As vLLM does it with the pieces of a model."""
 
@@ -218,36 +189,6 @@ def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
     coda_inductor.disable()
     assert Counter(counters["coda"]) == want
     assert_same([p.grad for p in (*model.parameters(), x)], eager[1:])
-
-
-def test_another_thread_may_have_other_options():
-    found = {}
-
-    def other():
-        coda_inductor.enable(disable=["rms_norm"])
-        found["other"], _ = infer(Block(), torch.randn(3, D))
-        coda_inductor.disable()
-
-    with coda_inductor.enabled():
-        before = hooks()
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        if threading_has_its_own():
-            assert hooks() == before
-            found["this"], _ = infer(Block(), torch.randn(3, D))
-            assert found["this"]["rms_norm"] == 1
-    assert found["other"] == {"swiglu": 1, "residual": 1}
-
-
-def threading_has_its_own():
-    """Before torch 2.13 Inductor's configuration is the process's."""
-    seen = []
-    with config.patch(max_autotune=True):
-        thread = threading.Thread(target=lambda: seen.append(config.max_autotune))
-        thread.start()
-        thread.join()
-    return not seen[0]
 
 
 @pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
@@ -359,16 +300,6 @@ def test_returned_logits_keep_their_gradient(monkeypatch):
             results.append([logits.detach(), loss.detach(), head.weight.grad, head.bias.grad])
     assert counters["coda"]["cross_entropy"] == 1
     assert_same(*results)
-
-
-@pytest.mark.parametrize("model", [Block, Checkpointed])
-def test_debug_folder(model, tmp_path):
-    with coda_inductor.enabled(debug=True, debug_dir=str(tmp_path)):
-        infer(model(), torch.randn(3, D))
-    (folder,) = tmp_path.iterdir()
-    assert "coda_inductor.rms_norm" in (folder / "1_raised.py").read_text()
-    assert "residual" in (folder / "gemms.txt").read_text()
-    assert coda_inductor.reports()[-1].folder == str(folder)
 
 
 def test_explain_is_not_disturbed():

@@ -10,12 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, leave_custom_ops, randn, reasons
+from checking import check, leave_custom_ops, randn, reasons
 from torch import nn
 
 from coda_inductor.fuse import driver
 from coda_inductor.fuse.region import NoRegionError
-from coda_inductor.pipeline import on_aten
 from coda_inductor.refusal import refuse
 
 M, N, K = 6, 10, 8
@@ -258,24 +257,3 @@ def test_only_what_is_read_once_is_a_residual():
     assert harness.counts == {"epilogue": 2}
     harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
     assert harness.counts == {"residual": 1}
-
-
-CUSTOM = {
-    "activation": lambda x, w, u: F.gelu(F.linear(x, w)) * 2,
-    "pair": gate_up,
-    "residual": lambda x, w, u: (x.sum() + F.linear(x, w)).relu(),
-    "column": lambda x, w, u: F.linear(x, w) * x[..., :1],
-    "statistics": lambda x, w, u: (F.linear(x, w), F.linear(x, w).amax(-1)),
-    "sequence": lambda x, w, u: F.linear(F.linear(x, w).relu(), u.t()).tanh(),
-}
-
-
-@pytest.mark.parametrize("name", CUSTOM)
-def test_custom_op_in_the_graph_computes_the_same(name, monkeypatch):
-    leave_custom_ops(monkeypatch)
-    function = Weights(CUSTOM[name], randn(136, K), randn(136, K))
-    harness = check(function, randn(2, 70, K), dynamic=True)
-    assert harness.ops()["coda_inductor.gemm_epilogue.default"] == len(harness.fused) > 0
-    before = str(harness.graph)
-    on_aten(harness.graph, harness.record)
-    assert str(harness.graph) == before

@@ -130,8 +130,3 @@ def test_reductions_of_one_row_without_its_dimension(dim, keepdim, reduce):
     inputs = randn(1, K), randn(K, N)
     check(function, *inputs)
     check_gradients(function, *(t.requires_grad_() for t in inputs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_float_dtype(dtype):
-    check(block, randn(2, 3, K, dtype=dtype), *(w.to(dtype) for w in weights()))

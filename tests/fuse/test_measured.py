@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from measured import HOPPER, configs, figures
 from passes import codes
-from planning import CUDA, HIDDEN, D, M, Measurer
+from planning import CUDA, D, Measurer
 from torch import nn
 
 from coda_inductor.compat import BackendCompilerFailed
@@ -198,19 +198,6 @@ def test_a_mode_that_measures_measures_everything(plan):
     assert plan(mode="max-autotune", tune="never").measurer.given == ()
     assert plan(tune_seconds=5).measurer.given[2] == 5.0
     assert plan(tune="always", gate="always").measurer.closed == 1
-
-
-class Queries(nn.Module):
-    """Heads that are normalized, and not rotated: no kind that ships is like it."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.q = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D, bias=False)
-        self.norm = nn.RMSNorm(128, eps=1e-6)
-
-    def forward(self, x):
-        q = self.norm(self.q(F.gelu(self.up(x))).view(1, M, -1, 128)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q)
 
 
 class Rotated(nn.Module):

@@ -168,30 +168,6 @@ def test_gradient_of_a_tensor_behind_linears(function, widths, terms, custom, dy
     assert not custom or terms in calls(harness)
 
 
-def test_product_of_forward_values_in_the_backward_pass(monkeypatch):
-    leave_custom_ops(monkeypatch)
-
-    class Add(torch.autograd.Function):
-        """x; its gradient has a product of forward values added."""
-
-        @staticmethod
-        def forward(ctx, x, v):
-            ctx.save_for_backward(x, v)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, v = ctx.saved_tensors
-            return gradient @ v + x @ v, None
-
-    def function(x, v):
-        return Add.apply(x @ v, v)
-
-    harness = check_gradients(function, randn(4, D).requires_grad_(), randn(D, D))
-    assert [D] in calls(harness)
-    assert all(len(terms) <= 2 for terms in calls(harness))
-
-
 def test_what_is_concatenated_is_returned_as_it_was():
     """Not as a slice of a buffer that holds the other terms too."""
 

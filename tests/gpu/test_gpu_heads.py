@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from oracle import check, config_for
@@ -26,8 +24,6 @@ DTYPES = ("bfloat16", "float16")
 K = 136  # ragged, as are all M
 #: One of each way across columns: whole heads and parts, halves and neighbours, wide tables.
 EVERY_CONFIG = ("halves_64", "halves_80", "neighbours_in_part", "everything")
-#: Those whose results are integers where all they read is.
-EXACT = EVERY_CONFIG[:-1]
 NAMES = [name for name, p in programs().items() if kernel_stack() or legal_configs(p, arch_of())]
 
 
@@ -66,25 +62,6 @@ def test_every_config(name):
     arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
     for config in legal_configs(program, arch_of()):
         check(program, *arguments, config)
-
-
-@pytest.mark.parametrize("name", [name for name in EXACT if name in NAMES])
-def test_it_is_the_column_that_is_meant(name):
-    """Integers, which every dtype holds: a sum with a wrong column is another number."""
-    program = programs()[name]
-    wide = dataclasses.replace(
-        program, stores=tuple(dataclasses.replace(s, dtype="float32") for s in program.stores)
-    )
-    tensors = inputs(wide, 300, 5 * program.head, 64, device="cuda", integers=True)
-    if not legal_configs(wide, arch_of()):
-        pytest.skip("wide stores leave no config")
-    (got,) = check(wide, *tensors)
-    assert torch.equal(got, got.round())
-
-
-def test_a_weight_of_the_other_major():
-    program = programs()["rotary"]
-    check(program, *inputs(program, 500, 512, K, b_major="n", device="cuda"))
 
 
 def test_tables_that_lie_otherwise():

@@ -26,7 +26,6 @@ import quack.cache
 import quack.cache.jit
 from kinds import kinds
 
-from coda_inductor import cache_contents
 from coda_inductor.cache_dir import TAG
 from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
@@ -165,14 +164,6 @@ def test_without_flock_nothing_waits_and_kernels_are_kept(no_flock, compiler, ke
     assert len(no_flock) == 1, "tried once a folder"
 
 
-def test_without_flock_the_processes_of_a_host_still_lock(no_flock, kernels, monkeypatch):
-    kernels.mkdir(parents=True)
-    with store.KernelLock(kernels / "k.lock", exclusive=True):
-        other = store.KernelLock(kernels / "k.lock", exclusive=True, timeout=0.2)
-        with pytest.raises(RuntimeError, match="Timed out"):
-            other.__enter__()
-
-
 def test_a_lock_of_another_user_is_no_obstacle(kernels, monkeypatch):
     kernels.mkdir(parents=True)
     real = os.open
@@ -207,18 +198,6 @@ def test_kernels_of_a_folder_that_can_only_be_read_are_used(
     assert kernel.read_bytes() == b"code of a"
     assert compiler("b") == b"code of b"
     assert len(list(image.rglob("*.o"))) == 1, "what it lacks goes to our own folder"
-
-
-def test_a_full_cache_is_tidied_when_a_kernel_is_stored(compiler, kernels, tmp_path, monkeypatch):
-    compiler("old")
-    (old,) = kernels.glob("*.o")
-    for path in kernels.iterdir():
-        os.utime(path, (1e9, 1e9))
-    (tmp_path / ".tidied").unlink()
-    monkeypatch.setattr(cache_contents, "limit", lambda: 1)
-    compiler("new")
-    assert not old.exists()
-    assert len(list(kernels.glob("*.o"))) == 1
 
 
 USE = """

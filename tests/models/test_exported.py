@@ -47,23 +47,6 @@ def test_what_fires_is_what_fires_in_the_model(name):
     torch.testing.assert_close(*values, rtol=0, atol=0)
 
 
-def test_a_dynamic_batch():
-    model, (ids,) = make("Llama", torch.float32)
-    batch = torch.export.Dim("batch", min=2, max=32)
-    shapes = {"inputs": ({0: batch},)}
-    program = torch.export.export(model, (ids,), dynamic_shapes=shapes).module()
-    harness = Harness()
-    compiled = torch.compile(program, backend=harness, dynamic=True)
-    with torch.no_grad():
-        for rows in (2, 5):
-            ids = torch.randint(2, 100, (rows, 16))
-            torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
-    assert harness.graphs == 1
-    assert len(harness.fused) == 6
-    near = harness.report.near_misses
-    assert any("input_layernorm: its input is not made by a GEMM" in told for told in near)
-
-
 def test_an_exported_program_trains():
     model, (ids,) = make("Llama", torch.float32)
     program = torch.export.export(copy.deepcopy(model), (ids,)).module()
