@@ -260,11 +260,10 @@ class UsersPass(CustomGraphPass):
 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("where", ["option", "config"])
-@pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
-def test_a_users_own_joint_pass_runs_in_front_of_ours(kind, where):
+def test_a_users_own_joint_pass_runs_in_front_of_ours(where):
+    """In any form: test_pass_mode."""
     theirs = UsersPass()
-    forms = {"pass": theirs, "function": theirs.__call__, "list": [theirs], "tuple": (theirs,)}
-    given = {"joint_custom_pre_pass": forms[kind]}
+    given = {"joint_custom_pre_pass": theirs}
     with torch._inductor.config.patch(given if where == "config" else {}):
         run(Block(), torch.randn(3, D), **(given if where == "option" else {}))
     assert theirs.calls == 1
@@ -275,45 +274,32 @@ def uuid(before=None, **options):
     return JointPass(Record(parse(None, options)), before).uuid()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
-     {"reference": True}, {"tune": "always"}, {"tune": "never"}, {"tune_seconds": 5}],
-)  # fmt: skip
-def test_uuid_changes_with_an_option(options):
-    assert uuid(**options) != uuid()
+#: What changes what is made of a graph.
+OPTIONS = [
+    {"gate": "never"}, {"disable": ["swiglu"]}, {"strict": True}, {"fp16_norms": True},
+    {"reference": True}, {"tune": "always"}, {"tune": "never"}, {"tune_seconds": 5},
+]  # fmt: skip
 
 
-def test_uuid_changes_where_collectives_run_beside_kernels(monkeypatch):
-    """Another kernel is then taken."""
-    before = uuid()
+def test_uuid_changes_with_what_changes_a_graph_and_with_nothing_else(monkeypatch, tmp_path):
+    before, path = uuid(), tmp_path / "mine.py"
+    assert isinstance(before, str)
+    found = [before, *(uuid(**options) for options in OPTIONS)]
+    found += [uuid(UsersPass("1")), uuid(UsersPass("2"))]
+    for name in ("generation", "identity"):  # of measurements, of libraries
+        with monkeypatch.context() as patch:
+            patch.setattr(joint, name, lambda: ("another",))
+            found.append(uuid())
+    for text in ("x = 1\n", "x = 2\n"):
+        path.write_text(text)
+        found.append(uuid(patterns=str(path)))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert uuid() != before
+    found.append(uuid())  # collectives beside kernels: another kernel is taken
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert len({*found}) == len(found)
     assert uuid() == before
-
-
-def test_uuid_changes_with_the_users_pass_and_with_nothing_else():
-    assert len({uuid(), uuid(UsersPass("1")), uuid(UsersPass("2"))}) == 3
-    assert uuid() == uuid()
-    assert uuid(UsersPass("1")) == uuid(UsersPass("1"))
-    assert isinstance(uuid(), str)
-
-
-@pytest.mark.parametrize("name", ["generation", "identity"])
-def test_uuid_changes_with_measurements_and_library_versions(name, monkeypatch):
-    before = uuid()
-    monkeypatch.setattr(joint, name, lambda: ("another",))
-    assert uuid() != before
-
-
-def test_uuid_changes_with_a_pattern_files_content(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("x = 1\n")
-    before = uuid(patterns=str(path))
-    path.write_text("x = 2\n")
-    assert len({uuid(), before, uuid(patterns=str(path))}) == 3
+    assert uuid(UsersPass("1")) == found[len(OPTIONS) + 1]
 
 
 def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):

@@ -195,12 +195,6 @@ def test_the_default_must_be_ours(place, caplog, belongs):
     assert f"CODA_CACHE_DIR={theirs} says that you trust them" in caplog.text
 
 
-def test_a_link_to_a_folder_of_ours_is_followed(place):
-    (place / "scratch").mkdir()
-    (place / "home" / ".cache").symlink_to(place / "scratch")
-    assert find()[0].resolve() == place / "scratch" / "coda_inductor"
-
-
 def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatch):
     chosen = place / "image"
     chosen.mkdir()

@@ -60,42 +60,36 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-def test_what_is_no_dict_or_not_of_inductors_type_is_named(monkeypatch):
-    with pytest.raises(OptionError, match=r"options is a dict .*got \['debug'\]"):
-        parse(None, ["debug"])
-    with pytest.raises(OptionError, match=r"'max_autotune', which is Inductor's, takes bool, got"):
-        parse(None, {"max_autotune": "hm"})
-    with pytest.raises(OptionError, match=r"unknown option 'debgu'.*did you mean 'debug'\?"):
-        parse(None, {"debgu": True})
-    with pytest.raises(OptionError, match=r"did you mean 'max-autotune'\?"):
-        parse("max_autotune", None)
-    monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
-    with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
-        parse(None, None)
-
-
-def test_unknown_option_or_mode_lists_the_known_ones():
-    with pytest.raises(OptionError) as caught:
+def test_an_unknown_option_lists_the_known_ones():
+    with pytest.raises(OptionError, match="unknown option 'verbose'") as caught:
         parse(None, {"verbose": True})
-    message = str(caught.value)
-    assert "'verbose'" in message
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
                  "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
-        assert name in message
-    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
-        parse("fast", None)
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        (None, ["debug"], "got ['debug']"),
+        (None, {"max_autotune": "hm"}, "'max_autotune', which is Inductor's, takes bool, got"),
+        (None, {"debgu": True}, "did you mean 'debug'?"),
+        ("max_autotune", None, "did you mean 'max-autotune'?"),
+        ("fast", None, "unknown mode 'fast'; known"),
+    ],
+)
+def test_what_is_not_known_is_named(mode, options, message):
+    with pytest.raises(OptionError) as caught:
+        parse(mode, options)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"debug": "yes"}, "'debug' takes True or False, got 'yes'"),
         ({"strict": 1}, "'strict' takes True or False, got 1"),
         ({"reference": None}, "'reference' takes True or False, got None"),
-        ({"fp16_norms": []}, "'fp16_norms' takes True or False"),
         ({"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
-        ({"gate": True}, "'gate' is one of auto, always, never, got True"),
-        ({"tune": "sometimes"}, "'tune' is one of auto, always, never, got 'sometimes'"),
         ({"tune": False}, "'tune' is one of auto, always, never, got False"),
         *[
             (
@@ -116,13 +110,10 @@ def test_value_of_the_wrong_type_is_named(options, message):
     assert message in str(caught.value)
 
 
-def test_inductor_options_pass_through():
+def test_options_of_inductors_pass_through_and_override_its_modes():
     settings = parse(None, {"max_autotune": True, "triton.cudagraphs": False, "strict": True})
     assert settings.inductor == {"max_autotune": True, "triton.cudagraphs": False}
     assert settings.strict
-
-
-def test_mode_is_inductors_and_an_option_overrides_it():
     mode = "max-autotune-no-cudagraphs"
     assert parse(mode, None).inductor == torch._inductor.list_mode_options()[mode]
     assert parse(mode, {"max_autotune": False}).inductor["max_autotune"] is False
@@ -172,13 +163,10 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
         parse(None, None)
 
 
-@pytest.mark.parametrize("given", [str, Path], ids=["str", "Path"])
-def test_one_pattern_file_needs_no_list(given, tmp_path):
+def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path):
     path = pattern_file(tmp_path)
-    assert parse(None, {"patterns": given(path)}).patterns == (path,)
-
-
-def test_missing_pattern_file_is_named(tmp_path):
+    for given in (path, Path(path)):
+        assert parse(None, {"patterns": given}).patterns == (path,)
     with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
         parse(None, {"patterns": [tmp_path / "nowhere.py"]})
     with pytest.raises(PatternError, match=r"nowhere\.py"):

@@ -87,11 +87,11 @@ class Checkpointed(nn.Module):
 
 
 class Regions(nn.Module):
-    """Blocks that are traced once."""
+    """Blocks that are traced once, however many there are."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.out = nn.Linear(16, D)
 
     def forward(self, x):
@@ -138,7 +138,7 @@ def test_what_fires_is_what_fires_with_the_backend(name, run):
         have, values = run(model, x)
     assert not without
     assert have == want
-    assert have
+    assert 1 <= have["rms_norm"] + have["layer_norm"] <= 2 or name == "masked"
     assert_same(values, eager)
     reports = [(r.summary, [str(why) for why in r.refusals]) for r in report.reports()]
     assert reports[: len(reports) // 2] == reports[len(reports) // 2 :]
@@ -206,21 +206,13 @@ def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
     assert counts["rms_norm"] == 1
 
 
-def test_enabling_twice_is_enabling_once_with_the_newer_options():
-    coda_inductor.enable()
-    coda_inductor.enable(disable="swiglu")
-    counts, _ = infer(Block(), torch.randn(3, D))
-    assert counts == {"rms_norm": 1, "residual": 1}
-    coda_inductor.disable()
-    assert not infer(Block(), torch.randn(3, D))[0]
-
-
 def fail_after(model, x, want):
     assert infer(model, x)[0] == want
     raise ValueError("not ours")
 
 
 def test_contexts_nest_and_end_with_exceptions():
+    """To enable twice is to enable once, with the newer options."""
     outer = [{"rms_norm": 1, "swiglu": 1, "residual": 1}, {"rms_norm": 1, "residual": 1}]
     model, x = Block(), torch.randn(3, D)
     with coda_inductor.enabled():
@@ -230,6 +222,8 @@ def test_contexts_nest_and_end_with_exceptions():
         assert hooks() == before
         assert infer(model, x)[0] == outer[0]
         with coda_inductor.enabled(gate="never"):
+            coda_inductor.enable(disable="swiglu")
+            assert infer(model, x)[0] == outer[1]
             coda_inductor.disable()
             assert not infer(model, x)[0]
         assert hooks() == before
@@ -315,19 +309,16 @@ def broken(*_):
     raise OSError("No space left on device")
 
 
-def test_strict_raises(monkeypatch):
-    replace_pass(monkeypatch, "fuse", lambda _: broken)
-    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
-        infer(Block(), torch.randn(3, D))
-    assert isinstance(inner(caught), FallbackError)
-
-
-def test_a_failing_pass_costs_itself(monkeypatch):
+def test_a_failing_pass_costs_itself_and_strict_raises(monkeypatch):
+    model, x = Block().double(), input_of(3, D)
     for name in ("idioms", "fuse"):
         with monkeypatch.context() as patch, coda_inductor.enabled():
             replace_pass(patch, name, lambda _: broken)
-            model, x = Block().double(), input_of(3, D)
             assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
+    replace_pass(monkeypatch, "fuse", lambda _: broken)
+    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
+        infer(model, x)
+    assert isinstance(inner(caught), FallbackError)
 
 
 def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
@@ -396,10 +387,9 @@ def test_torchs_caches_know_the_options():
 
 
 @pytest.mark.usefixtures("caches")
-@pytest.mark.parametrize("run", [step, infer])
-def test_what_failed_once_is_not_kept_in_torchs_cache(run, monkeypatch):
+def test_what_failed_once_is_not_kept_in_torchs_cache(monkeypatch):
     model, x = Block(), torch.randn(4, D, requires_grad=True)
     with monkeypatch.context() as patch:
         replace_pass(patch, "fuse", lambda _: broken)
-        assert generated(run, model, x)[:2] == (0, 1)
-    assert [generated(run, model, x)[:2] for _ in range(2)] == [(0, 1), (1, 0)]
+        assert generated(step, model, x)[:2] == (0, 1)
+    assert [generated(step, model, x)[:2] for _ in range(2)] == [(0, 1), (1, 0)]

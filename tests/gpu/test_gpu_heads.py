@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import check, config_for
+from oracle import NEEDS_KERNELS, build, check, config_for
 from programs import inputs
 from programs_heads import programs
 
 from coda_inductor.mainloop.availability import kernel_stack
-from coda_inductor.runtime.pool import KernelRequest, wait
+from coda_inductor.runtime.pool import KernelRequest
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import arch_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
-    pytest.mark.timeout(600),
-]
+pytestmark = NEEDS_KERNELS
 
 DTYPES = ("bfloat16", "float16")
 K = 136  # ragged, as are all M
@@ -29,12 +25,10 @@ NAMES = [name for name, p in programs().items() if kernel_stack() or legal_confi
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Every kernel of this file, compiled in parallel; a failure here is a failure."""
     requests = [
-        KernelRequest(program.to_json(), str(config_for(program)), b_major=b_major)
+        KernelRequest(program.to_json(), str(config_for(program)))
         for dtype in DTYPES
         for name, program in programs(dtype).items()
-        for b_major in ("k", "n" if name == "rotary" else "k")
         if name in NAMES
     ]
     for name in set(EVERY_CONFIG).intersection(NAMES):
@@ -43,8 +37,7 @@ def compiled():
             KernelRequest(program.to_json(), str(config))
             for config in legal_configs(program, arch_of())
         ]
-    failed = {r.config: error for r, error in wait([*set(requests)], 500).items() if error}
-    assert not failed
+    build(requests)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 10])

@@ -85,15 +85,6 @@ def test_every_config(name):
         check(program, *arguments, config)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "paired_sums", "paired_rows"])
-def test_pair_with_both_pointer_orders(name):
-    program = programs()[name]
-    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
-    assert bs[0].data_ptr() != bs[1].data_ptr()
-    check(program, [a], bs, operands)
-    check(program, [a], bs[::-1], operands)
-
-
 def test_pair_far_apart():
     program = kinds()["swiglu"]
     (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
