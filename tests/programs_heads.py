@@ -14,6 +14,7 @@ def rotary(
     width: int | None = None,
     distance: int | None = None,
     dtype: str = "bfloat16",
+    tables: str = "",
 ) -> EpilogueProgram:
     """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, of which
     those ``distance`` apart belong together (None: all of them, halves of it)."""
@@ -25,8 +26,8 @@ def rotary(
             Operand("rstd", "col", "float32"),
             Operand("bias", "row", dtype),
             Operand("bias_turned", "row", dtype),
-            Operand("cos", "table", dtype),
-            Operand("sin", "table", dtype),
+            Operand("cos", "table", tables or dtype),
+            Operand("sin", "table", tables or dtype),
         ),
         steps=(
             Step("scaled", "mul", ("acc", "rstd")),

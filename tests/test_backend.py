@@ -11,9 +11,6 @@ import ast
 import copy
 import itertools
 import logging
-import os
-import pwd
-import tempfile
 
 import pytest
 import torch
@@ -30,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import coda_inductor
 from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, pipeline, report
 from coda_inductor.backend import coda
-from coda_inductor.cache_dir import cache_dirs, private_dir
 from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -218,22 +214,6 @@ def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
     (warning,) = warnings_of(messages)
     assert "GEMM mm falls back to Inductor: " in warning
     assert "torch.int64" in warning
-
-
-def test_user_without_home_and_name_has_a_cache(tmp_path, monkeypatch):
-    def nobody(uid):
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    private_dir.cache_clear()
-    expected = tmp_path / f"coda_inductor_uid_{os.getuid()}"
-    assert cache_dirs.__wrapped__() == (expected, None)
-    os.environ["CODA_CACHE_DIR"] = os.devnull
-    assert cache_dirs.__wrapped__() == (expected, None)
-    assert expected.is_dir()
-    private_dir.cache_clear()
 
 
 @pytest.mark.usefixtures("light")

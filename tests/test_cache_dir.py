@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pwd
 import stat
 import tempfile
 from pathlib import Path
@@ -204,9 +205,17 @@ def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatc
     assert not caplog.messages
 
 
-def test_a_chosen_folder_that_cannot_be_made_is_said(place, caplog, monkeypatch):
-    monkeypatch.setenv("CODA_CACHE_DIR", os.devnull)
-    assert find(caplog)[1] is None
+def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
+    place, caplog, monkeypatch
+):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(os, "environ", {"CODA_CACHE_DIR": os.devnull})
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    own = place / "temp" / f"coda_inductor_uid_{os.getuid()}"
+    assert find(caplog) == (own, None)
+    assert own.is_dir()
     assert f"CODA_CACHE_DIR={os.devnull} is not used" in caplog.text
 
 

@@ -168,29 +168,6 @@ def test_dynamic_kernels_share_no_counter(prepared):
         assert torch.equal(x, want[0])
 
 
-def test_deterministic_mode_switched_between_calls():
-    program, as_, bs, operands = case("norm_bwd_joined")
-    config = config_for(program)
-
-    def both():
-        return [launched(as_[::s], bs[::s], operands, program, config) for s in (1, -1)]
-
-    check(program, as_, bs, operands)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = [torch.cat(as_[::s], 1) for s in (1, -1)]
-        second = [torch.cat(bs[::s], 0) for s in (1, -1)]
-        for got, a, b in zip(both(), first, second, strict=True):
-            want = launched([a], [b], operands, program, config)
-            for x, y in zip(got, want, strict=True):
-                assert torch.equal(x, y)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    one, two = both()  # in place both start with the term at the lower address
-    for x, y in zip(one, two, strict=True):
-        assert torch.equal(x, y)
-
-
 def test_a_compiled_graph_calls_it_without_the_dispatcher():
     model = make()
     run = compiled(model)

@@ -27,30 +27,20 @@ def autocast():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def as_if(model, **options):
-    """The reports of a training step on an H100 that fuses whatever is legal."""
-    ids = torch.zeros(2, 32, dtype=torch.long)
-    settings = parse(None, {"gate": "always", **options})
+def llama(layers, dtype=torch.float32):
+    """The reports of a training step on an H100 that fuses whatever is legal, of a Llama whose
+    weights are of ``dtype``."""
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
+    ids, settings = torch.zeros(2, 32, dtype=torch.long), parse(None, {"gate": "always"})
+
+    def loss():
+        return loss_of(model(ids, use_cache=False).logits, ids)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(availability, "kernel_stack", lambda *_: None)
-        (found,) = capture(lambda: loss_of(model(ids), ids), (), {}, settings, as_if=CUDA).graphs
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            (found,) = capture(loss, (), {}, settings, as_if=CUDA).graphs
     return found.report.sites
-
-
-def llama(layers, dtype=torch.float32):
-    """What becomes of a Llama whose weights are of ``dtype``."""
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-        return as_if(_Logits(model))
-
-
-class _Logits(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(ids, use_cache=False).logits
 
 
 def fused(sites, role):
