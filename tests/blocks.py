@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 D = 8
 
@@ -48,15 +49,42 @@ class Layer(nn.Module):
         return self.body(x)
 
 
-class Region(Layer):
-    """Marked, so that torch compiles it once inside of a larger graph."""
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return self.body(x)
-
-
 def stack(layers: int, bias: bool = False) -> nn.Sequential:
     """An input projection, so that the first norm too is behind a GEMM, then layers, in float64."""
     first = nn.Linear(WIDTH, WIDTH, bias)
     return nn.Sequential(first, *(Layer(bias) for _ in range(layers))).double()
+
+
+V, T, HEADS = 96, 6, 2
+
+
+class Whole(nn.Module):
+    """A layer of a Llama in which every pass finds something to do: a table that the head shares,
+    packed projections, shared heads, a constant mask, norms, a checkpointed region, loss and
+    logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(V, WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, 2 * WIDTH, False), nn.Linear(WIDTH, WIDTH, False)
+        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, False)
+        self.down = nn.Linear(HIDDEN, WIDTH, False)
+        self.norm1, self.norm2, self.norm3 = (nn.RMSNorm(WIDTH) for _ in range(3))
+
+    def attend(self, x):
+        q, k, v = self.qkv(self.norm1(x)).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
+        q = torch.ops.aten.relu.default(q).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = (t[:, None].repeat_interleave(HEADS, 1) for t in (k, v))
+        mask = torch.arange(T)[:, None] >= torch.arange(T)
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        return x + self.o(y.transpose(1, 2).reshape(x.shape))
+
+    def feed(self, x):
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(torch.ops.aten.silu.default(gate) * up)
+
+    def forward(self, tokens, labels):
+        x = self.attend(self.table(tokens))
+        x = checkpoint(self.feed, x, use_reentrant=False) if self.training else self.feed(x)
+        logits = F.linear(self.norm3(x), self.table.weight)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits

@@ -16,30 +16,14 @@ def subject(m: int, k: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m * k)).to(dtype)
     special = x[m // 2 :]
-    for row, write in enumerate((_zeros, _nan, _infinities, _outlier, _tiny)):
+    infinities = (2, 0, -torch.inf), (2, -1, torch.inf)
+    for row, column, value in (
+        (0, slice(None), 0.0), (1, k // 2, torch.nan), *infinities, (3, -1, 1000.0),
+    ):  # fmt: skip
         if row < len(special):
-            write(special[row])
+            special[row, column] = value
+    special[4:5, 1:] *= 2.0**-12
     return x.to(device)
-
-
-def _zeros(row: Tensor) -> None:
-    row.zero_()
-
-
-def _nan(row: Tensor) -> None:
-    row[len(row) // 2] = torch.nan
-
-
-def _infinities(row: Tensor) -> None:
-    row[0], row[-1] = -torch.inf, torch.inf
-
-
-def _outlier(row: Tensor) -> None:
-    row[-1] = 1000.0
-
-
-def _tiny(row: Tensor) -> None:
-    row[1:] *= 2.0**-12
 
 
 def scale_of(x: Tensor, dims: list[int], dtype: torch.dtype, *, power: bool = False) -> Tensor:

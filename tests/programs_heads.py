@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from kinds import kinds
 from programs import legal
 
@@ -46,21 +44,6 @@ def rotary(
     )
 
 
-def rotated_product(head: int, dtype: str = "bfloat16") -> EpilogueProgram:
-    """Nothing but the rotation, by a table each of float32."""
-    base = rotary(head, dtype=dtype, tables="float32")
-    return dataclasses.replace(
-        base,
-        operands=base.operands[3:],
-        steps=(
-            base.steps[2],
-            Step("x_cos", "mul", ("acc", "cos")),
-            Step("turned_sin", "mul", ("other", "sin")),
-            base.steps[-1],
-        ),
-    )
-
-
 def everything(dtype: str = "bfloat16") -> EpilogueProgram:
     """Two swaps beside each kind of operand."""
     steps = (
@@ -95,12 +78,9 @@ def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     named = {
         **{name: program for name, program in kinds(dtype).items() if program.head},
         **{f"halves_{n}": rotary(n, dtype=dtype) for n in (64, 80, 96, 128, 256)},
-        "neighbours_64": rotary(64, distance=1, dtype=dtype),
         "neighbours_in_part": rotary(128, 64, 1, dtype=dtype),  # GPT-J
         "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia
         "part_of_80": rotary(80, 32, dtype=dtype),  # Phi
-        "part_of_128": rotary(128, 64, dtype=dtype),
-        "wide_tables": rotated_product(64, dtype),
         "everything": everything(dtype),
     }
     return {name: legal(program) for name, program in named.items()}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from blocks import Block, D
 from checking import leave_custom_ops
@@ -72,16 +71,3 @@ def test_a_program_that_may_need_python_is(tmp_path, monkeypatch):
     assert counters["coda"] == {"rms_norm": 1, "swiglu": 1, "residual": 1}
     assert load(path, tmp_path, "ours") == ""
     assert "coda_inductor::gemm_epilogue" in load(path, tmp_path)
-
-
-def test_what_is_not_compiled_ahead_is_fused_after_all():
-    x = torch.randn(3, D)
-    with coda_inductor.enabled(), torch.no_grad():
-        torch.compile(Block())(x)
-    assert counters["coda"]["rms_norm"] == 1
-
-
-@pytest.mark.parametrize("value", ["yes", 1])
-def test_the_option_is_checked(value):
-    with pytest.raises(coda_inductor.OptionError, match="'aot' takes True or False"):
-        coda_inductor.enable(aot=value)

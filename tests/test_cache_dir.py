@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pwd
 import stat
 import tempfile
 from pathlib import Path
@@ -196,12 +197,6 @@ def test_the_default_must_be_ours(place, caplog, belongs):
     assert f"CODA_CACHE_DIR={theirs} says that you trust them" in caplog.text
 
 
-def test_a_link_to_a_folder_of_ours_is_followed(place):
-    (place / "scratch").mkdir()
-    (place / "home" / ".cache").symlink_to(place / "scratch")
-    assert find()[0].resolve() == place / "scratch" / "coda_inductor"
-
-
 def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatch):
     chosen = place / "image"
     chosen.mkdir()
@@ -209,6 +204,20 @@ def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatc
     monkeypatch.setattr(module, "writable", lambda path: path != chosen)
     assert find(caplog) == (place / "home" / ".cache" / "coda_inductor", chosen)
     assert not caplog.messages
+
+
+def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
+    place, caplog, monkeypatch
+):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(os, "environ", {"CODA_CACHE_DIR": os.devnull})
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    own = place / "temp" / f"coda_inductor_uid_{os.getuid()}"
+    assert find(caplog) == (own, None)
+    assert own.is_dir()
+    assert f"CODA_CACHE_DIR={os.devnull} is not used" in caplog.text
 
 
 @pytest.mark.parametrize(

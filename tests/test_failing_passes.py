@@ -8,55 +8,19 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
+from blocks import T, Whole
 from checking import assert_same, replace_pass
 from harness import Harness
-from torch import nn
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import checkpoint
 
 from coda_inductor import log, pipeline
 from coda_inductor.dynamo import late_gradients
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.runtime import linear_cross_entropy
 
-V, D, F_, H, T = 96, 16, 24, 2, 6
-
-
-class Llama(nn.Module):
-    """One layer in which every pass finds something to do: a table that the head shares, a packed
-    projection, constant mask, norms, a checkpointed region, loss and logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(V, D)
-        self.qkv, self.o = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
-        self.gate_up = nn.Linear(D, 2 * F_, bias=False)
-        self.down = nn.Linear(F_, D, bias=False)
-        self.norm1, self.norm2, self.norm3 = (nn.RMSNorm(D) for _ in range(3))
-
-    def attend(self, x):
-        heads = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, H, D // H)
-        q, k, v = (t.transpose(1, 2) for t in heads.unbind(2))
-        mask = torch.arange(T)[:, None] >= torch.arange(T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return x + self.o(y.transpose(1, 2).reshape(x.shape))
-
-    def feed(self, x):
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(torch.ops.aten.silu.default(gate) * up)
-
-    def forward(self, tokens, labels):
-        x = self.attend(self.table(tokens))
-        x = checkpoint(self.feed, x, use_reentrant=False) if self.training else self.feed(x)
-        logits = F.linear(self.norm3(x), self.table.weight)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
-
-
 PASSES = list(dict.fromkeys(each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN)))
 #: Without one of these only these run.
 NEEDED = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if each.needed]
-OTHERS = [name for name in PASSES if name not in NEEDED]
 #: Those that do nothing without a backward pass.
 BACKWARD = [
     "late_gradients", "loss", "embedding",
@@ -127,58 +91,51 @@ def small(monkeypatch):
 
 def compare(compiler, training):
     torch.manual_seed(0)
-    ours, eager = (copy.deepcopy(m) for m in [Llama()] * 2)
+    ours, eager = (copy.deepcopy(m) for m in [Whole()] * 2)
     have = step(torch.compile(ours, backend=compiler), ours, training)
     assert_same(have, step(eager, eager, training))
 
 
-def check(name, how, compiler, training, monkeypatch, caplog):
-    """The pass ``name`` fails so: the numbers are eager's. Returns the warnings."""
-    failing = replace_pass(monkeypatch, name, lambda run: Failing(run, how))
+def said(caplog):
+    return [text for r in caplog.records if "a bug of ours" in (text := r.getMessage())]
+
+
+def fail_together(which, how, compiler, training, monkeypatch):
+    """Some passes fail in one compilation, all of which numbers survive; returns their names."""
+    names = [name for name in PASSES if training or name not in BACKWARD]
+    others = [name for name in names if name not in NEEDED]
+    parts = {"even": others[::2], "odd": others[1::2], "needed": [n for n in names if n in NEEDED]}
+    chosen = {
+        name: replace_pass(monkeypatch, name, lambda run: Failing(run, how))
+        for name in parts[which]
+    }
     compare(compiler, training)
-    messages = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-    assert failing.failed
-    return [m for m in messages if "a bug of ours" in m]
-
-
-def together(training):
-    """Passes that fail in one compilation."""
-    ran = [name for name in OTHERS if training or name not in BACKWARD]
-    needed = [name for name in NEEDED if training or name not in BACKWARD]
-    return {"even": ran[::2], "odd": ran[1::2], "needed": needed}
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_at_the_end(name, monkeypatch, caplog):
-    (warning,) = check(name, "end", Harness(strict=False), True, monkeypatch, caplog)
-    assert warning.startswith(f"pass {name} falls back to Inductor: IndexError in our own passes")
+    assert [name for name, each in chosen.items() if not each.failed] == []
+    return [*chosen]
 
 
 @pytest.mark.parametrize("which", ["even", "odd", "needed"])
 def test_at_the_start(which, monkeypatch, caplog):
     """Nothing is put back, others find what those have left."""
-    chosen = together(True)[which]
-    failing = [replace_pass(monkeypatch, n, lambda run: Failing(run, "start")) for n in chosen]
-    compare(Harness(strict=False), True)
-    assert [n for n, each in zip(chosen, failing, strict=True) if not each.failed] == []
-    (warning,) = [text for r in caplog.records if "a bug of ours" in (text := r.getMessage())]
-    assert warning.startswith(f"pass {chosen[0]} falls back to Inductor")
+    first, *_ = fail_together(which, "start", Harness(strict=False), True, monkeypatch)
+    (warning,) = said(caplog)
+    assert warning.startswith(f"pass {first} falls back to Inductor: IndexError in our own passes")
 
 
 @pytest.mark.parametrize(("name", "how"), [(name, how) for how in MANY for name in MANY[how]])
 def test_between_two_of_its_changes(name, how, monkeypatch, caplog):
     """A net inside a pass may catch it: one match is lost then, or one GEMM."""
-    assert len(check(name, how, Harness(strict=False), True, monkeypatch, caplog)) <= 1
+    failing = replace_pass(monkeypatch, name, lambda run: Failing(run, how))
+    compare(Harness(strict=False), True)
+    assert failing.failed
+    assert len(said(caplog)) <= 1
 
 
 @pytest.mark.parametrize(("which", "training"), [("even", True), ("needed", True), ("odd", False)])
 def test_inductor_compiles_what_is_put_back(which, training, monkeypatch, caplog):
     """Several fail when they have done their work: one at a time would compile for minutes."""
-    chosen = together(training)[which]
-    failing = [replace_pass(monkeypatch, n, lambda run: Failing(run, "end")) for n in chosen]
-    compare("coda", training)
-    assert [n for n, each in zip(chosen, failing, strict=True) if not each.failed] == []
-    assert sum("a bug of ours" in r.getMessage() for r in caplog.records) == 1  # of one kind
+    fail_together(which, "end", "coda", training, monkeypatch)
+    assert len(said(caplog)) == 1  # of one kind
 
 
 def test_a_pass_that_others_need_takes_them_along(monkeypatch, caplog):

@@ -53,37 +53,42 @@ def run_idiom(**options) -> tuple[bool, Harness]:
     return any(t.startswith("coda_inductor.users_own_") for t in targets), harness
 
 
-def test_what_is_no_dict_or_not_of_inductors_type_is_named(monkeypatch):
-    with pytest.raises(OptionError, match=r"options is a dict .*got \['debug'\]"):
-        parse(None, ["debug"])
-    with pytest.raises(OptionError, match=r"'max_autotune', which is Inductor's, takes bool, got"):
-        parse(None, {"max_autotune": "hm"})
-    with pytest.raises(OptionError, match=r"unknown option 'debgu'.*did you mean 'debug'\?"):
-        parse(None, {"debgu": True})
-    with pytest.raises(OptionError, match=r"did you mean 'max-autotune'\?"):
-        parse("max_autotune", None)
-    monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
-    with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
-        parse(None, None)
+def test_nothing_set_gives_the_documented_defaults(monkeypatch):
+    for name in ("CODA_DEBUG", "CODA_DEBUG_DIR", "CODA_PATTERNS", "CODA_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+    assert parse(None, None) == Options()
+    assert parse("default", {}) == Options()
 
 
-def test_unknown_option_or_mode_lists_the_known_ones():
-    with pytest.raises(OptionError) as caught:
+def test_an_unknown_option_lists_the_known_ones():
+    with pytest.raises(OptionError, match="unknown option 'verbose'") as caught:
         parse(None, {"verbose": True})
-    message = str(caught.value)
-    assert "'verbose'" in message
     for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
                  "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
-        assert name in message
-    with pytest.raises(OptionError, match=r"unknown mode 'fast'; known .*max-autotune"):
-        parse("fast", None)
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        (None, ["debug"], "got ['debug']"),
+        (None, {"max_autotune": "hm"}, "'max_autotune', which is Inductor's, takes bool, got"),
+        (None, {"debgu": True}, "did you mean 'debug'?"),
+        ("max_autotune", None, "did you mean 'max-autotune'?"),
+        ("fast", None, "unknown mode 'fast'; known"),
+    ],
+)
+def test_what_is_not_known_is_named(mode, options, message):
+    with pytest.raises(OptionError) as caught:
+        parse(mode, options)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"debug": "yes"}, "'debug' takes True or False, got 'yes'"),
         ({"strict": 1}, "'strict' takes True or False, got 1"),
+        ({"reference": None}, "'reference' takes True or False, got None"),
         ({"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
         ({"tune": False}, "'tune' is one of auto, always, never, got False"),
         *[
@@ -105,13 +110,10 @@ def test_value_of_the_wrong_type_is_named(options, message):
     assert message in str(caught.value)
 
 
-def test_inductor_options_pass_through():
+def test_options_of_inductors_pass_through_and_override_its_modes():
     settings = parse(None, {"max_autotune": True, "triton.cudagraphs": False, "strict": True})
     assert settings.inductor == {"max_autotune": True, "triton.cudagraphs": False}
     assert settings.strict
-
-
-def test_mode_is_inductors_and_an_option_overrides_it():
     mode = "max-autotune-no-cudagraphs"
     assert parse(mode, None).inductor == torch._inductor.list_mode_options()[mode]
     assert parse(mode, {"max_autotune": False}).inductor["max_autotune"] is False
@@ -158,6 +160,19 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
     assert given == (third, second, first)  # the environment's stay
     monkeypatch.setenv("CODA_PATTERNS", str(tmp_path / "gone.py"))
     with pytest.raises(PatternError, match=r"gone\.py"):
+        parse(None, None)
+
+
+def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):
+    path = pattern_file(tmp_path)
+    for given in (path, Path(path)):
+        assert parse(None, {"patterns": given}).patterns == (path,)
+    with pytest.raises(PatternError, match=r"no such file .*nowhere\.py"):
+        parse(None, {"patterns": [tmp_path / "nowhere.py"]})
+    with pytest.raises(PatternError, match=r"nowhere\.py"):
+        patterns.load_file(tmp_path / "nowhere.py")
+    monkeypatch.setenv("CODA_PATTERNS", "/no/such.py")
+    with pytest.raises(PatternError, match=r"CODA_PATTERNS: no such file '/no/such.py'"):
         parse(None, None)
 
 

@@ -87,11 +87,11 @@ class Checkpointed(nn.Module):
 
 
 class Regions(nn.Module):
-    """Blocks that are traced once."""
+    """Blocks that are traced once, however many there are."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.out = nn.Linear(16, D)
 
     def forward(self, x):
@@ -138,40 +138,11 @@ def test_what_fires_is_what_fires_with_the_backend(name, run):
         have, values = run(model, x)
     assert not without
     assert have == want
-    assert have
+    assert 1 <= have["rms_norm"] + have["layer_norm"] <= 2 or name == "masked"
     assert_same(values, eager)
     reports = [(r.summary, [str(why) for why in r.refusals]) for r in report.reports()]
     assert reports[: len(reports) // 2] == reports[len(reports) // 2 :]
     assert not any(why.failure for r in report.reports() for why in r.refusals)
-
-
-def test_with_flex_attention():
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def causal(b, h, q, k):
-        return q >= k
-
-    def soft_cap(score, b, h, q, k):
-        return 20 * torch.tanh(score / 20)
-
-    class Flex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.q, self.o = Block(), nn.Linear(D, 64), nn.Linear(64, D)
-            self.mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
-
-        def forward(self, x):
-            q = self.q(x).view(1, 128, 2, 32).transpose(1, 2)
-            y = flex_attention(q, q, q, soft_cap, self.mask)
-            return self.block(x + self.o(y.transpose(1, 2).reshape(1, 128, 64)))
-
-    model, x = Flex(), torch.randn(1, 128, D)
-    want, eager = infer(model, x, backend=coda)
-    with coda_inductor.enabled():
-        have, values = infer(model, x)
-    assert have == want
-    assert have["rms_norm"] == have["swiglu"] == 1
-    assert_same(values, eager)
 
 
 def test_graphs_that_are_compiled_one_by_one():
@@ -220,36 +191,6 @@ def test_the_backward_pass_may_be_compiled_later_and_elsewhere():
     assert_same([p.grad for p in (*model.parameters(), x)], eager[1:])
 
 
-def test_another_thread_may_have_other_options():
-    found = {}
-
-    def other():
-        coda_inductor.enable(disable=["rms_norm"])
-        found["other"], _ = infer(Block(), torch.randn(3, D))
-        coda_inductor.disable()
-
-    with coda_inductor.enabled():
-        before = hooks()
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        if threading_has_its_own():
-            assert hooks() == before
-            found["this"], _ = infer(Block(), torch.randn(3, D))
-            assert found["this"]["rms_norm"] == 1
-    assert found["other"] == {"swiglu": 1, "residual": 1}
-
-
-def threading_has_its_own():
-    """Before torch 2.13 Inductor's configuration is the process's."""
-    seen = []
-    with config.patch(max_autotune=True):
-        thread = threading.Thread(target=lambda: seen.append(config.max_autotune))
-        thread.start()
-        thread.join()
-    return not seen[0]
-
-
 @pytest.mark.parametrize("kind", ["pass", "function", "list", "tuple"])
 def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
     first, second = UsersPass("1"), UsersPass("2")
@@ -265,21 +206,13 @@ def test_a_users_own_passes_run_in_front_and_are_put_back(kind):
     assert counts["rms_norm"] == 1
 
 
-def test_enabling_twice_is_enabling_once_with_the_newer_options():
-    coda_inductor.enable()
-    coda_inductor.enable(disable="swiglu")
-    counts, _ = infer(Block(), torch.randn(3, D))
-    assert counts == {"rms_norm": 1, "residual": 1}
-    coda_inductor.disable()
-    assert not infer(Block(), torch.randn(3, D))[0]
-
-
 def fail_after(model, x, want):
     assert infer(model, x)[0] == want
     raise ValueError("not ours")
 
 
 def test_contexts_nest_and_end_with_exceptions():
+    """To enable twice is to enable once, with the newer options."""
     outer = [{"rms_norm": 1, "swiglu": 1, "residual": 1}, {"rms_norm": 1, "residual": 1}]
     model, x = Block(), torch.randn(3, D)
     with coda_inductor.enabled():
@@ -289,6 +222,8 @@ def test_contexts_nest_and_end_with_exceptions():
         assert hooks() == before
         assert infer(model, x)[0] == outer[0]
         with coda_inductor.enabled(gate="never"):
+            coda_inductor.enable(disable="swiglu")
+            assert infer(model, x)[0] == outer[1]
             coda_inductor.disable()
             assert not infer(model, x)[0]
         assert hooks() == before
@@ -361,16 +296,6 @@ def test_returned_logits_keep_their_gradient(monkeypatch):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("model", [Block, Checkpointed])
-def test_debug_folder(model, tmp_path):
-    with coda_inductor.enabled(debug=True, debug_dir=str(tmp_path)):
-        infer(model(), torch.randn(3, D))
-    (folder,) = tmp_path.iterdir()
-    assert "coda_inductor.rms_norm" in (folder / "1_raised.py").read_text()
-    assert "residual" in (folder / "gemms.txt").read_text()
-    assert coda_inductor.reports()[-1].folder == str(folder)
-
-
 def test_explain_is_not_disturbed():
     model, x = Block(), torch.randn(3, D)
     with torch.no_grad():
@@ -384,19 +309,16 @@ def broken(*_):
     raise OSError("No space left on device")
 
 
-def test_strict_raises(monkeypatch):
-    replace_pass(monkeypatch, "fuse", lambda _: broken)
-    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
-        infer(Block(), torch.randn(3, D))
-    assert isinstance(inner(caught), FallbackError)
-
-
-def test_a_failing_pass_costs_itself(monkeypatch):
+def test_a_failing_pass_costs_itself_and_strict_raises(monkeypatch):
+    model, x = Block().double(), input_of(3, D)
     for name in ("idioms", "fuse"):
         with monkeypatch.context() as patch, coda_inductor.enabled():
             replace_pass(patch, name, lambda _: broken)
-            model, x = Block().double(), input_of(3, D)
             assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
+    replace_pass(monkeypatch, "fuse", lambda _: broken)
+    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
+        infer(model, x)
+    assert isinstance(inner(caught), FallbackError)
 
 
 def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
@@ -465,10 +387,9 @@ def test_torchs_caches_know_the_options():
 
 
 @pytest.mark.usefixtures("caches")
-@pytest.mark.parametrize("run", [step, infer])
-def test_what_failed_once_is_not_kept_in_torchs_cache(run, monkeypatch):
+def test_what_failed_once_is_not_kept_in_torchs_cache(monkeypatch):
     model, x = Block(), torch.randn(4, D, requires_grad=True)
     with monkeypatch.context() as patch:
         replace_pass(patch, "fuse", lambda _: broken)
-        assert generated(run, model, x)[:2] == (0, 1)
-    assert [generated(run, model, x)[:2] for _ in range(2)] == [(0, 1), (1, 0)]
+        assert generated(step, model, x)[:2] == (0, 1)
+    assert [generated(step, model, x)[:2] for _ in range(2)] == [(0, 1), (1, 0)]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, leave_custom_ops, randn, reasons
+from checking import check, leave_custom_ops, randn, reasons
 from torch import nn
 
 from coda_inductor.fuse import driver
 from coda_inductor.fuse.region import NoRegionError
-from coda_inductor.pipeline import on_aten
 from coda_inductor.refusal import refuse
 
 M, N, K = 6, 10, 8
@@ -45,8 +44,6 @@ ELEMENTWISE = {
     "log2": (lambda z: torch.log2(z * z + 1), {"log2"}),
     "sin and cos": (lambda z: z.sin() - z.cos(), {"sin", "cos", "sub"}),
     "clamp": (lambda z: z.clamp(-0.5, 1.5), {"maximum", "minimum"}),
-    "clamp below": (lambda z: z.clamp(min=-0.5), {"maximum"}),
-    "clamp above": (lambda z: z.clamp(max=0.5), {"minimum"}),
     "relu6": (F.relu6, {"minimum"}),
     "leaky relu": (lambda z: F.leaky_relu(z, 0.2), {"where"}),
     "softplus": (F.softplus, {"where", "exp"}),
@@ -61,7 +58,6 @@ ELEMENTWISE = {
     "reciprocal": (lambda z: 1 / (z.abs() + 1), {"reciprocal"}),
     "to the minus one": (lambda z: (z.abs() + 1) ** -1, {"reciprocal"}),
     "scalar arithmetic": (lambda z: 3 - (z * 2 + 1) / 7, {"mul", "div"}),
-    "integer scalars": (lambda z: (z + 5) * 3, {"add", "mul"}),
     "where": (lambda z: torch.where(z > 0, z, z * 0.01), {"gt", "where"}),
     "comparisons": (
         lambda z: torch.where(z >= -1, z, 0.0) + torch.where(z < 0, (z <= -2) * z, 2.0),
@@ -187,23 +183,18 @@ def test_one_sum_serves_all_its_readers():
     assert [(r.name, r.axis) for r in site.program.reduces] == [("part0", "col"), ("part1", "row")]
 
 
-def gate_up(x, wg, wu):
-    return F.silu(F.linear(x, wg)) * F.linear(x, wu)
+PAIRS = {
+    "gate and up": lambda x, wg, wu: F.silu(F.linear(x, wg)) * F.linear(x, wu),
+    "up and gate": lambda x, wg, wu: x @ wu.t() * F.silu(x @ wg.t()),
+    "condition": lambda x, wg, wu: torch.where(
+        (g := F.linear(x, wg)) > (u := F.linear(x, wu)), g, u.tanh() * 0.5
+    ),
+}
 
 
-def up_gate(x, wg, wu):
-    up = x @ wu.t()
-    return up * F.silu(x @ wg.t())
-
-
-def condition(x, wg, wu):
-    g, u = F.linear(x, wg), F.linear(x, wu)
-    return torch.where(g > u, g, u.tanh() * 0.5)
-
-
-@pytest.mark.parametrize("function", [gate_up, up_gate, condition], ids=lambda f: f.__name__)
-def test_any_function_of_two_products_is_a_pair(function):
-    assert fused(function, randn(2, 3, K), randn(N, K), randn(N, K)).paired
+@pytest.mark.parametrize("name", PAIRS)
+def test_any_function_of_two_products_is_a_pair(name):
+    assert fused(PAIRS[name], randn(2, 3, K), randn(N, K), randn(N, K)).paired
 
 
 def test_gate_that_others_read_is_stored_and_loaded_by_up():
@@ -258,24 +249,3 @@ def test_only_what_is_read_once_is_a_residual():
     assert harness.counts == {"epilogue": 2}
     harness = check(lambda x, w: x + F.linear(x, w), randn(2, 3, K), randn(K, K))
     assert harness.counts == {"residual": 1}
-
-
-CUSTOM = {
-    "activation": lambda x, w, u: F.gelu(F.linear(x, w)) * 2,
-    "pair": gate_up,
-    "residual": lambda x, w, u: (x.sum() + F.linear(x, w)).relu(),
-    "column": lambda x, w, u: F.linear(x, w) * x[..., :1],
-    "statistics": lambda x, w, u: (F.linear(x, w), F.linear(x, w).amax(-1)),
-    "sequence": lambda x, w, u: F.linear(F.linear(x, w).relu(), u.t()).tanh(),
-}
-
-
-@pytest.mark.parametrize("name", CUSTOM)
-def test_custom_op_in_the_graph_computes_the_same(name, monkeypatch):
-    leave_custom_ops(monkeypatch)
-    function = Weights(CUSTOM[name], randn(136, K), randn(136, K))
-    harness = check(function, randn(2, 70, K), dynamic=True)
-    assert harness.ops()["coda_inductor.gemm_epilogue.default"] == len(harness.fused) > 0
-    before = str(harness.graph)
-    on_aten(harness.graph, harness.record)
-    assert str(harness.graph) == before

@@ -35,18 +35,13 @@ def halves(x, w):
     return F.silu(g) * u, u, g + 0, u.t().contiguous()
 
 
-def views_of_halves(x, w):
-    g, u = (x @ w.t()).chunk(2, -1)
-    return F.silu(g) * u, u[None].transpose(1, 2), g.unflatten(-1, (-1, 2)).detach()
-
-
 def turned_and_reduced(x, w):
     z = x @ w.t()
     y = z.relu()
     return y.t(), y.sum(-1, keepdim=True), z.sum(0), y[None]
 
 
-FUNCTIONS = [halves, views_of_halves, turned_and_reduced]
+FUNCTIONS = [halves, turned_and_reduced]
 
 
 def layout(results):

@@ -73,13 +73,6 @@ def test_as_if_concatenated_in_every_order(in_place, b_major, order, m, k):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("name", "dtype"), [("norm_bwd", "float16"), ("chain", "bfloat16")])
-def test_other_programs(in_place, name, dtype, order):
-    program, as_, bs, operands = terms(name, 777, 256, dtype=dtype)
-    check(program, as_[:: order[0]], bs[:: order[1]], operands)
-
-
 def test_halves_of_one_buffer_and_allocations_far_apart(in_place):
     program, as_, bs, operands = terms("norm_bwd", 300, 192)
     both = in_place(as_, 1)

@@ -4,8 +4,6 @@ second must be as right as the first."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kinds import B_MAJOR, TERMS, kinds
@@ -168,40 +166,6 @@ def test_dynamic_kernels_share_no_counter(prepared):
     torch.cuda.synchronize()
     for (x,) in found + captured:
         assert torch.equal(x, want[0])
-
-
-@pytest.mark.parametrize("processors", [100, 264, 1056])
-@pytest.mark.parametrize("name", ["scale", "norm_bwd"])
-def test_ctas_for_other_numbers_of_processors_compute_the_same(name, processors):
-    program, *tensors = case(name, 16384)
-    config = Config(128, 128, 2, 1, True)
-    want = launched(*tensors, program, config)
-    for _ in range(3):
-        got = launched(*tensors, program, replace(config, processors=processors))
-        assert all(map(torch.equal, got, want))
-
-
-def test_deterministic_mode_switched_between_calls():
-    program, as_, bs, operands = case("norm_bwd_joined")
-    config = config_for(program)
-
-    def both():
-        return [launched(as_[::s], bs[::s], operands, program, config) for s in (1, -1)]
-
-    check(program, as_, bs, operands)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = [torch.cat(as_[::s], 1) for s in (1, -1)]
-        second = [torch.cat(bs[::s], 0) for s in (1, -1)]
-        for got, a, b in zip(both(), first, second, strict=True):
-            want = launched([a], [b], operands, program, config)
-            for x, y in zip(got, want, strict=True):
-                assert torch.equal(x, y)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    one, two = both()  # in place both start with the term at the lower address
-    for x, y in zip(one, two, strict=True):
-        assert torch.equal(x, y)
 
 
 def test_a_compiled_graph_calls_it_without_the_dispatcher():

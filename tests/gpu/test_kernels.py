@@ -7,7 +7,7 @@ import pytest
 import torch
 from kinds import B_MAJOR, TERMS, kinds
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
-from programs import inputs, one_op, paired_sums, programs
+from programs import inputs, one_op, programs
 
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
@@ -83,22 +83,6 @@ def test_every_config(name):
             program, 1000, 520, 192, b_major=B_MAJOR[name], device="cuda", terms=TERMS[name]
         )
         check(program, *arguments, config)
-
-
-@pytest.mark.parametrize("name", ["swiglu", "paired_sums", "paired_rows"])
-def test_pair_with_both_pointer_orders(name):
-    program = programs()[name]
-    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
-    assert bs[0].data_ptr() != bs[1].data_ptr()
-    check(program, [a], bs, operands)
-    check(program, [a], bs[::-1], operands)
-
-
-def test_pair_of_adjacent_weights():
-    program = paired_sums()
-    (a,), bs, operands = inputs(program, 300, N, K, device="cuda")
-    both = torch.cat([b.t() for b in bs])
-    check(program, [a], [both[:N].t(), both[N:].t()], operands)
 
 
 def test_pair_far_apart():

@@ -29,11 +29,10 @@ ARCHS = ("90", "100", "120")
 BLACKWELL = "swiglu,norm_bwd/straight,fp8_residual,everything"
 #: More on Hopper, which alone has lean epilogues, and the most tiles and schedules.
 HOPPER = (
-    "paired_rows,norm_bwd/crossed,"
+    "norm_bwd/crossed,everything,"
     "select//64x32:1x1:co,swiglu//128x128:2x1:pp:sw4:dyn,scale//128x176:2x1:pp:k2,"
     "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
-    "fp8_residual_fast,fp8_swiglu_fast//128x256:2x1:co,fp8_dswiglu,fp8_stored,fp8_half_stored//128x128:2x1:pp,"
-    "halves_80,halves_64//64x64:1x1:co:k2,everything"
+    "fp8_swiglu_fast//128x256:2x1:co,fp8_stored,fp8_half_stored//128x128:2x1:pp"
 )
 
 COMPILE = """
@@ -178,19 +177,10 @@ def test_what_a_launch_decides(hopper):
     assert plans["128x176:2x1:pp:k2"] == [66, 8, False, [66, 8]]
 
 
-@pytest.mark.parametrize(
-    ("arch", "kernel", "why"),
-    [
-        ("89", "scale//128x128:1x1:co", "NotImplementedError: Gemm Sm80 is not implemented"),
-        ("100", "rotary//128x256:2x1:co", "do not read the table 'cos'"),
-    ],
-)
-def test_what_an_architecture_cannot(arch, kernel, why, tmp_path, compile_in_process):
-    """Ampere and Ada: if this fails, QuACK has a GEMM; give it configs, and
-    ``availability.ARCHS`` an 8. Blackwell does not read a table by columns of two places: its
-    subtiles would be of other columns than the product's, silently."""
-    with pytest.raises(AssertionError, match=why):
-        compile_in_process(arch, kernel, tmp_path)
+def test_ampere_and_ada_have_no_gemm(tmp_path, compile_in_process):
+    """If this fails, QuACK has one: give it configs, and ``availability.ARCHS`` an 8."""
+    with pytest.raises(AssertionError, match="NotImplementedError: Gemm Sm80 is not implemented"):
+        compile_in_process("89", "scale//128x128:1x1:co", tmp_path)
 
 
 #: Program, config, how it is built -> why it is not.
@@ -216,20 +206,18 @@ def test_what_has_no_kernel_is_refused(name, config, how, why):
 def test_in_fp8_maxima_keep_nan_and_stores_saturate(hopper):
     """As torch.amax and torchao's clamp in front of its cast do."""
     texts = [p.read_text() for p in hopper[0].glob("*Float8*.ptx")]
-    assert len(texts) == 4
+    assert len(texts) == 2
     assert all("max.NaN.f32" in text and "max.f32" not in text for text in texts)
     stored = [text for text in texts if "cvt.rn.satfinite.e4m3x2.f32" in text]
-    assert len(stored) == 2
+    assert len(stored) == 1
     half = [p.read_text() for p in hopper[0].glob("*.ptx")]
     assert sum("cvt.rn.satfinite.e5m2x2.f32" in text for text in half) == 1
 
 
-def test_fp8_sums_are_fast_where_they_may_and_slow_ones_do_not_fit(hopper):
+def test_fp8_sums_are_fast_where_they_may(hopper):
     slow = {name: kernel["slow"] for name, kernel in hopper[1].items() if name.startswith("fp8")}
     assert slow == {
-        "fp8_residual_fast": [True],  # it may, but 128 x 128 has room for better
         "fp8_swiglu_fast//128x256:2x1:co": [False],
-        "fp8_dswiglu": [True],
         "fp8_stored": [True],
         "fp8_half_stored//128x128:2x1:pp": [False],  # of 16 bits
     }

@@ -11,7 +11,6 @@ import linecache
 import logging
 import os
 import py_compile
-import subprocess
 import sys
 import time
 from importlib.util import cache_from_source
@@ -26,12 +25,9 @@ import quack.cache
 import quack.cache.jit
 from kinds import kinds
 
-from coda_inductor import cache_contents
-from coda_inductor.cache_dir import TAG
+from coda_inductor.cache_dir import TAG, folder
 from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -165,14 +161,6 @@ def test_without_flock_nothing_waits_and_kernels_are_kept(no_flock, compiler, ke
     assert len(no_flock) == 1, "tried once a folder"
 
 
-def test_without_flock_the_processes_of_a_host_still_lock(no_flock, kernels, monkeypatch):
-    kernels.mkdir(parents=True)
-    with store.KernelLock(kernels / "k.lock", exclusive=True):
-        other = store.KernelLock(kernels / "k.lock", exclusive=True, timeout=0.2)
-        with pytest.raises(RuntimeError, match="Timed out"):
-            other.__enter__()
-
-
 def test_a_lock_of_another_user_is_no_obstacle(kernels, monkeypatch):
     kernels.mkdir(parents=True)
     real = os.open
@@ -209,48 +197,19 @@ def test_kernels_of_a_folder_that_can_only_be_read_are_used(
     assert len(list(image.rglob("*.o"))) == 1, "what it lacks goes to our own folder"
 
 
-def test_a_full_cache_is_tidied_when_a_kernel_is_stored(compiler, kernels, tmp_path, monkeypatch):
-    compiler("old")
-    (old,) = kernels.glob("*.o")
-    for path in kernels.iterdir():
-        os.utime(path, (1e9, 1e9))
-    (tmp_path / ".tidied").unlink()
-    monkeypatch.setattr(cache_contents, "limit", lambda: 1)
-    compiler("new")
-    assert not old.exists()
-    assert len(list(kernels.glob("*.o"))) == 1
-
-
-USE = """
-import logging, sys
-logging.basicConfig(level="WARNING")
-import quack.cache
-from coda_inductor.mainloop import mod
-print(quack.cache.CACHE_DIR)
-"""
-
-
-def folder_with(**variables: str) -> tuple[str, str]:
-    environment = {k: v for k, v in os.environ.items() if k != "QUACK_CACHE_DIR"} | variables
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()[-1], done.stderr
-
-
-def test_quacks_own_folder_is_used_unless_everybody_may_write_to_it(tmp_path):
-    own, quacks = tmp_path / "own", tmp_path / "quacks"
+def test_quacks_own_folder_is_used_unless_everybody_may_write_to_it(tmp_path, monkeypatch, caplog):
+    quacks = tmp_path / "quacks"
     quacks.mkdir(mode=0o755)
-    variables = {"CODA_CACHE_DIR": str(own), "QUACK_CACHE_DIR": str(quacks)}
-    found, said = folder_with(**variables)
-    assert found == str(quacks)
-    assert "QUACK_CACHE_DIR" not in said
-    assert list(quacks.iterdir()) == []
-    quacks.chmod(0o777)
-    found, said = folder_with(**variables)
-    assert found == str(own / "kernels" / label())
-    assert f"QUACK_CACHE_DIR={quacks} is not used: everybody may write to {quacks}" in said
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(quacks))
+    with caplog.at_level(logging.WARNING, "coda_inductor"):
+        store.use()
+        assert str(quacks) == quack.cache.CACHE_DIR
+        assert list(quacks.iterdir()) == []
+        assert not caplog.messages
+        quacks.chmod(0o777)
+        store.use()
+    assert str(folder("kernels", label())) == quack.cache.CACHE_DIR
+    assert f"QUACK_CACHE_DIR={quacks} is not used: everybody may write to {quacks}" in caplog.text
 
 
 class Reference(NamedTuple):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that are no Hugging Face model, written as their libraries write them: torchtitan's Llama,
-timm's ViT block (timm needs torchvision, which has no CPU build here), torch's encoder layer.
+torch's encoder layer, a LoRA.
 
 Counts are formulas of the number of layers; outputs and gradients are eager's, in float64.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, check_gradients, randn
+from checking import check, check_gradients, randn
 from torch import nn
 
 D, HEADS, HIDDEN = 32, 4, 48
@@ -55,44 +55,8 @@ class TitanBlock(nn.Module):
         return h + self.w2(F.silu(self.w1(n)) * self.w3(n))
 
 
-class LayerScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.randn(D))
-
-    def forward(self, x):
-        return x * self.gamma
-
-
-class TimmBlock(nn.Module):
-    """``timm.models.vision_transformer.Block`` with LayerScale (``init_values``)."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(D, eps=1e-6), nn.LayerNorm(D, eps=1e-6)
-        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.fc1, self.fc2 = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
-        self.ls1, self.ls2, self.act = LayerScale(), LayerScale(), nn.GELU()
-        self.drop = nn.Dropout(0.0)
-
-    def attn(self, x):
-        B, N, C = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.drop(self.proj(x.transpose(1, 2).reshape(B, N, C)))
-
-    def forward(self, x):
-        x = x + self.ls1(self.attn(self.norm1(x)))
-        return x + self.ls2(self.drop(self.fc2(self.drop(self.act(self.fc1(self.norm2(x)))))))
-
-
 def titan(layers: int) -> nn.Module:
     return nn.Sequential(*(TitanBlock() for _ in range(layers)))
-
-
-def timm(layers: int) -> nn.Module:
-    return nn.Sequential(*(TimmBlock() for _ in range(layers)), nn.LayerNorm(D), nn.Linear(D, 8))
 
 
 def encoder(layers: int, *, norm_first: bool, batch_first: bool = False) -> nn.Module:
@@ -111,7 +75,6 @@ MODELS = {
         titan,
         lambda L: {"rms_norm": 2 * L - 1, "swiglu": L, "residual": 2 * L, "rotary": 2 * L},
     ),
-    "timm ViT": (timm, lambda L: {"layer_norm": 2 * L, "residual": 2 * L}),
     "TransformerEncoderLayer, norm first": (
         lambda L: encoder(L, norm_first=True),
         lambda L: {"layer_norm": 2 * L - 1, "residual": 2 * L},
@@ -154,12 +117,6 @@ def test_what_fires_follows_from_the_layers(name):
         assert harness.counts[pattern] == harness.counts[f"{pattern}_backward"] == expected
 
 
-def test_encoder_layer_in_eval_mode():
-    """Torch's fast path is an op of its own; Dynamo traces the layer as it is in training."""
-    model = encoder(1, norm_first=True).double().eval()
-    assert check(model, randn(2, 8, D)).counts["layer_norm"] == 1
-
-
 def test_low_rank_adapter_is_added_on_the_tile():
     harness = check(Adapter().double(), randn(2, 8, D))
     # The adapter's product is scaled in its own epilogue, and a tile operand of the base's.
@@ -167,24 +124,3 @@ def test_low_rank_adapter_is_added_on_the_tile():
     (base,) = [site for site in harness.fused if site.shape[1:] == (HIDDEN, D)]
     assert base.absorbed == ("add", "relu", "pow")
     check_gradients(Adapter().double(), randn(2, 8, D).requires_grad_())
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "capped": lambda z: 30.0 * torch.tanh(z / 30.0),
-    "mish": F.mish,
-    "hard swish": F.hardswish,
-    "elu": F.elu,
-}
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activations_gradient_runs_on_the_tile(name):
-    def function(x, up, bias, down):
-        return x + 0.22 * F.linear(ACTIVATIONS[name](F.linear(x, up, bias)), down)
-
-    block = Weights(function, randn(HIDDEN, D), randn(HIDDEN), randn(D, HIDDEN))
-    harness = check_gradients(block, randn(2, 8, D).requires_grad_())
-    # The up projection with the activation; the down projection's dgrad with its gradient.
-    assert [site.shape[1:] for site in harness.fused].count((HIDDEN, D)) == 2

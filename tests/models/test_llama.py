@@ -11,7 +11,6 @@ import copy
 
 import pytest
 import torch
-from float8 import convert, products
 from harness import Harness, Stock
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,11 +35,10 @@ def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (batch, length))
 
 
-def expected_counts(layers: int, masks: int | None = None) -> dict[str, int]:
-    """``masks``: how many layers see a mask made of constants; all of them if not given."""
-    counts = {"rms_norm": 2 * layers, "swiglu": layers, "residual": 2 * layers}
-    counts["rotary"] = 2 * layers
-    masks = layers if masks is None else masks
+def expected_counts(layers: int, masks: int) -> dict[str, int]:
+    """``masks``: how many layers see a mask made of constants."""
+    counts = {"rms_norm": 2 * layers, "swiglu": layers}
+    counts |= {"residual": 2 * layers, "rotary": 2 * layers}
     return counts | ({"constant_mask": masks} if masks else {})
 
 
@@ -48,20 +46,12 @@ def relative_error(have: torch.Tensor, want: torch.Tensor) -> float:
     return ((have.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def run(model, ids, dynamic=None, **kwargs):
-    """Harness, our logits, eager's logits."""
-    harness = Harness()
-    ours = harness.run(model, ids, use_cache=False, dynamic=dynamic, **kwargs).logits
-    with torch.no_grad():
-        eager = model(ids, use_cache=False, **kwargs).logits
-    assert ours.shape == eager.shape
-    assert ours.dtype == eager.dtype
-    return harness, ours, eager
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_counts_operands_and_logits(attention):
-    harness, ours, eager = run(llama(2, attn_implementation=attention), tokens())
+    model, ids, harness = llama(2, attn_implementation=attention), tokens(), Harness()
+    ours = harness.run(model, ids, use_cache=False).logits
+    with torch.no_grad():
+        eager = model(ids, use_cache=False).logits
     assert harness.counts == expected_counts(2, 2 if attention == "sdpa" else 0)
     assert relative_error(ours, eager) < 1e-5
     # v of the first layer has nothing to absorb; gate and up are one site.
@@ -83,15 +73,6 @@ def test_counts_operands_and_logits(attention):
     }
 
 
-def test_bfloat16_is_no_less_accurate_than_eager():
-    model, ids = llama(2, torch.bfloat16), tokens(4, 32)
-    harness, ours, eager = run(model, ids)
-    with torch.no_grad():
-        exact = model.double()(ids, use_cache=False).logits
-    assert harness.counts == expected_counts(2)
-    assert relative_error(ours, exact) < 1.2 * relative_error(eager, exact)
-
-
 def test_one_dynamic_graph_serves_every_length():
     model, harness = llama(1), Harness()
     compiled = torch.compile(model, backend=harness, dynamic=True)
@@ -109,29 +90,6 @@ def test_one_dynamic_graph_serves_every_length():
     assert [n.kwargs["attn_mask"] is None for n in calls] == [False]  # cannot be evaluated
 
 
-def test_padding_of_which_only_the_last_logits_are_computed():
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :4] = 0
-    harness, ours, eager = run(llama(2), tokens(), attention_mask=mask, logits_to_keep=1)
-    assert ours.shape == (2, 1, VOCABULARY)
-    # The mask is the user's; the head reads a slice of the normalized tensor, whose norm stays.
-    assert harness.counts == expected_counts(2, masks=0) | {"rms_norm": 3}
-    assert relative_error(ours, eager) < 1e-5
-
-
-def test_prefill_and_decode_with_a_cache():
-    model = llama(2)
-    compiled = torch.compile(model, backend=Harness())
-    ids = tokens(2, 6)
-    with torch.no_grad():
-        ours, eager = compiled(ids), model(ids)
-        assert relative_error(ours.logits, eager.logits) < 1e-5
-        step = ids[:, -1:]
-        ours = compiled(step, past_key_values=ours.past_key_values)
-        eager = model(step, past_key_values=eager.past_key_values)
-    assert relative_error(ours.logits, eager.logits) < 1e-5
-
-
 def test_training_counts_and_gradients():
     model, ids = llama(2).train(), tokens()
     harness = Harness()
@@ -139,7 +97,7 @@ def test_training_counts_and_gradients():
     ours = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model(ids, labels=ids, use_cache=False).loss.backward()
-    for pattern, times in expected_counts(2).items():
+    for pattern, times in expected_counts(2, 2).items():
         assert harness.counts[pattern] >= times
     assert harness.counts["rms_norm_backward"] == 2 * 2
     # The kernels that rotate dq and dk back write them, and dv, beside each other.
@@ -173,33 +131,3 @@ def test_nothing_around_attention_is_laid_out_anew():
 def lays_out_anew(node) -> bool:
     source, have = node.args[0], node.meta["val"]
     return node.target is aten.cat.default or source.meta["val"].stride() != have.stride()
-
-
-def test_rowwise_float8_trains_as_exactly_as_torchaos():
-    """Of one layer and a head in 16 bits, against float32."""
-    model = llama(1, torch.bfloat16, hidden_size=64, intermediate_size=128).train()
-    ids, found = tokens(2, 32), []
-    ours, stock = Harness(gate="always", reference=True), Stock()
-    for backend in (None, ours, stock):
-        own = copy.deepcopy(model)
-        if backend is None:
-            call = own = own.float()
-        else:
-            own = convert(own, "rowwise", lambda _, name: "lm_head" not in name)
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            call = torch.compile(own, backend=backend)
-        loss = call(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        gradients = torch.cat([p.grad.float().flatten() for p in own.parameters()])
-        found.append((loss.item(), gradients))
-        if backend is ours:
-            fired = dict(torch._dynamo.utils.counters["coda"])
-    (loss, want), (our_loss, have), (their_loss, theirs) = found
-    assert abs(our_loss - loss) < 2 * abs(their_loss - loss) + 1e-3
-    assert 0 < relative_error(have, want) < 1.1 * relative_error(theirs, want)
-    assert fired["fp8_product"] == products("rowwise", 7)
-    assert fired["rms_norm"] == 2  # the last one too, whose product is in 16 bits
-    assert fired["swiglu"] == 1
-    (out,) = [s for s in ours.fused if s.site.endswith("o_proj") and s.role == "forward"]
-    assert "amax" in out.absorbed  # of what the gate reads, in FP8

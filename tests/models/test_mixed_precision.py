@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers as hf
 from harness import Harness
 from torch import nn
-from training import Decoder, loss_of
+from training import loss_of
 
 from coda_inductor.explanation.capture import capture
 from coda_inductor.mainloop import availability
@@ -27,30 +27,20 @@ def autocast():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def as_if(model, **options):
-    """The reports of a training step on an H100 that fuses whatever is legal."""
-    ids = torch.zeros(2, 32, dtype=torch.long)
-    settings = parse(None, {"gate": "always", **options})
+def llama(layers, dtype=torch.float32):
+    """The reports of a training step on an H100 that fuses whatever is legal, of a Llama whose
+    weights are of ``dtype``."""
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
+    ids, settings = torch.zeros(2, 32, dtype=torch.long), parse(None, {"gate": "always"})
+
+    def loss():
+        return loss_of(model(ids, use_cache=False).logits, ids)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(availability, "kernel_stack", lambda *_: None)
-        (found,) = capture(lambda: loss_of(model(ids), ids), (), {}, settings, as_if=CUDA).graphs
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            (found,) = capture(loss, (), {}, settings, as_if=CUDA).graphs
     return found.report.sites
-
-
-def llama(layers, dtype=torch.float32):
-    """What becomes of a Llama whose weights are of ``dtype``."""
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=layers)).to(dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-        return as_if(_Logits(model))
-
-
-class _Logits(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(ids, use_cache=False).logits
 
 
 def fused(sites, role):
@@ -104,21 +94,6 @@ def test_rows_that_suit_no_kernel_are_no_failure(rows, monkeypatch):
     )  # fmt: skip
 
 
-def test_a_cast_that_its_readers_make_is_nothing_to_absorb():
-    """A gradient that is cast to float32 and added there: a kernel that stored it in bfloat16 would
-    do no more than cuBLAS."""
-
-    def function(x, w, v):
-        return F.linear(x, w).float().cumsum(0) + F.linear(x, v).float().sin()
-
-    x, w, v = (torch.randn(8, 8).bfloat16() for _ in range(3))
-    harness = Harness()
-    harness.run(function, x, w, v)
-    first = harness.report.sites[0]
-    assert not first.fused
-    assert first.refusal.code == "not-in-vocabulary"
-
-
 def test_a_pair_that_leaves_widened_stays_a_pair():
     """Kernels of pairs store 16 bits, so that the cast stays behind."""
 
@@ -131,17 +106,3 @@ def test_a_pair_that_leaves_widened_stays_a_pair():
     (site,) = harness.fused
     assert site.program.paired
     assert [store.dtype for store in site.program.stores] == ["bfloat16"]
-
-
-def test_fp8_gradients_too_heavy_for_the_norm_keep_their_sum():
-    """The float32 stream beside two more gradients does not fit an FP8 kernel that sums step by
-    step: the norm's sums are left out, and the three gradients are still added in one epilogue."""
-    with autocast():
-        sites = as_if(Decoder(1), fp8="rowwise", fp8_small=True)
-    heavy = [site for site in sites if any(s.code == "shared-memory" for s in site.stops)]
-    assert [site.site.rpartition(".")[2] for site in heavy] == ["v"]
-    assert {(site.how, site.role, site.absorbed) for site in heavy} == {
-        ("kernel", "input gradient", ("add", "add"))
-    }  # fmt: skip
-    assert "shared-memory" not in {s.refusal.code for s in sites if s.refusal is not None}
-    assert not any(s.program.reduces for s in heavy)

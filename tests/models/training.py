@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,11 +85,6 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model and a copy of it with parameters of its own."""
-    return model, copy.deepcopy(model)
 
 
 def assert_close(ours: Any, eagers: Any, tolerance: float) -> None:

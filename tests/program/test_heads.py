@@ -57,12 +57,9 @@ def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
     assert (moved == 0).sum() == 2 * (HEAD - width)
 
 
-def test_text_and_back():
+def test_the_head_is_part_of_text_and_identity():
     assert EpilogueProgram.from_json(ROTARY.to_json()) == ROTARY
     assert "heads of 8" in str(ROTARY)
-
-
-def test_the_head_is_part_of_the_identity():
     assert dataclasses.replace(ROTARY, head=16).key != ROTARY.key
 
 

@@ -55,13 +55,6 @@ def layer_and_gate(x0, g0, b0, w1, wo, gamma, beta, wg, c, wu, wd):
     return x + swiglu(torch.addmm(c, n, wg), n @ wu) @ wd
 
 
-def layer_and_caller(x0, g0, b0, w1, wo, gamma, beta, wq, c):
-    y = torch.sigmoid(layer_norm(x0, g0, b0, EPS, x0.dtype)[0] @ w1)
-    x = x0 + y @ wo
-    n = layer_norm(x, gamma, beta, EPS, x.dtype)[0]
-    return x, torch.addmm(c, n, wq)
-
-
 STREAM = ((M, D), (M, K), (K, D), (D,))
 LAYERS = ((M, D), (D,), (D,), (D, K), (K, D), (D,), (D,), (D, N))
 SUBJECTS = {
@@ -69,12 +62,11 @@ SUBJECTS = {
     "rms_and_caller": (rms_and_caller, *STREAM, (D, N), (D, N), (N,)),
     "bare_rms": (bare_rms, *STREAM[:3], (D, N), (N, D)),
     "layer_and_gate": (layer_and_gate, *LAYERS, (N,), (D, N), (N, D)),
-    "layer_and_caller": (layer_and_caller, *LAYERS, (N,)),
 }
 
 
 #: Norms that stay: the first ones.
-LEFT = {"layer_and_gate": 1, "layer_and_caller": 1}
+LEFT = {"layer_and_gate": 1}
 
 
 @functools.cache
