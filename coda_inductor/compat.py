@@ -90,7 +90,6 @@ _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
 _CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
 _MEANING = "the gradient of a user's pattern may fail under a dispatch mode"
-_UNTOLD = "nobody is told that the next graph of some code runs in eager"
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
 #: Of torch: the name that it has here -> what it is.
@@ -240,18 +239,14 @@ TORCH: dict[str, Private] = {
     ),
     "debug_get_cache_entry_list": Private(
         "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "has the graphs of some code",
-        f"a later compile of it checks one guard more, and {_UNTOLD}", lambda _code: [],
-    ),
-    "InstructionTranslator": Private(
-        "torch._dynamo.symbolic_convert.InstructionTranslator", "says what code is being compiled",
-        _UNTOLD, types.SimpleNamespace(current_tx=_nothing),
+        "a later compile of it checks one guard more", lambda _code: [],
     ),
     "DeletedGuardManagerWrapper": Private(
         "torch._dynamo.guards.DeletedGuardManagerWrapper", "forgets what explain has compiled",
         "a later compile of the same code checks one guard more",
     ),
-    "dynamo_config": Private("torch._dynamo.config", "has its limit, errors and static sizes",
-                             f"explain may show symbolic sizes, and {_UNTOLD}", _NO_CONFIG),
+    "dynamo_config": Private("torch._dynamo.config", "has its errors and static sizes",
+                             "explain may show symbolic sizes", _NO_CONFIG),
     "functorch_config": Private("torch._functorch.config", "keeps explain out of torch's caches",
                                 "explain may leave entries in torch's caches", _NO_CONFIG),
     "pgo": Private("torch._dynamo.pgo", "gives explain a memory of sizes of its own",

@@ -353,4 +353,5 @@ def test_aot_inductor(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ours, fired = run("aot_inductor", program=program["program"])
     same(ours["logits"], program["logits"], 1e-4)
-    assert fired == {"rms_norm": NORMS, "swiglu": GATES, "residual": 2 * LAYERS}
+    each = 2 * LAYERS
+    assert fired == {"rms_norm": NORMS, "swiglu": GATES, "residual": each, "rotary": each}

@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -152,108 +151,6 @@ def test_readme_names_the_tested_versions():
     text = (ROOT / "README.md").read_text()
     *first, last = requirements.TESTED_TORCH
     assert f"{', '.join(first)} and {last}" in text
-
-
-LIMIT = torch._dynamo.config.recompile_limit
-
-
-class Numbered(nn.Module):
-    """A block that knows its number, as Hugging Face's do; the number is read when ``filling``."""
-
-    def __init__(self, number: int = 0, width: int = 4):
-        super().__init__()
-        self.number, self.linear = number, nn.Linear(width, width)
-
-    def forward(self, x, filling=False):
-        y = torch.tanh(self.linear(x)) if self.training else self.linear(x)
-        return y + (self.number if filling else 0)
-
-
-def blocks(count: int, **options) -> list[nn.Module]:
-    found = [Numbered(i) for i in range(count)]
-    for block in found:
-        block.compile(backend=backend.coda, **options)
-    return found
-
-
-@pytest.fixture
-def heard(warnings, monkeypatch):
-    """What is said of the last graph; that there are no kernels was said."""
-    torch._dynamo.reset()
-    notice.told.add("kernels")
-    yield warnings
-    torch._dynamo.reset()
-
-
-def test_the_last_graph_of_some_code_is_named_once_with_the_remedy(heard):
-    x = torch.ones(2, 4)
-    made = blocks(LIMIT + 2)
-    for block in made[: LIMIT - 1]:
-        block(x, filling=True)
-    assert heard() == []
-    for block in made[LIMIT - 1 :]:
-        block(x, filling=True)
-    (said,) = heard()
-    assert f"this is graph {LIMIT} of Numbered.forward ({__file__}:" in said
-    assert "use_cache = False" in said
-    assert "TORCH_LOGS=recompiles" in said
-    torch._dynamo.reset()
-    for block in blocks(LIMIT + 2):
-        block(x, filling=True)
-    assert len(heard()) == 1  # a process
-
-
-def test_ordinary_programs_have_fewer_graphs(heard):
-    """One graph for all blocks; modes, sizes that become dynamic, gradients; three models."""
-    made = blocks(2 * LIMIT)
-    for rows in (2, 3):
-        for train in (True, False):
-            for block in made:
-                block.train(train)(torch.ones(rows, 4)).sum().backward()
-    with torch.no_grad():
-        made[0](torch.ones(2, 4))
-    torch._dynamo.reset()
-    for i in range(2 * LIMIT):  # functions of one code, which end
-
-        def function(x, i=i):
-            return x * i
-
-        torch.compile(function, backend=backend.coda)(torch.ones(2))
-    for width in (4, 6, 8):  # models of one class
-        model = Numbered(0, width)
-        model.compile(backend=backend.coda)
-        model(torch.ones(2, width)).sum().backward()
-    assert heard() == []
-
-
-def test_the_limit_is_torchs_setting(heard):
-    x = torch.ones(2, 4)
-    with torch._dynamo.config.patch(recompile_limit=2 * LIMIT):
-        for block in blocks(LIMIT + 2):
-            block(x, filling=True)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):  # by intention
-        for block in blocks(2):
-            block(x, filling=True)
-    assert heard() == []
-
-
-def test_graphs_of_one_module_only_and_isolated_ones_have_a_limit_each(heard):
-    def entries(count, isolated=-1, **fields):
-        manager = types.SimpleNamespace(**fields)
-        entry = types.SimpleNamespace(guard_manager=manager, isolate_recompiles_id=isolated)
-        return [entry] * count
-
-    frame = types.SimpleNamespace(f_code=blocks.__code__, f_locals={})
-    found = entries(LIMIT - 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(notice, "_frame", lambda: frame)
-        patch.setattr(notice, "debug_get_cache_entry_list", lambda _code: found)
-        assert notice.last_graph() is not None
-        found = entries(LIMIT - 2) + entries(LIMIT, id_matched_objs={"self": None})
-        assert notice.last_graph() is None
-        found = entries(LIMIT - 2) + entries(LIMIT, isolated=0)
-        assert notice.last_graph() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")

@@ -166,7 +166,7 @@ REFUSED = {
     "fp8-small": ({}, Two, torch.bfloat16, "first", 0),
     "not-multiple-of-16": ({**SMALL, "fp8_skip": []}, lambda: Two(40), torch.bfloat16, "first", 0),
     "fp8-dtype": (SMALL, Two, torch.float32, "first", 0),
-    "fp8-weight": (SMALL, lambda: Conv1D(32, D), torch.bfloat16, "", 0),  # GPT-2's
+    "fp8-weight": (SMALL, lambda: Conv1D(32, D), torch.bfloat16, "addmm", 0),  # GPT-2's
     "fp8-computed": (SMALL, computed, torch.bfloat16, "0", 3),
 }
 

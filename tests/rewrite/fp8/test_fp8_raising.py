@@ -124,7 +124,11 @@ def test_a_copy_that_no_cast_of_the_graph_can_write_stays(given):
 
 def test_a_product_has_its_own_bias():
     needs_scaled_mm()
-    graph = aten_graph(scaled, *matrices(), torch.zeros(48, dtype=torch.bfloat16))
+
+    def function(a, b, bias):
+        return scaled(a, b, bias)
+
+    graph = aten_graph(function, *matrices(), torch.zeros(48, dtype=torch.bfloat16))
     assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": 2, "fp8_product": 1}
     (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
     assert product.args[7].op == "placeholder"
