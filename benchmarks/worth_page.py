@@ -19,7 +19,8 @@ For maintainers. Each row takes one pass, pattern or counter away from a stock m
 that costs most: the longer step (sustained), the higher peak, host time and kernels beside those of
 the whole. A feature earns its lines with 1 % of a step or 3 % of a peak on one workload, if another
 one needs it, or as one of the method's primitives. One that saved 1.5 % or 6 % somewhere was not
-measured on every other workload. Differences under 1 % are noise. Lines are those of the module or
+measured on every other workload. Differences under 1 % are noise; what has no lines went since.
+`tables` runs twice, and only its first run was taken away. Lines are those of the module or
 folder that the feature stands in, which several may share, and of the test files that name it or
 import that module. Written by `python -m benchmarks worth render`.
 """
