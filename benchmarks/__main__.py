@@ -14,7 +14,6 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "account": ("account", ()),
     "report": ("report", ()),
     "worth": ("worth", ()),
-    "headline": ("headline", ()),
 }  # fmt: skip
 
 
