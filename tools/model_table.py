@@ -48,15 +48,15 @@ did, weight gradients included in the total. What is missing is said in the last
 ## Norms that stay, measured
 
 Of one training step of 8192 tokens on an H200
-([h200_account_more.json](../benchmarks/results/h200_account_more.json); Gemma 3's of a table that
-was printed at 9f27755, no file), Inductor's kernels of norms in the forward pass, and what their
+([h200_account_more.json](../benchmarks/results/h200_account_more.json); Gemma 3's of
+[h200_account_gemma3.json](../benchmarks/results/h200_account_gemma3.json)), Inductor's kernels of norms in the forward pass, and what their
 traffic takes at full bandwidth:
 
 | | kernel | calls | us | at full bandwidth | most that is to be won |
 | --- | --- | --- | --- | --- | --- |
 | OLMo 2 | norm behind a projection, residual | 7 | 367 | 318 | 0.05 % of the step |
 | BERT large | residual, LayerNorm | 24 | 372 | 273 | 0.4 % |
-| Gemma 3 1B | norm behind a projection, residual, norm in front of one | 23 | 1152 | 393 | 1.2 % |
+| Gemma 3 1B | norm behind a projection, residual, norm in front of one | 23 | 1136 | 393 | 1.3 % |
 
 OLMo 2 and BERT: the norm's result is read by the residual, so that somebody has to write it, and
 the kernel that does moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
