@@ -49,8 +49,8 @@ did, weight gradients included in the total. What is missing is said in the last
 
 Of one training step of 8192 tokens on an H200
 ([h200_account_more.json](../benchmarks/results/h200_account_more.json); Gemma 3's of
-[h200_account_gemma3.json](../benchmarks/results/h200_account_gemma3.json)), Inductor's kernels of norms in the forward pass, and what their
-traffic takes at full bandwidth:
+[h200_account_gemma3.json](../benchmarks/results/h200_account_gemma3.json)), Inductor's kernels of
+norms in the forward pass, and what their traffic takes at full bandwidth:
 
 | | kernel | calls | us | at full bandwidth | most that is to be won |
 | --- | --- | --- | --- | --- | --- |
