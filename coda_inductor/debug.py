@@ -23,8 +23,6 @@ from coda_inductor.report import GraphReport
 
 _numbers = itertools.count()
 
-STAGES = ("0_before", "1_raised", "2_traced", "3_rewritten", "4_fused")
-
 
 class DebugFolder:
     """The debug output of one graph called ``name``, in a fresh folder below ``parent``; without
