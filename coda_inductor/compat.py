@@ -86,6 +86,7 @@ def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
 _DISPATCHED = "each call of a kernel takes the host some microseconds more"
+_ONE_BY_ONE = "gradients of q, k and v are copied before their projections' gradient"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
 _CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
@@ -127,6 +128,12 @@ TORCH: dict[str, Private] = {
     "register_lowering": Private(
         "torch._inductor.lowering.register_lowering", "says how it calls ours", _DISPATCHED,
         lambda *_, **__: _nothing,
+    ),
+    "ConcatKernel": Private(
+        "torch._inductor.ir.ConcatKernel", "writes tensors beside each other", _ONE_BY_ONE, False,
+    ),
+    "TensorBox": Private(
+        "torch._inductor.ir.TensorBox", "is what a lowering returns", _ONE_BY_ONE, lambda x: x,
     ),
     "virtualized": Private(
         "torch._inductor.virtualized.V", "has the graph that it compiles", _DISPATCHED,

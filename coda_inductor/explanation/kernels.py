@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import log_softmax, schema, softmax, to_copy
+from coda_inductor.fuse.columns import COLUMNS
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
@@ -36,7 +37,7 @@ _ALSO = frozenset(
         aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
         aten.amin.default, aten.var_mean.correction, aten.var.correction, aten.any.dim,
         aten.any.default, aten.all.default, aten.argmax.default, aten.prod.dim_int,
-        softmax, log_softmax, aten.cumsum.default, aten.cat.default,
+        softmax, log_softmax, aten.cumsum.default, aten.cat.default, COLUMNS,
         aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.clone.default,
         aten.constant_pad_nd.default, aten.slice_scatter.default, aten.select_scatter.default,
         aten.copy_.default, aten.native_layer_norm.default, aten.repeat.default, aten.flip.default,

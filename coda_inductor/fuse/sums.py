@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from coda_inductor.fuse import columns
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
 from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
@@ -103,7 +104,8 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
     if in_place(region.anchors):
         return left, right
     like = region.anchors[-1]
-    a = insert(graph, aten.cat.default, (left, 1), like=like)
+    columns.install()
+    a = insert(graph, columns.COLUMNS, (left,), like=like)
     b = insert(graph, aten.cat.default, (right, 0), like=like)
     before = _between(left)
     start = 0

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices beside each other, each written by its own kernel.
+
+Inductor makes one kernel of an ``aten.cat`` whose parts are elementwise: every element of the
+result evaluates every part, behind a mask. That of the gradients of q, k and v, two of which are
+rotated back, took 189 us in a layer of Llama 1B (8192 tokens, H200), where its traffic takes 30.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.compat import ConcatKernel, TensorBox, register_lowering
+
+_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
+_LIBRARY.define("columns(Tensor[] parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _columns(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts), 1)
+
+
+_LIBRARY.impl("columns", _columns, "CompositeExplicitAutograd")
+torch.library.register_fake("coda_inductor::columns", _columns, lib=_LIBRARY)
+
+#: (M, K1), (M, K2), ... -> (M, K1 + K2 + ...), contiguous.
+COLUMNS = torch.ops.coda_inductor.columns.default
+
+
+@functools.cache
+def install() -> None:
+    """Let Inductor write each part where it belongs, from now on."""
+    if ConcatKernel:
+        register_lowering(COLUMNS, type_promotion_kind=None)(_lower)
+
+
+def _lower(parts: Sequence[Any]) -> Any:
+    return TensorBox(ConcatKernel.create(parts, 1))
