@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "account": ("account", ()),
     "report": ("report", ()),
     "worth": ("worth", ()),
+    "headline": ("headline", ()),
 }  # fmt: skip
 
 

@@ -231,11 +231,11 @@ def facts(step: Step) -> dict[str, Any]:
     return {"peak": peak, "host": min(host), "kernels": kernels, "launches": launches}
 
 
-def sustained(step: Step) -> float:
-    """Median milliseconds of a step, back to back for ``SAMPLE`` seconds after ``SETTLE``. A
+def sustained(step: Step, settle: float = SETTLE, sample: float = SAMPLE) -> float:
+    """Median milliseconds of a step, back to back for ``sample`` seconds after ``settle``. A
     process that compiles beside runs a step now and then, which a median does not see."""
     times: list[float] = []
-    for seconds in (SETTLE, SAMPLE):
+    for seconds in (settle, sample):
         torch.cuda.synchronize()
         start, marks = time.perf_counter(), [_mark()]
         while len(marks) < 8 or time.perf_counter() - start < seconds:

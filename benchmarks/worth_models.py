@@ -34,10 +34,10 @@ class Workload:
         self.model, self.batch, self.training = model.train(training), batch, training
         self.blocks = list(blocks)
 
-    def step(self, disable: Sequence[str]) -> Step:
-        """A step under coda without the features in ``disable``."""
-        compiled = functools.partial(torch.compile, backend="coda", dynamic=False)
-        options = {"disable": list(disable)}
+    def step(self, disable: Sequence[str], backend: str = "coda") -> Step:
+        """A step under ``backend``; under coda without the features in ``disable``."""
+        compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
+        options = {"disable": list(disable)} if backend == "coda" else {}
         if not self.blocks:
             function = compiled(self.model, options=options)
             return functools.partial(self._run, function)
@@ -84,9 +84,9 @@ def trained(size: str, **more: Any) -> Workload:
     return Workload(model, tokens(model))
 
 
-def prefill(size: str) -> Workload:
+def prefill(size: str, **more: Any) -> Workload:
     """8192 tokens of a prompt, logits of the last one."""
-    model = llama(size)
+    model = llama(size, **more)
     return Workload(model, tokens(model, labels=False) | {"logits_to_keep": 1}, training=False)
 
 

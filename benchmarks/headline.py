@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline: stock models under torch.compile and under coda, sustained, A B B A.
+
+``python -m benchmarks headline OUT.json`` starts a process for each case and variant, a few cases
+at a time, and asks them in turn for a sample (``worth.sustained``): the median of steps that run
+back to back, as training does. Beside it the peak GiB of a step, weights included, and the first
+step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree, for a comparison in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import environment, families, worth, worth_models
+
+#: Samples of one variant, and how many cases are in memory at a time.
+SAMPLES, TOGETHER = 4, 3
+CASES: dict[str, Callable[[], worth_models.Workload]] = {
+    "Llama 1B training": functools.partial(worth_models.trained, "1B", layers=16),
+    "Llama 8B, 4 layers, training": worth_models.WORKLOADS["8B training"],
+    "Llama 1B prefill": functools.partial(worth_models.prefill, "1B", layers=16),
+    "Llama 8B, 4 layers, prefill": worth_models.WORKLOADS["8B prefill"],
+    **{name: worth_models.WORKLOADS[name] for name in ("packed", "window", "FP8 rowwise")},
+}
+#: ``compile_causal``: SDPA told to be causal, which some releases of transformers do by themselves.
+VARIANTS = ("compile", "compile_causal", "coda")
+MASKED = ("packed", "window")
+
+
+def main(arguments: list[str]) -> None:
+    """Measure; or, as one of the processes, be measured."""
+    parser = argparse.ArgumentParser("python -m benchmarks headline", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--case", dest="cases", action="append", choices=CASES, help="repeatable")
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    names = options.cases or list(CASES)
+    if options.part:
+        answer(names[0], options.part)
+        return
+    found: dict[str, Any] = {
+        "environment": environment.describe(sys.argv[1:], options.commit, "benchmarks.headline"),
+        "results": {},
+    }
+    trees = dict(tree.split("=", 1) for tree in options.tree)
+    while names:
+        now, names = names[:TOGETHER], names[TOGETHER:]
+        found["results"] |= together(now, trees, options.file)
+        options.file.write_text(json.dumps(found, indent=1))
+
+
+def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, Any]:
+    """Case -> variant -> figures, of processes that are all alive and take turns."""
+    running = {
+        (case, variant): start(case, variant, trees.get(variant, ""), out)
+        for case in names
+        for variant in (*VARIANTS, *trees)
+        if case not in MASKED or variant != "compile_causal"
+    }
+    found: dict[str, Any] = {}
+    for case in names:
+        found[case] = {v: ask(process) for (c, v), process in running.items() if c == case}
+        variants = [v for v, facts in found[case].items() if facts]
+        samples: dict[str, list[float]] = {variant: [] for variant in variants}
+        for turn in range(SAMPLES):
+            for variant in variants if turn % 2 == 0 else reversed(variants):
+                samples[variant].append(ask(running[case, variant]))
+        for variant, each in samples.items():
+            found[case][variant] |= {"median_ms": statistics.median(each), "samples": each}
+        print(case, {v: round(found[case][v]["median_ms"], 2) for v in variants}, flush=True)
+    for process in running.values():
+        process.kill()
+    return found
+
+
+def start(case: str, variant: str, tree: str, out: Path) -> subprocess.Popen[str]:
+    """A process that has compiled one variant of one case."""
+    here = str(environment.REPOSITORY)
+    path = os.pathsep.join(filter(None, (tree, here)))
+    command = [sys.executable, "-m", "benchmarks", "headline", str(out), "--case", case]
+    log = out.with_suffix(f".{variant}.log").open("a")
+    return subprocess.Popen(
+        [*command, "--part", "coda" if tree else variant], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=log, env=os.environ | {"PYTHONPATH": path}, cwd=tree or here,
+    )  # fmt: skip
+
+
+def ask(process: subprocess.Popen[str]) -> Any:
+    """Its next answer: facts first, then samples. None of a process that ended: see its log."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("\n")
+        process.stdin.flush()
+    line = process.stdout.readline()
+    return json.loads(line) if line else None
+
+
+def answer(case: str, variant: str) -> None:
+    """Compile, then answer each line of stdin with a line of JSON."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    os.environ.setdefault("CODA_TUNE", "never")
+    import torch
+
+    began = time.perf_counter()
+    workload = CASES[case]()
+    if variant == "compile_causal":
+        workload.model = families.causal(workload.model)
+    step = workload.step((), "coda" if variant == "coda" else "inductor")
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    for number, _ in enumerate(sys.stdin):
+        if number:
+            line: Any = worth.sustained(step, settle=0.8, sample=1.2)
+        else:
+            facts = worth.facts(step)
+            line = {"peak_mib": 1024 * facts["peak"], "kernels": facts["kernels"], "first_s": first}
+        print(json.dumps(line), file=out, flush=True)
