@@ -3,8 +3,8 @@
 
 ``python -m benchmarks headline OUT.json`` starts a process for each case and variant, a few cases
 at a time, and asks them in turn for a sample (``worth.sustained``): the median of steps that run
-back to back, as training does. Beside it the peak GiB of a step, weights included, and the first
-step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree, for a comparison in one run.
+back to back, as training does. Beside it the peak MiB of a step, weights and batch not included,
+and the first step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree, for a comparison in one run.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def answer(case: str, variant: str) -> None:
 
     began = time.perf_counter()
     workload = CASES[case]()
+    weights = torch.cuda.memory_allocated() / 2**20
     if variant == "compile_causal":
         workload.model = families.causal(workload.model)
     step = workload.step((), "coda" if variant == "coda" else "inductor")
@@ -128,5 +129,6 @@ def answer(case: str, variant: str) -> None:
             line: Any = worth.sustained(step, settle=0.8, sample=1.2)
         else:
             facts = worth.facts(step)
-            line = {"peak_mib": 1024 * facts["peak"], "kernels": facts["kernels"], "first_s": first}
+            peak = 1024 * facts["peak"] - weights
+            line = {"peak_mib": peak, "kernels": facts["kernels"], "first_s": first}
         print(json.dumps(line), file=out, flush=True)
