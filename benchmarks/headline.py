@@ -26,7 +26,7 @@ from typing import Any
 from . import environment, families, worth, worth_models
 
 #: Samples of one variant, and how many cases are in memory at a time.
-SAMPLES, TOGETHER = 4, 3
+SAMPLES, TOGETHER = 4, 2
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "Llama 1B training": functools.partial(worth_models.trained, "1B", layers=16),
     "Llama 8B, 4 layers, training": worth_models.WORKLOADS["8B training"],

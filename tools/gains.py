@@ -75,6 +75,10 @@ def _float8(name: str, mode: str, variant: str = "") -> Row:
     return Row(name, "h200_fp8", where, without, f"coda_{variant}" if variant else "coda")
 
 
+def _sustained(name: str, case: str) -> Row:
+    return Row(name, "h200_headline", ("results", case), ("compile", "compile_causal"))
+
+
 def _mask(name: str, case: str) -> Row:
     return Row(name, "h200_masks_models", ("results", case), ("torch.compile",))
 
@@ -82,9 +86,9 @@ def _mask(name: str, case: str) -> Row:
 #: What a row's condition is -> the rows.
 GROUPS: dict[str, tuple[Row, ...]] = {
     "No mask: the default of `transformers`": (
-        _model("Llama 1B, training", "1B-8192-training"),
+        _sustained("Llama 1B, training", "Llama 1B training"),
         _model("Llama 1B, prefill", "1B-8192-forward"),
-        _float8("Llama 8B, 4 layers, training", "training"),
+        _sustained("Llama 8B, 4 layers, training", "Llama 8B, 4 layers, training"),
         _float8("Llama 8B, 4 layers, prefill", "forward"),
         _model("Qwen3 1.7B, 8 layers, training", "qwen3-8192-training", "h200_families_more"),
         _model("Mistral 7B, 4 layers, training", "mistral-8192-training", "h200_families_more"),
