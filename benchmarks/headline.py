@@ -28,9 +28,9 @@ from . import environment, families, worth, worth_models
 #: Samples of one variant, and how many cases are in memory at a time.
 SAMPLES, TOGETHER = 4, 2
 CASES: dict[str, Callable[[], worth_models.Workload]] = {
-    "Llama 1B training": functools.partial(worth_models.trained, "1B", layers=16),
+    "Llama 1B training": functools.partial(worth_models.stock, "1B", layers=16),
     "Llama 8B, 4 layers, training": worth_models.WORKLOADS["8B training"],
-    "Llama 1B prefill": functools.partial(worth_models.prefill, "1B", layers=16),
+    "Llama 1B prefill": functools.partial(worth_models.stock, "1B", 16, training=False),
     "Llama 8B, 4 layers, prefill": worth_models.WORKLOADS["8B prefill"],
     **{name: worth_models.WORKLOADS[name] for name in ("packed", "window", "FP8 rowwise")},
 }

@@ -252,14 +252,15 @@ def fold(sites: Sequence[SiteReport]) -> list[Row]:
 
 
 def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
-    """GEMMs as a text table, layers that are alike in one row; times are those on ``gpu``. Weight
-    gradients with nothing to absorb are one line below. Where no kernel runs, the bytes are those
-    that one would move."""
-    heads = ["GEMM", "times", "M x N x K", "pass", "runs as", "absorbed, or why not",
-             "traffic of one", f"us on {gpu}" if gpu else "us"]  # fmt: skip
+    """GEMMs as a text table of 100 columns, layers that are alike in one row; times are those on
+    ``gpu``. Weight gradients with nothing to absorb are one line below. Where no kernel runs, the
+    bytes are those that one would move."""
+    heads = ["GEMM", "x", "M x N x K", "runs as", "absorbed, or why not", "bytes",
+             f"us on {gpu}" if gpu else "us"]  # fmt: skip
     rows = [
         (
-            row.name, row.times, shape_text(row.site), row.site.role, RUNS_AS[row.site.how],
+            row.name, row.times, shape_text(row.site),
+            f"{RUNS_AS[row.site.how]}, {row.site.role}",
             f"{', '.join(row.site.patterns)}: {', '.join(row.site.absorbed)}"
             if row.site.fused else row.site.reason,
             " ".join(traffic_words(row.site)),
@@ -267,8 +268,8 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
         )
         for row in fold(sites)
     ]  # fmt: skip
-    widths = [40, 5, 20, 8, 10, 40, 18, 24]
-    text = tabulate(rows, headers=heads, maxcolwidths=widths, tablefmt="simple")
+    widths = [22, 3, 12, 10, 24, 9, 8]
+    text = tabulate(rows, heads, maxcolwidths=widths, maxheadercolwidths=widths, tablefmt="simple")
     return "\n".join([text, *idle_lines(sites)])
 
 

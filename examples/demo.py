@@ -19,11 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 RUN = Path(__file__).with_name("demo_run.py")
 WIDTH = 100
@@ -94,7 +92,7 @@ def measure(
 
 
 def show_report(console: Console, found: dict[str, Any]) -> None:
-    """What fired, and what each GEMM absorbed; layers that came out alike share one row."""
+    """What fired, and what each GEMM absorbed."""
     title(console, "matched")
     for name, count in sorted(found["matched"].items()):
         console.print(f"{count:4} x {name}")
@@ -102,47 +100,7 @@ def show_report(console: Console, found: dict[str, Any]) -> None:
         console.print("nothing")
     for graph in found["graphs"]:
         title(console, "what each GEMM absorbs")
-        console.print(f"{graph['summary']}.")
-        console.print(table_of(graph["sites"]))
-        saved = {how: sum(s["bytes"] for s in graph["sites"] if s["how"] == how) / 1e6
-                 for how in ("kernel", "reference")}  # fmt: skip
-        if saved["kernel"]:
-            console.print(f"memory traffic saved: {saved['kernel']:.1f} MB a call")
-        elif saved["reference"] > 0:
-            console.print(
-                "No kernel runs here: what is legal runs as plain ops, which Inductor compiles. As "
-                f"kernels, they would move {saved['reference']:.1f} MB less a call."
-            )
-
-
-def table_of(sites: list[dict[str, Any]]) -> Table:
-    """A row for all GEMMs that came out alike, with the bytes of all of them together."""
-    kernels = any(site["how"] == "kernel" for site in sites)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("GEMM", overflow="fold", max_width=30)
-    table.add_column("M x N x K", overflow="fold")
-    table.add_column("runs as", max_width=10)
-    table.add_column("absorbs, or why not", overflow="fold")
-    table.add_column("MB saved" if kernels else "MB less as kernel", justify="right", max_width=8)
-    alike: dict[str, list[dict[str, Any]]] = {}
-    for site in sites:
-        same = {key: site[key] for key in ("shape", "how", "patterns", "absorbed", "reason")}
-        alike.setdefault(json.dumps(same), []).append(site)
-    for group in alike.values():
-        first = group[0]
-        fused = first["how"] != "unfused"
-        names = f"{', '.join(first['patterns'])}: " if first["patterns"] else ""
-        how = {"kernel": "kernel", "reference": "legal, plain ops", "unfused": "unfused"}
-        table.add_row(
-            f"{len(group)} x",
-            escape(first["site"].removeprefix("model.")),
-            first["shape"],
-            how[first["how"]],
-            escape(names + ", ".join(first["absorbed"]) if fused else first["reason"]),
-            f"{sum(s['bytes'] for s in group) / 1e6:.2f}" if fused else "",
-        )
-    return table
+        console.print(escape(graph["text"]))
 
 
 def show_speed(console: Console, times: dict[str, float]) -> None:

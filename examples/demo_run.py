@@ -111,15 +111,19 @@ def compiled(name: str, model: nn.Module, tokens: Tensor, *, debug: bool) -> dic
 
 def _graph(report: coda_inductor.GraphReport) -> dict[str, Any]:
     """A report without its programs."""
-    sites = [
-        {
-            "site": s.site, "shape": " x ".join(map(str, s.shape)), "how": s.how,
-            "patterns": s.patterns, "absorbed": s.absorbed, "reason": s.reason,
-            "bytes": s.bytes_saved,
-        }
-        for s in report.sites
-    ]  # fmt: skip
-    return {"summary": report.summary, "folder": report.folder, "sites": sites}
+    saved = {
+        how: sum(site.bytes_saved for site in report.sites if site.how == how) / 1e6
+        for how in ("kernel", "reference")
+    }
+    text = f"{report.summary}.\n{report.table()}"
+    if saved["kernel"]:
+        text += f"\nmemory traffic saved: {saved['kernel']:.1f} MB a call"
+    elif saved["reference"] > 0:
+        text += (
+            "\nNo kernel runs here: what is legal runs as plain ops, which Inductor compiles. As "
+        )
+        text += f"kernels, they would move {saved['reference']:.1f} MB less a call."
+    return {"text": text, "folder": report.folder}
 
 
 def speed(caches: Path, model: nn.Module, tokens: Tensor) -> dict[str, float]:

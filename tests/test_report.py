@@ -5,13 +5,22 @@ reason has a code, every code a remedy, every remedy a use: no sentence is read.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.remedies import REMEDIES
-from coda_inductor.report import GraphReport, SiteReport, forget, record, reports
+from coda_inductor.report import (
+    Choice,
+    GraphReport,
+    SiteReport,
+    forget,
+    record,
+    reports,
+    sites_table,
+)
 
 NO_KERNELS = refuse("no-kernels-on-device", "device cpu has no kernels")
 KERNEL = SiteReport("a", (8, 8, 8), how="kernel", bytes_before=3_000_000, bytes_after=1_000_000)
@@ -60,6 +69,13 @@ def test_weight_gradients_that_could_do_something_keep_their_row():
     table = GraphReport("g", [gradient("expected-slower")]).table()
     assert "this or that" in table
     assert "nothing to absorb" not in table
+
+
+def test_a_table_fits_100_columns():
+    wide = dataclasses.replace(LEGAL, site="model.language_model.layers.11.feed_forward.experts.up")
+    estimate = Choice("kernel", "", None, 12345.6, 23456.7, ground="roofline")
+    sites = [dataclasses.replace(site, estimate=estimate) for site in (KERNEL, PLAIN, wide)]
+    assert max(map(len, sites_table(sites, "NVIDIA H200").splitlines())) <= 100
 
 
 def test_a_report_is_kept_once():
