@@ -81,7 +81,7 @@ def measure(
         tuner.close()
         done = len(wanted) - len(tuner.left)
         print(f"{what}: {done} of {len(wanted)}, {time.monotonic() - start:.0f} s", flush=True)
-        out.write_text(as_text(store.gpu, store.own(), store.device))
+        out.write_text(as_text(store.gpu, store.own()))
 
     for m, names in cases.items() if only in ("", "layers") else ():
         widths = [layer.SIZES[size] for size in names]
@@ -121,12 +121,9 @@ def ship(sources: Sequence[Path], target: Path) -> None:
     first, measured = json.loads(texts[0]), merged(texts)
     measured = {key: found for key, found in measured.items() if found.spread <= _CALM}
     known = json.loads((target if target.exists() else H100.sites).read_text())
-    constants = known["constants"]
-    if first["device"] is not None:
-        constants |= {"bytes_per_us": first["device"]["bytes_per_us"]}
     data = {
         "device": first["gpu"],
-        "constants": constants,
+        "constants": known["constants"],
         "processors": first["processors"],
         "versions": first["versions"],
     }

@@ -16,11 +16,8 @@ import coda_inductor
 from coda_inductor.errors import CodaError, OptionError
 from coda_inductor.runtime.versions import identity
 
-ABOUT = (
-    "What the coda backend does with a model, checks of pattern files, measuring, and the cache."
-)
+ABOUT = "What the coda backend does with a model, checks of pattern files, and measuring."
 COMMANDS = {
-    "cache": "coda_inductor.cli.cache",
     "check": "coda_inductor.cli.check",
     "explain": "coda_inductor.cli.explain",
     "tune": "coda_inductor.cli.tune",

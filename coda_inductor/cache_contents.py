@@ -29,24 +29,20 @@ _HOUR = 3600.0
 _STAMP = ".tidied"
 _log = logging.getLogger("coda_inductor")
 
-_KERNEL = r"kernels/(?:([^/]+)/)?[0-9a-f]{64}/"
-#: What a file of ours is called, relative to the cache folder -> its kind; group 1 is its version.
+_KERNEL = r"kernels/(?:[^/]+/)?[0-9a-f]{64}/"
+#: What a file that may go is called, relative to the cache folder -> its kind. Measurements are
+#: small, and dear: they stay.
 _KINDS = {
     kind: re.compile(pattern)
     for kind, pattern in {
         "temporary": r"(?:.*/)?(?:\.[^/]+\.[0-9a-f]{16}\.tmp|tmp[^/.]{8}\.tmp"
-        r"|[0-9a-f]{64}\.o\.tmp\.\d+)()",
+        r"|[0-9a-f]{64}\.o\.tmp\.\d+)",
         "kernel": _KERNEL + r"[0-9a-f]{64}\.(?:o|sum|lock)",
         "marker": _KERNEL + r"coda_[0-9a-f]{16}/[0-9a-f]{32}",
-        "source": r"epilogues/[0-9a-f]+[a-z_]*_(v\d+)\.py",
-        "proof": r"proofs/[0-9a-f]{64}()",
-        "measured": r"measured/([^/]+)\.(?:json|lock)",
+        "source": r"epilogues/[0-9a-f]+[a-z_]*_v\d+\.py",
+        "proof": r"proofs/[0-9a-f]{64}",
     }.items()
 }
-
-
-#: With a lock beside it, under the same name.
-_LOCKED = ("kernel", "measured")
 
 
 @dataclass(frozen=True)
@@ -54,40 +50,37 @@ class Entry:
     """One thing that is kept, with the files it consists of.
 
     Attributes:
-        kind: "kernel", "marker" (where a kernel is), "source", "proof", "measured" (what a GPU
-            model took at some sites) or "temporary" (what a killed process left).
-        version: of what it belongs to, as far as its name tells.
-        files: of a kernel the object, its checksum and its lock; of measurements their lock, too.
+        kind: "kernel", "marker" (where a kernel is), "source", "proof" or "temporary" (what a
+            killed process left).
+        files: of a kernel the object, its checksum and its lock.
         size: bytes.
         used: when it was last used, in seconds since the epoch.
     """
 
     kind: str
-    version: str
     files: tuple[Path, ...]
     size: int
     used: float
 
 
 def entries(base: Path) -> list[Entry]:
-    """Everything of ours in the cache folder ``base``. Links are no files of ours."""
-    found: dict[tuple[str, str, str], list[tuple[Path, os.stat_result]]] = {}
+    """What of ours may go from the cache folder ``base``. Links are no files of ours."""
+    found: dict[tuple[str, str], list[tuple[Path, os.stat_result]]] = {}
     for path, info in _files(base):
         name = path.relative_to(base).as_posix()
         for kind, pattern in _KINDS.items():
-            if match := pattern.fullmatch(name):
-                one = name.rsplit(".", 1)[0] if kind in _LOCKED else name
-                found.setdefault((kind, match[1] or "", one), []).append((path, info))
+            if pattern.fullmatch(name):
+                one = name.rsplit(".", 1)[0] if kind == "kernel" else name
+                found.setdefault((kind, one), []).append((path, info))
                 break
     return [
         Entry(
             kind,
-            version,
             tuple(path for path, _ in files),
             sum(info.st_size for _, info in files),
             max(info.st_mtime for _, info in files),
         )
-        for (kind, version, _), files in found.items()
+        for (kind, _), files in found.items()
     ]
 
 
@@ -108,8 +101,7 @@ def tidy(base: Path, *, now: float | None = None) -> None:
 
 
 def _shrink(base: Path, most: int | None, now: float) -> None:
-    found = [entry for entry in entries(base) if entry.kind != "measured"]  # small, and dear
-    kept = sorted(found, key=lambda entry: entry.used)
+    kept = sorted(entries(base), key=lambda entry: entry.used)
     total = sum(entry.size for entry in kept)
     for entry in kept:
         if now - entry.used < _HOUR:
@@ -155,25 +147,6 @@ def remove(entry: Entry) -> bool:
     except OSError:
         return False
     return True
-
-
-def clear(base: Path, *, older: float | None = None) -> tuple[int, int]:
-    """Delete everything, or what was not used for ``older`` days, and folders that are empty then;
-    returns how many entries went and how many bytes they took. What a process is using stays."""
-    now = time.time()
-    gone = []
-    for entry in entries(base):
-        unused = now - entry.used
-        if older is not None and unused < older * 24 * _HOUR:
-            continue
-        if entry.kind == "temporary" and unused < _HOUR:  # another process may be writing it
-            continue
-        if remove(entry):
-            gone.append(entry)
-    for path in sorted(_folders(base), reverse=True):
-        with contextlib.suppress(OSError):  # it is not empty
-            path.rmdir()
-    return len(gone), sum(entry.size for entry in gone)
 
 
 def _files(base: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -22,7 +22,7 @@ GROUNDS = {
     "here": "measured here",
     "shipped": "measured",
     "roofline": "about: a roofline, not measured",
-    "unknown": "a guess: no GPU of its generation was measured",
+    "unknown": "a guess: no GPU of its generation was measured, an H200's constants",
 }
 #: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
 _IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "copy"})

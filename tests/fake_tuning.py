@@ -92,8 +92,6 @@ class Process:
         self.answered = True
         if (answer := self.machine.answers(message)) is not None:
             return answer
-        if "device" in message:
-            return {"device": {"bytes_per_us": 4e6, "launch_us": 2.5}}
         if "configs" not in message:
             return {"ready": True}
         for config in message["configs"]:

@@ -34,7 +34,7 @@ from benchmarks.cases import Case, Way  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
 from coda_inductor.select.device import H100  # noqa: E402
 from coda_inductor.select.figures import key_of  # noqa: E402
-from coda_inductor.select.store import Device, as_text  # noqa: E402
+from coda_inductor.select.store import as_text  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
 RESULTS = ROOT / "benchmarks/results"
@@ -213,7 +213,7 @@ def test_a_measured_site_ships_with_its_best_configs(tmp_path):
     us = {str(config): 50.0 + i for i, config in enumerate(legal_configs(one.program))}
     known = {key_of(one): figures(us, 80.0, m=one.m, name=one.name)}
     source, target = tmp_path / "out.json", tmp_path / "nvidia_h900.json"
-    source.write_text(as_text(HOPPER, known, Device(3.3e6, 1.9)))
+    source.write_text(as_text(HOPPER, known))
     target.write_text(H100.sites.read_text())
     sweep.ship([source], target)
     (row,) = json.loads(target.read_text())["sites"]

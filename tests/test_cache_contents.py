@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the cache, what leaves it when it is too large, and the command that shows it."""
+"""What is in the cache, and what leaves it when it is too large."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from kinds import kinds
 
 from coda_inductor import OptionError, cache_contents, cache_dir
-from coda_inductor.__main__ import main
-from coda_inductor.cache_contents import clear, entries, limit, remove, tidy
+from coda_inductor.cache_contents import entries, limit, remove, tidy
 from coda_inductor.select.device import H100
 from coda_inductor.select.store import Store
 from coda_inductor.tune.lock import held
@@ -57,18 +56,15 @@ def base(tmp_path):
     return base
 
 
-NOT_OURS = {"precious.txt", "notes.o", "mine.py", "thesis", "a.tmp", "99_v7.py"}
-
-
 def test_every_kind_is_recognised_and_nothing_else(base):
     found = entries(base)
-    assert sorted((e.kind, e.version, len(e.files)) for e in found) == [
-        ("kernel", "", 3),
-        ("kernel", VERSION, 3),
-        ("marker", VERSION, 1),
-        ("proof", "", 1),
-        ("source", "v7", 1),
-        *[("temporary", "", 1)] * 3,
+    assert sorted((e.kind, len(e.files)) for e in found) == [
+        ("kernel", 3),
+        ("kernel", 3),
+        ("marker", 1),
+        ("proof", 1),
+        ("source", 1),
+        *[("temporary", 1)] * 3,
     ]
     assert {e.size for e in found if e.kind == "kernel"} == {1064}
     assert all(abs(e.used - (NOW - 2 * HOUR)) < 1 for e in found)
@@ -112,7 +108,6 @@ def test_a_kernel_that_is_being_loaded_stays(tmp_path):
         (entry,) = entries(tmp_path)
         assert not remove(entry)
         cache_contents._shrink(tmp_path, 1, NOW)
-        assert clear(tmp_path) == (0, 0)
     assert path.exists()
     assert remove(entry)
     assert not path.exists()
@@ -138,27 +133,12 @@ def test_measurements_are_small_and_dear(measured, tmp_path, monkeypatch):
     assert not gone.exists()
 
 
-def test_who_clears_the_cache_clears_measurements(measured, tmp_path):
-    """Not those that a process adds to."""
-    with held(measured, 1.0) as got:
-        assert got
-        clear(tmp_path, older=30)
-        assert measured.exists()
-    assert clear(tmp_path, older=30) == (1, 2000)
-    assert not measured.exists()
-    assert not measured.with_suffix(".lock").exists()
-    assert clear(tmp_path) == (1, 100)
-    assert {p.name for p in tmp_path.rglob("*") if not p.is_dir()} == {"notes.txt", "x.json"}
-
-
-def test_the_real_measurements_are_recognised(tmp_path):
+def test_the_real_measurements_stay(tmp_path):
     store = Store(H100, tmp_path / "measured")
     with held(store.path, 1.0):
         store.add({})
-    (entry,) = entries(tmp_path)
-    assert entry.kind == "measured"
-    assert entry.version == store.path.stem
-    assert store.path in entry.files
+    assert store.path.exists()
+    assert not entries(tmp_path)
 
 
 def test_old_temporaries_and_markers_of_nothing_are_swept(base):
@@ -203,75 +183,3 @@ def test_a_wrong_limit_stops_no_kernel(tmp_path, monkeypatch, caplog):
     with caplog.at_level("WARNING", "coda_inductor"):
         tidy(tmp_path, now=NOW)
     assert "CODA_CACHE_SIZE='large'" in caplog.text
-
-
-def test_clear_deletes_ours_and_nothing_else(base, tmp_path):
-    """It follows no links."""
-    elsewhere = tmp_path / "elsewhere"
-    other = put(elsewhere / "kernels" / ("f" * 64) / f"{'d' * 64}.o", 2)
-    (base / "kernels" / "linked").symlink_to(elsewhere / "kernels")
-    count, size = clear(base)
-    assert count == 8
-    assert size > 2 * 1064
-    assert other.exists()
-    (base / "kernels" / "linked").unlink()
-    left = {p.name for p in base.rglob("*") if not p.is_dir()}
-    assert left == NOT_OURS
-    assert not (base / "kernels" / VERSION).exists()
-    assert (base / "precious.txt").read_bytes() == b"x" * 100
-
-
-def test_clear_older_keeps_what_was_used(base):
-    since = (time.time() - NOW) / HOUR  # half an hour, where many tests came first
-    young = kernel(base, "e", 0.5 - since)
-    count, _ = clear(base, older=1 / 24)
-    assert count == 8
-    assert young.exists()
-    assert clear(base, older=1)[0] == 0
-
-
-def test_the_command(base, monkeypatch, capsys):
-    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
-    monkeypatch.setenv("QUACK_CACHE_DIR", "/quacks")
-    monkeypatch.setenv("CODA_CACHE_SIZE", "2")
-    assert main(["cache", "show"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{base}: at most 2 GiB (CODA_CACHE_SIZE, in GiB)\n")
-    rows = [line.split() for line in said.splitlines()]
-    assert ["kernel", VERSION, "1", "1.039", "KiB", "0.1"] in rows
-    assert ["source", "v7", "1", "100", "B", "0.1"] in rows
-    assert "QUACK_CACHE_DIR=/quacks has the kernels" in said
-    assert main(["cache", "clear", "--older", "3"]) == 0
-    assert f"{base}: 0 entries deleted" in capsys.readouterr().out
-    assert main(["cache", "clear"]) == 0
-    assert f"{base}: 8 entries deleted" in capsys.readouterr().out
-    assert main(["cache", "show"]) == 0
-    assert "nothing is kept there" in capsys.readouterr().out
-    for wrong in (["cache"], ["cache", "clear", "--older", "soon"]):
-        with pytest.raises(SystemExit):
-            main(wrong)
-    assert "'soon' is no number of days" in capsys.readouterr().err
-
-
-def test_the_command_shows_what_can_only_be_read(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cache_dir, "writable", lambda path: path != base)
-    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    assert main(["cache", "show"]) == 0
-    assert f"{base}: can only be read\n" in capsys.readouterr().out
-    assert main(["cache", "clear"]) == 0
-    assert len(entries(base)) == 8
-
-
-def test_another_folder_than_the_named_one_is_not_cleared(base, tmp_path, monkeypatch, capsys):
-    """Who names a folder that cannot be used has named no other one."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["cache", "clear"]) == 1
-    assert "is not used, so nothing was deleted" in capsys.readouterr().err
-    assert len(entries(base)) == 8
-    assert main(["cache", "show"]) == 0
-    monkeypatch.setenv("CODA_CACHE_DIR", str(base))
-    assert main(["cache", "clear"]) == 0
-    assert not entries(base)

@@ -22,7 +22,7 @@ class Gpu:
         for module in (timing, load):
             patch.setattr(module, "torch", SimpleNamespace(cuda=cuda))
         patch.setattr(timing, "time", self)
-        patch.setattr(timing, "_flush", lambda _: lambda: self.draw(timing._HOST_US, 300.0))
+        patch.setattr(timing, "_flush", lambda: lambda: self.draw(timing._HOST_US, 300.0))
 
     def launch(self, us: float, host_us: float = 5.0) -> None:
         self.host += host_us

@@ -2,17 +2,13 @@
 """Where pattern files come from; each is proven and run alone.
 
 In the order in which they are tried: ``options["patterns"]`` (or ``CODA_PATTERNS``), files given to
-:func:`load_patterns`, installed packages' (entry points), and the built-in ones, which live in
-``patterns/`` of the repository and are shipped inside the wheel. All go through the same door.
-``CODA_PATTERN_PLUGINS=0`` turns installed packages' off.
+:func:`load_patterns`, and the built-in ones, which live in ``patterns/`` of the repository and are
+shipped inside the wheel. All go through the same door.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
-import os
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
@@ -20,9 +16,6 @@ from coda_inductor.log import logger
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.source import Source, read, run
 from coda_inductor.patterns.verdict import require_proof
-
-#: Installed packages name their pattern modules under this group.
-ENTRY_POINTS = "coda_inductor.patterns"
 
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
@@ -109,7 +102,7 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
         except PatternError as error:
             if strict or file == path:
                 raise
-            _warn(error)
+            _warn_once(str(error))
     _registered.update(dict.fromkeys(good))
     return tuple(found)
 
@@ -129,17 +122,13 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
         except PatternError as error:
             if strict:
                 raise
-            _warn(error)
+            _warn_once(str(error))
     return tuple(sorted(found, key=lambda p: -p.priority))
 
 
-def _warn(error: PatternError) -> None:
-    _warn_once(f"{error}. The file is left out; the others are used")
-
-
 @functools.lru_cache(maxsize=256)
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
+def _warn_once(error: str) -> None:
+    logger.warning("%s. The file is left out; the others are used", error)
 
 
 def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
@@ -150,17 +139,11 @@ def files(extra: tuple[str, ...] = ()) -> tuple[Path, ...]:
         PatternError: a file or folder of ``extra`` does not exist.
     """
     given = [file for path in extra for file in _expand(Path(path))]
-    plugins = _installed() if _plugins() else ()
-    ordered = (*given, *_registered, *plugins, *sorted(builtin_folder().glob("*.py")))
+    ordered = (*given, *_registered, *sorted(builtin_folder().glob("*.py")))
     unique: dict[Path, Path] = {}
     for file in ordered:
         unique.setdefault(file.resolve(), file)
     return tuple(unique.values())
-
-
-def _plugins() -> bool:
-    text = os.environ.get("CODA_PATTERN_PLUGINS", "1").lower()
-    return text not in ("0", "false", "no", "off")
 
 
 def _expand(path: Path) -> list[Path]:
@@ -173,19 +156,3 @@ def _expand(path: Path) -> list[Path]:
     if not path.is_file():
         raise PatternError(f"no such pattern file: {path}")
     return [path]
-
-
-@functools.lru_cache(maxsize=1)
-def _installed() -> tuple[Path, ...]:
-    """Pattern files of installed packages. An entry point's value is a module, or a package, whose
-    modules then all are pattern files; it is found, not imported."""
-    found: list[Path] = []
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            spec = importlib.util.find_spec(point.value)
-            origin = Path((spec.origin if spec else None) or f"module {point.value}")
-            found += _expand(origin.parent if origin.name == "__init__.py" else origin)
-        except Exception as error:  # another package's mistake must not stop a compile
-            logger.debug("entry point %s", point.name, exc_info=True)
-            _warn_once(f"entry point {point.name} = {point.value} of {ENTRY_POINTS}: {error}")
-    return tuple(found)

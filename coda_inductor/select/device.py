@@ -8,16 +8,13 @@ import json
 import os
 import re
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _SHIPPED = Path(__file__).parent / "tables"
-#: Bytes a microsecond of a GPU that nobody has measured yet; nothing is decided by it alone.
-_ASSUMED = 1.0e6
-#: The same of a processor's multiplications, by generation: says whether the host is the limit.
-_ASSUMED_FLOPS = {8: 2.3e6, 10: 1e7, 11: 1e7, 12: 2.4e6}
 
 
 @dataclass(frozen=True)
@@ -134,16 +131,20 @@ def known(
     smem_bytes: int,
     shipped: dict[str, Gpu],
 ) -> Gpu:
-    """The GPU of these properties: as its table says, or with the constants of one of the same
-    generation and its own number of processors; without either what the driver says."""
+    """The GPU of these properties: as its table says, or with its own number of processors and the
+    constants of that one of its generation whose name is most alike (an H20: an H200); of another
+    generation those of an H200, not ``rated``."""
     if name in shipped:
         return replace(shipped[name], processors=processors)
-    mine = {"name": name, "capability": capability, "processors": processors}
-    for gpu in shipped.values():
-        if gpu.arch == capability[0]:
-            return replace(gpu, smem_bytes=smem_bytes, sites=None, **mine)  # type: ignore[arg-type]
-    flops = _ASSUMED_FLOPS.get(capability[0], 4e6)
-    return Gpu(smem_bytes=smem_bytes, bytes_per_us=_ASSUMED, processor_flops=flops, **mine)  # type: ignore[arg-type]
+    alike = [gpu for gpu in shipped.values() if gpu.arch == capability[0]]
+    lender = max(
+        alike or [tables(None)["NVIDIA H200"]],
+        key=lambda gpu: SequenceMatcher(None, gpu.short, name).ratio(),
+    )
+    return replace(
+        lender, name=name, capability=capability, processors=processors, smem_bytes=smem_bytes,
+        sites=None, rated=bool(alike),
+    )  # fmt: skip
 
 
 def arch_of(device=None) -> int:

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +34,26 @@ _FORMAT = 1
 _GENERATION = "generation"
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a second of measuring says about a GPU model (``tune``): see :class:`Gpu`."""
-
-    bytes_per_us: float
-    launch_us: float
-
-
 class Store:
     """All measurements for ``gpu``: this user's, and those that are shipped.
 
     Attributes:
         path: the file of this user's.
-        gpu: with what was measured of the device, where nothing was shipped for it.
     """
 
     def __init__(self, gpu: Gpu, base: Path | None = None):
         name = f"{gpu.file}-{versions()}.json"
         self.path = (folder(FOLDER) if base is None else base) / name
-        self._given = gpu
+        self.gpu = gpu
         self._stamp: tuple[int, int] | None = None
         self._own: dict[str, Figures] = {}
-        self._device: Device | None = None
         self._others = {} if gpu.sites is None else dict(_shipped_sites(gpu.sites))
         if base is None and (read_only := prewarmed()) is not None:
-            self._others |= _read(read_only / FOLDER / name)[0]
+            self._others |= sites_in(read_only / FOLDER / name)
         self._by_signature: dict[str, list[tuple[str, Figures]]] = {}
         for row in self._others.items():
             if row[1].like and row[1].us:
                 self._by_signature.setdefault(row[1].like, []).append(row)
-
-    @property
-    def gpu(self) -> Gpu:
-        self._refresh()
-        given, measured = self._given, self._device
-        if measured is None or given.sites is not None:
-            return given
-        return replace(given, bytes_per_us=measured.bytes_per_us, launch_us=measured.launch_us)
-
-    @property
-    def device(self) -> Device | None:
-        """What was measured of the device itself."""
-        self._refresh()
-        return self._device
 
     def find(self, site: Site) -> tuple[Figures, str] | None:
         """What was measured of ``site``, and where: "here" (by this user) or "shipped". That may be
@@ -114,7 +89,7 @@ class Store:
         self._refresh()
         return self._own
 
-    def add(self, found: Mapping[str, Figures], device: Device | None = None) -> None:
+    def add(self, found: Mapping[str, Figures]) -> None:
         """Keep measurements; whoever calls holds the lock (``tune.lock``).
 
         Raises:
@@ -122,9 +97,8 @@ class Store:
         """
         self._refresh()
         self._own = {**self._own, **found}
-        self._device = device or self._device
         try:
-            write(self.path, as_text(self._given, self._own, self._device))
+            write(self.path, as_text(self.gpu, self._own))
         finally:
             self._stamp = _stamp(self.path)
 
@@ -132,9 +106,7 @@ class Store:
         """Read the file again if another process has replaced it."""
         stamp = _stamp(self.path)
         if stamp is not None and stamp != self._stamp:
-            own, device = _read(self.path)
-            self._own, self._stamp = {**self._own, **own}, stamp
-            self._device = device or self._device
+            self._own, self._stamp = {**self._own, **sites_in(self.path)}, stamp
 
 
 def generation() -> str:
@@ -168,11 +140,10 @@ def versions() -> str:
     return f"{label()}-cuda{torch.version.cuda or 'none'}-r{RENDERER_VERSION}"
 
 
-def as_text(gpu: Gpu, sites: Mapping[str, Figures], device: Device | None = None) -> str:
+def as_text(gpu: Gpu, sites: Mapping[str, Figures]) -> str:
     """The file's text: JSON with one site a line, in the order of their keys."""
-    about = None if device is None else vars(device)
     head = {"format": _FORMAT, "gpu": gpu.name, "processors": gpu.processors}
-    head |= {"versions": versions(), "device": about}
+    head |= {"versions": versions()}
     lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
     rows = [json.dumps(to_row(key, sites[key])) for key in sorted(sites)]
     return "\n".join(
@@ -182,7 +153,13 @@ def as_text(gpu: Gpu, sites: Mapping[str, Figures], device: Device | None = None
 
 def sites_in(path: Path) -> dict[str, Figures]:
     """The sites of a file of a store; none, with a warning, if it cannot be read."""
-    return _read(path)[0]
+    try:
+        data = json.loads(path.read_text())
+        return _sites(data) if data["format"] == _FORMAT else {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if path.exists():
+            logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
+        return {}
 
 
 def merged(texts: Iterable[str]) -> dict[str, Figures]:
@@ -198,27 +175,6 @@ def _shipped_sites(table: Path) -> dict[str, Figures]:
 def _how(key: str) -> list[str]:
     """The words of ``key`` that say how operands lie; copied weights lie as one."""
     return [word for word in key.split(" ")[2:] if not word.startswith("copied=")]
-
-
-def _read(path: Path) -> tuple[dict[str, Figures], Device | None]:
-    try:
-        data = json.loads(path.read_text())
-        if data["format"] != _FORMAT:
-            return {}, None
-        return _sites(data), _device(data.get("device"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if path.exists():
-            logger.warning("%s cannot be read (%r): its sites are measured again", path, error)
-        return {}, None
-
-
-def _device(about: Mapping[str, Any] | None) -> Device | None:
-    if about is None:
-        return None
-    device = Device(float(about["bytes_per_us"]), float(about["launch_us"]))
-    if not (0 < device.bytes_per_us < math.inf and 0 <= device.launch_us < math.inf):
-        raise ValueError(f"{device} is none")
-    return device
 
 
 def _sites(data: Mapping[str, Any]) -> dict[str, Figures]:

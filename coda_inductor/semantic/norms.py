@@ -69,36 +69,27 @@ def layer_norm_definition(
     return y.to(out_dtype), mean, rstd
 
 
-def layer_norm_backward_definition(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of LayerNorm: dx, dweight and dbias, each shaped and typed like its input.
 
     With ``n = (x - mean) * rstd`` and ``p = dy * weight``:
     ``dx = rstd * (p - mean(p, -1) - n * mean(p * n, -1))``, ``dweight = sum(dy * n)`` and
-    ``dbias = sum(dy)`` over all rows (the derivative of ``layer_norm_definition``). ``needs`` says
-    which of the three are wanted; the others come back as empty tensors.
+    ``dbias = sum(dy)`` over all rows (the derivative of ``layer_norm_definition``).
     """
     normalized = (x.to(rstd.dtype) - mean) * rstd
     wide = dy.to(rstd.dtype)
-    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    rows = list(range(x.dim() - 1))
-    if needs[0]:
-        p = wide if weight is None else wide * weight.to(rstd.dtype)
-        dot = (p * normalized).mean(-1, keepdim=True)
-        dx = (rstd * (p - p.mean(-1, keepdim=True) - normalized * dot)).to(x.dtype)
-    if needs[1] and weight is not None:
-        product = wide * normalized
-        dweight = (product.sum(rows) if rows else product).to(weight.dtype)
-    if needs[2] and bias is not None:
-        dbias = (wide.sum(rows) if rows else wide).to(bias.dtype)
-    return dx, dweight, dbias
+    p = wide if weight is None else wide * weight.to(rstd.dtype)
+    dot = (p * normalized).mean(-1, keepdim=True)
+    dx = (rstd * (p - p.mean(-1, keepdim=True) - normalized * dot)).to(x.dtype)
+
+    def total(rows: Tensor, like: Tensor | None) -> Tensor | None:
+        dims = list(range(x.dim() - 1))
+        rows = rows.sum(dims) if dims else rows
+        return None if like is None else rows.to(like.dtype)
+
+    return dx, total(wide * normalized, weight), total(wide, bias)
 
 
 rms_norm_backward = define(
@@ -116,17 +107,11 @@ rms_norm = define(
     counted_by_rewrite=True,
 )
 
-layer_norm_backward = define(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
-    "Tensor rstd, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    layer_norm_backward_definition,
-    counted_by_rewrite=True,
-)
 layer_norm = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) "
     "-> (Tensor y, Tensor mean, Tensor rstd)",
     layer_norm_definition,
-    gradient=layer_norm_backward,
+    gradient=layer_norm_gradient,
     of=("x", "weight", "bias"),
     counted_by_rewrite=True,
 )

@@ -22,9 +22,10 @@ _WARM, _MOST, _FEWEST = 3, 40, 15
 _SECONDS = 0.8
 #: Spread from which on something else runs beside, and how often it is then tried again.
 _CALM, _AGAIN = 0.02, 2
-#: Microseconds that one read takes at least; and how much longer than the host with the slowest of
-#: the calls that warm up all reads take together: a busy machine is not always equally slow.
-_HOST_US, _AHEAD = 150.0, 2.0
+#: What one read takes at least of an H200's memory, bytes and microseconds; and how much longer
+#: than the host with the slowest of the calls that warm up all reads take together: a busy machine
+#: is not always equally slow.
+_READ, _HOST_US, _AHEAD = 600e6, 150.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,9 @@ class Times:
     spread: float
 
 
-def measure(
-    calls: Mapping[str, Callable[[], object]], bytes_per_us: float = 4e6
-) -> dict[str, Times]:
-    """Times of ``calls`` on the current CUDA device; at most about a second. ``bytes_per_us`` of
-    the memory sets how much is read between two calls."""
-    flush = _flush(bytes_per_us)
+def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
+    """Times of ``calls`` on the current CUDA device; at most about a second."""
+    flush = _flush()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     host_us = dict.fromkeys(calls, 0.0)
     start = time.monotonic()
@@ -104,30 +102,7 @@ def evaluated(samples: Mapping[str, Sequence[float]]) -> dict[str, Times]:
     return found
 
 
-def _flush(bytes_per_us: float) -> Callable[[], object]:
+def _flush() -> Callable[[], object]:
     l2 = torch.cuda.get_device_properties().L2_cache_size
-    buffer = torch.ones(max(4 * l2, math.ceil(_HOST_US * bytes_per_us)) // 4, device="cuda")
+    buffer = torch.ones(max(4 * l2, int(_READ)) // 4, device="cuda")
     return buffer.amax
-
-
-def device_times() -> tuple[float, float]:
-    """(bytes a microsecond of an elementwise kernel, microseconds that a launch takes the GPU) of
-    the current device; takes less than a second.
-
-    The first is of ``x + y`` on tensors far larger than the cache. The second is what one more
-    kernel with nothing to do takes in a CUDA graph, where the host is not waited for."""
-    x, y = (torch.ones(2**27, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    out = torch.empty_like(x)
-    moved = 3 * x.numel() * x.element_size()
-    add = measure({"add": lambda: torch.add(x, y, out=out)})["add"].median
-    one = torch.ones(1, device="cuda")
-
-    def replayed(times: int) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(times):
-                one.add_(1)
-        return graph.replay
-
-    launches = measure({str(times): replayed(times) for times in (10, 210)})
-    return moved / add, (launches["210"].median - launches["10"].median) / 200

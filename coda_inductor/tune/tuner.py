@@ -29,7 +29,7 @@ from coda_inductor.select import rank
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.site import Site
-from coda_inductor.select.store import Device, Store
+from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs, lock
 from coda_inductor.tune.client import DeadError, Process
 from coda_inductor.tune.worker import site_text
@@ -103,10 +103,6 @@ class Tuner:
                 _progress(len(order)) as progress,
                 concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
             ):
-                if order and self.store.device is None:
-                    asked = threads.submit(self._ask, {"device": True}, deadline)
-                    about = asked.result().get("device")
-                    self._keep({}, None if about is None else Device(**about))
                 found = threads.map(lambda key: self._measured(sites[key], deadline), order)
                 for key, figures in zip(order, found, strict=True):
                     if figures is not None:
@@ -116,9 +112,9 @@ class Tuner:
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
 
-    def _keep(self, found: dict[str, Figures], device: Device | None = None) -> None:
+    def _keep(self, found: dict[str, Figures]) -> None:
         try:
-            self.store.add(found, device)
+            self.store.add(found)
         except OSError as error:
             warn_once("measurements", f"they cannot be kept: {error}", to="this process's memory")
 

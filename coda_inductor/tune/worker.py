@@ -5,8 +5,7 @@ A child (``processes``) that is sent messages, until it ends with its parent:
 
 - ``{"site": {...}}`` answers ``{"ready": true}`` when the unfused candidate is compiled;
 - ``{"site": {...}, "configs": [...]}`` answers ``{"figures": {...}}``, or ``{"error": why}``;
-  before each candidate's first run, and before some repeat, ``{"trying": config}``;
-- ``{"device": true}`` answers ``{"device": {...}}``.
+  before each candidate's first run, and before some repeat, ``{"trying": config}``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Worker:
 
     def __init__(self, say: Callable[[dict[str, Any]], None]):
         self._say = say
-        self._bytes_per_us = 4e6
         uuid = getattr(torch.cuda.get_device_properties(), "uuid", torch.cuda.current_device())
         self._alone = private_dir() / f"gpu-{uuid}"
         self._unfused: dict[str, Callable[..., list[Tensor]]] = {}
@@ -56,12 +54,6 @@ class Worker:
     def answer(self, asked: dict[str, Any]) -> None:
         """One message: see the module's docstring."""
         try:
-            if "device" in asked:
-                with lock.held(self._alone, _PATIENCE):
-                    self._bytes_per_us, launch_us = timing.device_times()
-                about = {"bytes_per_us": self._bytes_per_us, "launch_us": launch_us}
-                self._say({"device": {k: float(f"{v:.4g}") for k, v in about.items()}})
-                return
             site = site_from(asked["site"])
             unfused = self._unfused.setdefault(repr(asked["site"]), _compiled(site.program))
             if "configs" not in asked:
@@ -96,7 +88,7 @@ class Worker:
                 calls[config] = call
             else:
                 failed[config] = why
-        times = timing.steady(lambda: timing.measure(calls, self._bytes_per_us))
+        times = timing.steady(lambda: timing.measure(calls))
         us, spread = {name: t.median for name, t in times.items()}, timing.typical(times)
         del expected
         if names := load.contenders(us, configs):

@@ -16,7 +16,7 @@ from coda_inductor.cli import tune as command
 from coda_inductor.mainloop import availability
 from coda_inductor.select import policy
 from coda_inductor.select import store as measurements
-from coda_inductor.select.store import FOLDER, Device, Store
+from coda_inductor.select.store import FOLDER, Store
 
 WON = figures({"128x128:2x1:pp": 50.0, "128x192:2x1:pp": 40.0}, m=8192, spread=0.012,
               name="layers.0.mlp.gate_proj + up_proj")  # fmt: skip
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def full(cache):
     cache.add(keyed(site("swiglu", n=8192), WON) | keyed(site(), LOST)
-              | keyed(site("logsumexp", n=50304), BROKEN), Device(2e6, 3.0))  # fmt: skip
+              | keyed(site("logsumexp", n=50304), BROKEN))  # fmt: skip
     return cache
 
 

@@ -169,11 +169,3 @@ def test_a_candidate_that_is_wrong_is_found(candidates, broken, monkeypatch):
     assert 0 < found.plain < found.unfused
     assert all(0 < us < 1000 for us in found.us.values())
     assert 0 <= found.spread < 0.2
-
-
-def test_the_device_has_constants():
-    said: list[dict] = []
-    Worker(said.append).answer({"device": True})
-    about = said[0]["device"]
-    assert 1e5 < about["bytes_per_us"] < 2e7
-    assert 0.3 < about["launch_us"] < 20

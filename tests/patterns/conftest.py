@@ -16,8 +16,5 @@ def fresh(monkeypatch, tmp_path):
         (loading, "_registered", {}), (verdict, "_proven", set()), (verdict, "_refused", {}),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    caches = loading._load, loading._installed, loading._warn_once
-    for function in caches:
-        function.cache_clear()
-    yield
-    loading._installed.cache_clear()
+    loading._load.cache_clear()
+    loading._warn_once.cache_clear()

@@ -238,37 +238,6 @@ def test_ops_are_named_by_content(tmp_path, prove_here):
     torch.testing.assert_close(other(x, x) / one(x, x), torch.full((3,), 1.5))
 
 
-def install(folder: Path, value: str) -> None:
-    """What an installed package leaves: its metadata."""
-    info = folder / "their_gates-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-gates\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[coda_inductor.patterns]\ntheirs = {value}\n")
-
-
-@pytest.mark.parametrize("value", ["their_gate", "their_gates"])
-def test_installed_packages_bring_patterns(value, tmp_path, prove_here, monkeypatch):
-    install(tmp_path / "site", value)
-    write(tmp_path / "site" / "their_gate.py", "theirs")
-    write(tmp_path / "site" / "their_gates" / "gate.py", "theirs")
-    (tmp_path / "site" / "their_gates" / "__init__.py").write_text("raise AssertionError\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    assert names(patterns.load()) == ["theirs", *BUILTIN]
-    for off in ("0", "off", "False"):
-        monkeypatch.setenv("CODA_PATTERN_PLUGINS", off)
-        assert names(patterns.load()) == BUILTIN
-    monkeypatch.setenv("CODA_PATTERN_PLUGINS", "1")
-    assert names(patterns.load()) == ["theirs", *BUILTIN]
-
-
-def test_entry_point_of_a_missing_module_fails_alone(tmp_path, monkeypatch, caplog):
-    install(tmp_path / "site", "no_such_module_at_all")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    with caplog.at_level("WARNING"):
-        assert names(patterns.load()) == BUILTIN
-    assert "entry point theirs = no_such_module_at_all" in caplog.text
-
-
 def test_cache_that_cannot_be_written_costs_only_time(tmp_path, prove_here, monkeypatch):
     monkeypatch.setattr(verdict, "cache_dir", lambda: Path(os.devnull))
     assert names(patterns.load_file(write(tmp_path / "a.py"))) == ["mine"]

@@ -72,10 +72,20 @@ def test_tables_that_ship_are_tables():
         assert read(gpu.sites) == gpu
 
 
+@pytest.mark.parametrize(
+    ("name", "lender"),
+    [("NVIDIA H20", "H200"), ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H800", "H100")],
+)
+def test_the_most_alike_name_lends(name, lender):
+    (of,) = (gpu for gpu in tables(None).values() if gpu.short == lender)
+    assert known(name, (9, 0), 132, SMEM, tables(None)) == borrowing(of, name)
+
+
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 0)])
-def test_of_another_generation_nothing_is_known(capability):
+def test_another_generation_has_an_h200s_constants_and_is_not_rated(capability):
     gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
     assert (gpu.rated, gpu.sites) == (False, None)
+    assert gpu.bytes_per_us == tables(None)["NVIDIA H200"].bytes_per_us
     assert (gpu.capability, gpu.arch) == (capability, capability[0])
     assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
 

@@ -16,7 +16,7 @@ from coda_inductor.program import Step
 from coda_inductor.select import store as kept
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import key_of, signature
-from coda_inductor.select.store import Device, Store, as_text, merged
+from coda_inductor.select.store import Store, as_text, merged
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
@@ -51,7 +51,7 @@ def test_what_another_process_measures_is_found(tmp_path):
 def test_the_file_is_not_read_while_it_stays_as_it_is(tmp_path, monkeypatch):
     store = Store(HOPPER, tmp_path)
     store.add(keyed(ONE, FAST))
-    monkeypatch.setattr(kept, "_read", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(kept, "sites_in", lambda _: pytest.fail("read again"))
     assert store.find(ONE) == (FAST, "here")
 
 
@@ -183,18 +183,6 @@ def test_a_damaged_line_is_skipped(row, tmp_path, warnings):
     assert not warnings
 
 
-@pytest.mark.parametrize(
-    "device", ['"fast"', "[]", "{}", '{"bytes_per_us": 1}', '{"bytes_per_us": 0, "launch_us": 1}',
-               '{"bytes_per_us": null, "launch_us": 1}', '{"bytes_per_us": NaN, "launch_us": 1}']
-)  # fmt: skip
-def test_damaged_constants_are_not_used(device, tmp_path):
-    path = Store(HOPPER, tmp_path).path
-    path.write_text(as_text(HOPPER, {}).replace('"device": null', f'"device": {device}'))
-    store = Store(HOPPER, tmp_path)
-    assert store.gpu == HOPPER
-    assert store.device is None
-
-
 def test_a_file_of_another_format_is_not_read(tmp_path):
     path = Store(HOPPER, tmp_path).path
     path.write_text(as_text(HOPPER, keyed(ONE, FAST)).replace('"format": 1', '"format": 99'))
@@ -203,34 +191,18 @@ def test_a_file_of_another_format_is_not_read(tmp_path):
 
 def test_one_site_a_line_in_the_order_of_their_keys(tmp_path):
     found = keyed(OTHER, SLOW) | keyed(ONE, FAST)
-    text = as_text(HOPPER, found, Device(2e6, 3.0))
+    text = as_text(HOPPER, found)
     keys = [json.loads(line.rstrip(","))["key"] for line in text.splitlines() if '"key"' in line]
     assert keys == sorted(found)
     data = json.loads(text)
     assert data["gpu"] == HOPPER.name
     assert data["processors"] == HOPPER.processors
-    assert data["device"] == {"bytes_per_us": 2e6, "launch_us": 3.0}
     assert merged([text]) == found
 
 
 def test_of_several_files_the_last_one_counts():
     texts = [as_text(HOPPER, keyed(ONE, FAST) | keyed(OTHER, FAST)), as_text(HOPPER, keyed(ONE, SLOW))]  # fmt: skip  # noqa: E501
     assert merged(texts) == keyed(ONE, SLOW) | keyed(OTHER, FAST)
-
-
-def test_constants_count_where_nothing_was_shipped(tmp_path):
-    measured = Device(2e6, 3.0)
-    shipped = table(tmp_path / "tables")
-    for gpu, used in ((shipped, False), (borrowing(shipped), True), (B200, True)):
-        store = Store(gpu, tmp_path)
-        assert store.gpu == gpu
-        store.add({}, measured)
-        assert store.device == measured
-        expected = replace(gpu, bytes_per_us=2e6, launch_us=3.0) if used else gpu
-        assert store.gpu == expected
-        assert Store(gpu, tmp_path).gpu == expected
-        store.add(keyed(ONE, FAST))
-        assert store.device == measured
 
 
 def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):

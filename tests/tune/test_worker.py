@@ -55,7 +55,7 @@ class Bench:
         ]
         return self.broken.get(config, lambda x: x)(made)
 
-    def measure(self, calls, bytes_per_us):
+    def measure(self, calls):
         self.timed.append(list(calls))
         return {name: Times(10.0 + i, 0.001 * (i + 1)) for i, name in enumerate(calls)}
 
@@ -79,7 +79,6 @@ def bench(monkeypatch, tmp_path):
     made = Bench()
     monkeypatch.setattr(worker, "gemm_epilogue", made.kernel)
     monkeypatch.setattr(worker.timing, "measure", made.measure)
-    monkeypatch.setattr(worker.timing, "device_times", lambda: (4.12345e6, 2.51239))
     return made
 
 
@@ -97,10 +96,6 @@ def figures_of(answer):
 def computes(program, monkeypatch):
     run = lambda as_, bs, operands, *_, **__: reference.run(program, as_, bs, operands)  # noqa: E731
     monkeypatch.setattr(worker, "gemm_epilogue", run)
-
-
-def test_the_device(bench):
-    assert bench.ask(device=True) == {"device": {"bytes_per_us": 4.123e6, "launch_us": 2.512}}
 
 
 def test_a_site_is_compiled_before_its_candidates_are_there(bench):
@@ -196,7 +191,7 @@ def test_sites_of_fp8(name, bench, monkeypatch):
     computes(program, monkeypatch)
     ran = {}
 
-    def measured(calls, _):
+    def measured(calls):
         ran.update({name: call() for name, call in calls.items()})
         return {name: Times(10.0, 0.001) for name in calls}
 

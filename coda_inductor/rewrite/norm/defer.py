@@ -83,8 +83,6 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     found = uses(norm, scope)
     if isinstance(found, Refusal):
         return found
-    if norm.target is layer_norm and (found.backward is not None or found.wgrads):
-        return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     why = _refusal(norm, found, scope, record)
     if why is not None or norm.target is not layer_norm:
         return why or found

@@ -20,7 +20,7 @@ from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.semantic.norms import layer_norm_backward, rms_norm_backward
+from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Uses:
         gemms: ``mm`` and ``addmm`` nodes of the forward pass that read the normalized n as A.
         wgrads: ``mm`` nodes that make a weight's gradient -> whether n (transposed) is their A;
             else it is their B.
-        backward: the norm's own backward node, if a gradient is wanted.
+        backward: an RMSNorm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
         pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
     """
@@ -77,7 +77,7 @@ def uses(norm: Node, scope: Scope) -> Uses | Refusal:
         return refuse("not-read", "its result is not read")
     found = Uses()
     statistics = [output for i, output in outputs.items() if i > 0]
-    why = _readers(outputs[0], scope, found) or _gradient(statistics, found)
+    why = _readers(outputs[0], scope, found) or _gradient(norm, statistics, found)
     if why is not None:
         return why
     dtypes = {fake(gemm_inputs(g)[0]).dtype for g in (*found.gemms, *found.wgrads)}
@@ -130,12 +130,14 @@ def _is_wgrad(user: Node, node: Node) -> bool:
     return user.args[1] is node and is_transpose(user.args[0])
 
 
-def _gradient(statistics: list[Node], found: Uses) -> Refusal | None:
+def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None:
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
+    if norm.target is layer_norm and (readers or found.wgrads):
+        return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     if not readers:
         return None
     (found.backward, *others) = readers
-    if others or found.backward.target not in (rms_norm_backward, layer_norm_backward):
+    if others or found.backward.target is not rms_norm_backward:
         return refuse("norm-statistics-read", "its rstd is read")
     found.dgrads = terms(found.backward.args[0]) or []
     if not found.dgrads:
