@@ -132,9 +132,6 @@ TORCH: dict[str, Private] = {
     "ConcatKernel": Private(
         "torch._inductor.ir.ConcatKernel", "writes tensors beside each other", _ONE_BY_ONE, False,
     ),
-    "TensorBox": Private(
-        "torch._inductor.ir.TensorBox", "is what a lowering returns", _ONE_BY_ONE, lambda x: x,
-    ),
     "virtualized": Private(
         "torch._inductor.virtualized.V", "has the graph that it compiles", _DISPATCHED,
         types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True)),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.compat import ConcatKernel, TensorBox, register_lowering
+from coda_inductor.compat import ConcatKernel, register_lowering
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _LIBRARY.define("columns(Tensor[] parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,4 +40,4 @@ def install() -> None:
 
 
 def _lower(parts: Sequence[Any]) -> Any:
-    return TensorBox(ConcatKernel.create(parts, 1))
+    return type(parts[0])(ConcatKernel.create(parts, 1))  # a TensorBox, as a lowering returns

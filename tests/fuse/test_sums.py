@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
+from torch._inductor.utils import run_and_get_code
 
+from coda_inductor.fuse import columns
 from coda_inductor.graph.edit import CycleError, settle
 from coda_inductor.mainloop import availability
 from coda_inductor.runtime import pool
@@ -202,3 +204,17 @@ def test_settling_puts_every_reader_after_what_it_reads():
     settle([nodes[5]])
     graph.lint()
     assert output is list(graph.nodes)[-1]
+
+
+def test_inductor_writes_each_part_where_it_belongs():
+    """A kernel for each, none for all: that one would evaluate every part of every element."""
+    columns.install()
+
+    def function(x, y):
+        return columns.COLUMNS([x * 2, y.sin(), x + 1])
+
+    x, y = randn(6, 8), randn(6, 4)
+    output, (code,) = run_and_get_code(torch.compile(function, dynamic=False), x, y)
+    assert torch.equal(output, function(x, y))
+    assert "columns" not in code.split("def call")[1]
+    assert "masked" not in code
