@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 48
+PROGRAMS = 24
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
     "rms_norm": 10, "layer_norm": 5, "swiglu": 5, "residual": 22, "epilogue": 15, "pair": 6,
