@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kinds import B_MAJOR, TERMS, kinds
+from programs import B_MAJOR, TERMS, kinds
 
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import H100, Gpu, read

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs and inputs that the render, compile and GPU tests share."""
+"""Programs by name that the render, compile and GPU tests share, written as text.
+
+Operands: "name:kind:dtype"; steps: "name op argument ..."; stores: "value:dtype"; reductions:
+"name:value:axis:op". What is left out is the default.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
-from kinds import TERMS, kinds
 
 from coda_inductor.program import (
     EpilogueProgram,
@@ -19,80 +23,126 @@ from coda_inductor.program import (
     simplify,
     verify,
 )
+from coda_inductor.program.dtypes import FP8
+from coda_inductor.program.ops import OPS
+
+E4M3, E5M2 = FP8
+_GATED = "s sigmoid g; act mul g s; y mul act u"
+_SLOPE = "rest sub 1.0 s; bent mul act rest; slope add s bent"
 
 
-def activation_chain(dtype: str = "bfloat16") -> EpilogueProgram:
-    """gelu(tanh) + relu squared, clamped, behind a row bias; sums over N and M that need masks."""
-    x3 = [
-        Step("x", "add", ("acc", "bias"), "aten.add.Tensor"),
-        Step("xx", "mul", ("x", "x")),
-        Step("cubic", "mul", ("xx", 0.0356774)),
-        Step("inner", "add", ("cubic", 0.797885)),
-        Step("z", "mul", ("x", "inner")),
-        Step("t", "tanh", ("z",), "aten.tanh"),
-        Step("t1", "add", ("t", 1.0)),
-        Step("half", "mul", ("x", 0.5)),
-        Step("gelu", "mul", ("half", "t1")),
-        Step("r", "relu", ("x",)),
-        Step("rr", "mul", ("r", "r")),
-        Step("both", "add", ("gelu", "rr")),
-        Step("low", "maximum", ("both", -2.0)),
-        Step("y", "minimum", ("low", 2.0)),
-    ]
+def parsed(
+    dtype: str, operands: str, steps: str, stores: str, reduces: str = "", **more: Any
+) -> EpilogueProgram:
+    """A program whose operands and stores have ``dtype`` unless they say otherwise."""
+    split = [[name, *how] for name, *how in (o.split(":") for o in operands.split())]
+    found = [line.split() for line in steps.split(";") if line.strip()]
+    stored = [[*text.split(":"), dtype][:2] for text in stores.split()]
+    given = {"accs": ("acc",), "a_dtype": dtype, **more}
     return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(Operand("bias", "row", dtype),),
-        steps=tuple(x3),
-        stores=(Store("out0", "y", dtype),),
-        reduces=(Reduce("rows", "y"), Reduce("cols", "y", "col")),
+        operands=tuple(Operand(*[*o, dtype][:3]) for o in split),
+        steps=tuple(Step(name, op, tuple(map(_argument, rest))) for name, op, *rest in found),
+        stores=tuple(Store(f"out{i}", *how) for i, how in enumerate(stored)),
+        reduces=tuple(Reduce(*text.split(":")) for text in reduces.split()),
+        **given,
     )
 
 
-def select(dtype: str = "bfloat16") -> EpilogueProgram:
-    """Leaky select on a comparison of two tiles (one float32), with max reductions both ways."""
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(
-            Operand("other", "tile", dtype),
-            Operand("wide", "tile", "float32"),
-            Operand("slope", "scalar", "float32"),
-            Operand("shift", "col", dtype),
-        ),
-        steps=(
-            Step("x", "add", ("acc", "shift")),
-            Step("over", "gt", ("x", "other")),
-            Step("pos", "ge", ("x", 0.0)),
-            Step("keep", "logical_and", ("over", "pos")),
-            Step("scaled", "mul", ("wide", "slope")),
-            Step("y", "where", ("keep", "x", "scaled")),
-        ),
-        stores=(Store("out0", "y", "float32"), Store("out1", "x", dtype)),
-        reduces=(Reduce("top", "x", "row", "max"), Reduce("topc", "x", "col", "max")),
-    )
-
-
-def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
-    """SwiGLU that also stores both projections, with every reduction a pair can have."""
-    base = kinds(dtype)["swiglu"]
-    return EpilogueProgram(
-        accs=base.accs,
-        a_dtype=dtype,
-        operands=base.operands,
-        steps=base.steps,
-        stores=(*base.stores, Store("out1", "g", dtype), Store("out2", "u", dtype)),
-        reduces=(
-            Reduce("rows", "y"),
-            Reduce("cols", "y", "col"),
-            Reduce("top", "y", "row", "max"),
-        ),
-    )
+def _argument(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def legal(program: EpilogueProgram) -> EpilogueProgram:
     """``program`` as the fuser would make it: its statistics are of what it stores."""
     return verify(simplify(consistent(program)))
+
+
+#: Which dimension of B has stride 1: a weight as it is stored, or its transpose in a backward.
+B_MAJOR = {
+    **dict.fromkeys(("scale", "rms_partial", "swiglu", "swiglu_train", "logsumexp", "rotary"), "k"),
+    **dict.fromkeys(("dswiglu", "act_bwd", "norm_bwd", "norm_bwd_joined"), "n"),
+}
+#: How many products the accumulator is the sum of; K of a kind is the sum of all their K's.
+TERMS = {**dict.fromkeys(B_MAJOR, 1), "norm_bwd_joined": 2}
+
+
+@functools.cache
+def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """Those of the sites of a Llama layer, forward and backward, of the activation of an ungated
+    MLP, of an LM head before a cross entropy, and of a projection to heads that are rotated."""
+    made = functools.partial(parsed, dtype)
+    pair = functools.partial(
+        made,
+        "rstd:col:float32",
+        f"g mul acc0 rstd; u mul acc1 rstd; {_GATED}",
+        accs=("acc0", "acc1"),
+    )
+    norm_bwd = made(
+        "residual:tile x:tile weight:row coef:col:float32",
+        "scaled mul acc weight; through mul x coef; normed add scaled through;"
+        "dx add normed residual; dot mul acc x",
+        "dx",
+        "part0:dot:col",
+    )
+    programs = {
+        "scale": made("rstd:col:float32", "x mul acc rstd", "x"),
+        "rms_partial": made(
+            "residual:tile weight:row",
+            "x add acc residual; h mul x weight; sq mul x x",
+            "x h",
+            "part0:sq",
+        ),
+        "swiglu": pair("y"),
+        "swiglu_train": pair("y g u"),
+        "dswiglu": made(
+            "g:tile u:tile rstd:col:float32",
+            f"{_GATED}; du mul acc act; {_SLOPE}; through mul acc u; dg mul through slope;"
+            "dgr mul dg rstd; dur mul du rstd; dgg mul dg g; duu mul du u; dot add dgg duu",
+            "dgr dur y",
+            "part0:dot",
+        ),
+        "act_bwd": made(  # gelu (tanh) of z
+            "z:tile",
+            "zz mul z z; cubic mul zz 0.0356774; inner add cubic 0.797885; argument mul z inner;"
+            "t tanh argument; t1 add t 1.0; gate mul t1 0.5; y mul z gate; tt mul t t;"
+            "rest sub 1.0 tt; cubic3 mul zz 0.1070322; inner1 add cubic3 0.797885;"
+            "half mul z 0.5; bent mul half rest; bent1 mul bent inner1; slope add gate bent1;"
+            "dz mul acc slope",
+            "dz y",
+        ),
+        "norm_bwd": norm_bwd,
+        "norm_bwd_joined": norm_bwd,
+        "logsumexp": made("", "", "acc", "part0:acc:row:logsumexp"),
+        "rotary": made(
+            "rstd:col:float32 cos:table sin:table",
+            "x mul acc rstd; other swap acc 128.0 64.0; turned mul other rstd; x_cos mul x cos;"
+            "turned_sin mul turned sin; y add x_cos turned_sin",
+            "y",
+            head=128,
+        ),
+    }
+    return {name: simplify(consistent(program)) for name, program in programs.items()}
+
+
+def select(dtype: str = "bfloat16") -> EpilogueProgram:
+    """Leaky select on a comparison of two tiles (one float32), with max reductions both ways."""
+    return parsed(
+        dtype,
+        "other:tile wide:tile:float32 slope:scalar:float32 shift:col",
+        "x add acc shift; over gt x other; pos ge x 0.0; keep logical_and over pos;"
+        "scaled mul wide slope; y where keep x scaled",
+        "y:float32 x",
+        "top:x:row:max topc:x:col:max",
+    )
+
+
+def paired_sums(dtype: str = "bfloat16") -> EpilogueProgram:
+    """SwiGLU that also stores both projections, with every reduction a pair can have."""
+    reduces = (Reduce("rows", "y"), Reduce("cols", "y", "col"), Reduce("top", "y", "row", "max"))
+    return dataclasses.replace(kinds(dtype)["swiglu_train"], reduces=reduces)
 
 
 def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
@@ -101,35 +151,34 @@ def row_statistics(dtype: str = "bfloat16") -> EpilogueProgram:
     return dataclasses.replace(kinds(dtype)["scale"], reduces=(lse,))
 
 
-def paired_rows(dtype: str = "bfloat16") -> EpilogueProgram:
-    """SwiGLU behind a LayerNorm: scale, shift and offset of both projections, sums both ways, the
-    one over N with a mask."""
-    row = functools.partial(Operand, kind="row")
-    return EpilogueProgram(
-        accs=("acc0", "acc1"),
-        a_dtype=dtype,
-        operands=(
-            Operand("m", "col", "float32"),
-            Operand("rstd", "col", "float32"),
-            row("wg", dtype="float32"),
-            row("wu", dtype="float32"),
-            row("bias", dtype=dtype),
+def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """The representative ones of 16 bits without heads."""
+    made = functools.partial(parsed, dtype)
+    named = {
+        **{n: p for n, p in kinds(dtype).items() if TERMS[n] == 1 and not p.head},
+        # gelu(tanh) + relu squared, clamped, behind a row bias; sums that need masks.
+        "chain": made(
+            "bias:row",
+            "x add acc bias; xx mul x x; cubic mul xx 0.0356774; inner add cubic 0.797885;"
+            "z mul x inner; t tanh z; t1 add t 1.0; half mul x 0.5; gelu mul half t1; r relu x;"
+            "rr mul r r; both add gelu rr; low maximum both -2.0; y minimum low 2.0",
+            "y",
+            "rows:y cols:y:col",
         ),
-        steps=(
-            Step("g0", "mul", ("m", "wg")),
-            Step("g1", "sub", ("acc0", "g0")),
-            Step("g", "mul", ("g1", "rstd")),
-            Step("u0", "mul", ("m", "wu")),
-            Step("u1", "sub", ("acc1", "u0")),
-            Step("u2", "mul", ("u1", "rstd")),
-            Step("u", "add", ("u2", "bias")),
-            Step("s", "sigmoid", ("g",)),
-            Step("act", "mul", ("g", "s")),
-            Step("y", "mul", ("act", "u")),
+        "select": select(dtype),
+        "paired_sums": paired_sums(dtype),
+        "row_statistics": row_statistics(dtype),
+        # SwiGLU behind a LayerNorm: scale, shift, and offset of both; the sum over N has a mask.
+        "paired_rows": made(
+            "m:col:float32 rstd:col:float32 wg:row:float32 wu:row:float32 bias:row",
+            "g0 mul m wg; g1 sub acc0 g0; g mul g1 rstd; u0 mul m wu; u1 sub acc1 u0;"
+            f"u2 mul u1 rstd; u add u2 bias; {_GATED}",
+            "y g u",
+            "rows:y cols:u:col",
+            accs=("acc0", "acc1"),
         ),
-        stores=(Store("out0", "y", dtype), Store("out1", "g", dtype), Store("out2", "u", dtype)),
-        reduces=(Reduce("rows", "y"), Reduce("cols", "u", "col")),
-    )
+    }
+    return {name: legal(program) for name, program in named.items()}
 
 
 #: op -> a value in [-inf, inf] that is made fit for its domain first, by other ops.
@@ -141,46 +190,123 @@ _DOMAIN = {
 
 def one_op(op: str, dtype: str = "bfloat16") -> EpilogueProgram:
     """``op`` alone on the accumulator (moved into its domain), with a tile operand if binary."""
-    from coda_inductor.program.ops import OPS
-
     spec = OPS[op]
-    steps = [
-        Step("size", "abs", ("acc",)),
-        Step("positive", "add", ("size", 0.5)),
-        Step("small", "maximum", ("acc", -4.0)),
-    ]
-    source = _DOMAIN.get(op, "acc")
-    other = "positive" if op == "div" else "other"
+    given = [_DOMAIN.get(op, "acc"), "positive" if op == "div" else "other"][: spec.arity]
+    before, value = "", "v"
     if op.startswith("logical_"):
-        steps += [Step("p", "lt", ("acc", 0.0)), Step("q", "gt", ("other", 0.0))]
-        source, other = "p", "q"
+        before, given = "p lt acc 0.0; q gt other 0.0;", ["p", "q"][: spec.arity]
     if op == "where":
-        steps += [Step("p", "lt", ("acc", 0.0)), Step("v", "where", ("p", "other", "acc"))]
-    else:
-        steps.append(Step("v", op, (source, other)[: spec.arity]))
-    value = "v"
+        before, given = "p lt acc 0.0;", ["p", "other", "acc"]
+    steps = f"size abs acc; positive add size 0.5; small maximum acc -4.0; {before}"
+    steps += f"v {op} {' '.join(given)};"
     if spec.boolean:
-        steps.append(Step("number", "where", ("v", "acc", "other")))
-        value = "number"
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(Operand("other", "tile", dtype),),
-        steps=tuple(steps),
-        stores=(Store("out0", value, dtype),),
+        steps, value = f"{steps} number where v acc other", "number"
+    return parsed(dtype, "other:tile", steps, value)
+
+
+def rotary(
+    head: int,
+    width: int | None = None,
+    distance: int | None = None,
+    dtype: str = "bfloat16",
+    tables: str = "",
+) -> EpilogueProgram:
+    """A projection with a bias, behind a norm: ``width`` columns of each head are rotated, of which
+    those ``distance`` apart belong together (None: all of them, halves of it)."""
+    width, tables = width or head, tables or dtype
+    return parsed(
+        dtype,
+        f"rstd:col:float32 bias:row bias_turned:row cos:table:{tables} sin:table:{tables}",
+        f"scaled mul acc rstd; x add scaled bias; other swap acc {width} {distance or width // 2};"
+        "other_scaled mul other rstd; turned add other_scaled bias_turned; x_cos mul x cos;"
+        "turned_sin mul turned sin; y add x_cos turned_sin",
+        "y",
+        head=head,
     )
 
 
-def programs(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
-    """The representative programs, by name."""
+def heads(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """Halves, neighbours and parts of a head, and what models have besides."""
     named = {
-        **{n: p for n, p in kinds(dtype).items() if TERMS[n] == 1 and not p.head},
-        "chain": activation_chain(dtype),
-        "select": select(dtype),
-        "paired_sums": paired_sums(dtype),
-        "row_statistics": row_statistics(dtype),
-        "paired_rows": paired_rows(dtype),
+        **{name: program for name, program in kinds(dtype).items() if program.head},
+        **{f"halves_{n}": rotary(n, dtype=dtype) for n in (64, 80, 96, 128, 256)},
+        "neighbours_in_part": rotary(128, 64, 1, dtype=dtype),  # GPT-J
+        "part_of_64": rotary(64, 16, dtype=dtype),  # Pythia
+        "part_of_80": rotary(80, 32, dtype=dtype),  # Phi
+        "everything": parsed(  # two swaps beside each kind of operand
+            dtype,
+            "scale:scalar:float32 bias:row residual:tile table:table:float32",
+            "scaled mul acc scale; x add scaled bias; size abs x; log log1p size;"
+            "half swap acc 64.0 32.0; next swap acc 32.0 1.0; both add half next;"
+            "rated mul both log; later add rated residual; y mul later table",
+            "y x",
+            head=64,
+        ),
     }
+    return {name: legal(program) for name, program in named.items()}
+
+
+def residual() -> EpilogueProgram:
+    """Attention output and down projection: residual and norm's operand out, its sum of squares and
+    its maximum, one a row."""
+    return parsed(
+        "bfloat16",
+        "inv_a:col:float32 inv_b:row:float32 res:tile gamma:row:float32",
+        "y0 mul acc inv_a; y mul y0 inv_b; x add y res; h mul x gamma; sq mul x x; size abs h",
+        "x h",
+        "squares:sq top:size:row:max",
+        a_dtype=E4M3,
+    )
+
+
+def stored(dtype: str = E4M3) -> EpilogueProgram:
+    """A projection whose result's scale is known beforehand: it leaves the tile in FP8."""
+    return parsed(
+        "float32",
+        "inv_a:scalar inv_b:scalar scale:scalar",
+        "y0 mul acc inv_a; y mul y0 inv_b; r relu y; q mul r scale; size abs q",
+        f"q:{dtype}",
+        "left:size:col:max",
+        a_dtype=E4M3,
+    )
+
+
+def fp8() -> dict[str, EpilogueProgram]:
+    """The sites of a Llama layer in torchao's rowwise recipe. The maxima are what the next
+    quantization needs."""
+    named = {
+        "fp8_residual": residual(),
+        # Gate and up, whose operand is shared.
+        "fp8_swiglu": parsed(
+            "bfloat16",
+            "inv_a:col:float32 inv_g:row:float32 inv_u:row:float32",
+            f"g0 mul acc0 inv_a; g mul g0 inv_g; u0 mul acc1 inv_a; u mul u0 inv_u; {_GATED};"
+            "size abs y",
+            "y g u",
+            "top:size:row:max",
+            accs=("acc0", "acc1"),
+            a_dtype=E4M3,
+        ),
+        # Down's dgrad, of a gradient in e5m2; the forward pass knew the activation's scale.
+        "fp8_dswiglu": parsed(
+            "bfloat16",
+            "inv_a:col:float32 inv_b:scalar:float32 g:tile u:tile scale:row:float32",
+            "d0 mul acc inv_a; d mul d0 inv_b; s sigmoid g; act mul g s; du mul d act;"
+            f"{_SLOPE}; through mul d u; dg mul through slope; gsize abs dg; usize abs du;"
+            "y mul act u; ys mul y scale; low maximum ys -448.0; high minimum low 448.0;"
+            "q round_float8_e4m3fn high",
+            f"dg du q:{E4M3}",
+            "grow:gsize:row:max urow:usize:row:max gcol:gsize:col:max ucol:usize:col:max",
+            a_dtype=E5M2,
+            b_dtype=E4M3,
+        ),
+        "fp8_stored": stored(),
+        "fp8_half_stored": dataclasses.replace(
+            stored(E5M2), a_dtype="bfloat16", b_dtype="bfloat16"
+        ),
+    }
+    fast = ("fp8_residual", "fp8_swiglu", "fp8_dswiglu")
+    named |= {f"{name}_fast": dataclasses.replace(named[name], fast=True) for name in fast}
     return {name: legal(program) for name, program in named.items()}
 
 

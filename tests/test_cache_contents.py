@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kinds import kinds
+from programs import kinds
 
 from coda_inductor import OptionError, cache_contents, cache_dir
 from coda_inductor.cache_contents import entries, limit, remove, tidy

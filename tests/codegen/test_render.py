@@ -8,9 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kinds import kinds
-from programs import paired_sums, programs, row_statistics, select
-from programs_heads import programs as programs_heads
+from programs import heads, kinds, paired_sums, programs, row_statistics, select
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import TEMPLATES, render
@@ -45,9 +43,9 @@ def test_source_is_python(name):
         compile(render(programs()[name], swap_lanes=swap_lanes), name, "exec")
 
 
-@pytest.mark.parametrize("name", list(programs_heads()))
+@pytest.mark.parametrize("name", list(heads()))
 def test_each_function_is_given_what_it_reads(name):
-    program = programs_heads()[name]
+    program = heads()[name]
     across = [step.name for step in program.steps if step.op == "swap"]
     functions = {f.name: f for f in ast.parse(render(program)).body if hasattr(f, "args")}
     for function in functions.values():

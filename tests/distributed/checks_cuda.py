@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks_fsdp import products
 from checks_tensor import sequence_parallel
-from decoder import VOCABULARY, Decoder, fired, fresh, full
+from decoder import fired, fresh, full
+from decoders import VOCABULARY, Decoder
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import coda_inductor
 
-LAYERS, LINEARS, INPUTS = 2, 7, 4
+LAYERS, LINEARS, INPUTS = 1, 7, 4
 NEWER = torch.__version__ >= (2, 15)
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
 PLAIN = {"strict": True, "disable": ["idioms", "fuse", "collectives", "embedding"]}
@@ -81,10 +81,6 @@ def as_eager(precompute, rtol=0.0, **how):
     theirs = eager(precompute, **how)
     for have, want in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(have.full_tensor(), want.full_tensor(), rtol=rtol, atol=0)
-
-
-def check_weights_that_arrive_in_fp8():
-    as_eager(precompute=False)
 
 
 def check_float32_master_weights():

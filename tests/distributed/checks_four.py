@@ -7,7 +7,6 @@ import checks_fsdp
 import torch
 from checks_tensor import (
     HOW,
-    LAYERS,
     REDUCES,
     assert_fired,
     tensor_parallel,
@@ -29,14 +28,14 @@ def check_two_copies_of_blocks_that_two_share():
 def check_tensor_parallelism_inside_of_fsdp():
     fresh()
     over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = tensor_parallel(decoder(LAYERS), over["tensor"])
+    model = tensor_parallel(decoder(), over["tensor"])
     for block in model.layers:
         block.compile(**HOW)
     for part in (*model.layers, model):
         fully_shard(part, mesh=over["data"])
     data, group = batches(2), over.get_local_rank("data")
     train(model, [tokens.chunk(2)[group] for tokens in data])
-    assert_trained_as(model, single(data, LAYERS))
+    assert_trained_as(model, single(data))
     assert_fired({"swiglu": 1, "swiglu_backward": 1, "collective": REDUCES})
 
 

@@ -65,11 +65,6 @@ def assert_fired(want) -> None:
     assert {name: fired().get(name, 0) for name in want} == want, fired()
 
 
-def check_blocks_that_are_sharded_again_after_forward():
-    trained(sharded())
-    assert_fired(BLOCK)
-
-
 def check_the_whole_model():
     """Torch breaks the graph at each block's hooks."""
     fresh()

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import coda_inductor
 
@@ -64,11 +63,6 @@ def trained(model, call=None, rows=mine) -> None:
     steps(plain := part(), plain, lambda x: x)
     for have, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(have.detach()), want, rtol=1e-6, atol=1e-9)
-
-
-def check_replicas():
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        trained(model := compiled(), DistributedDataParallel(model))
 
 
 def check_tensor_parallelism():

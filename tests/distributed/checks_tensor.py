@@ -34,7 +34,7 @@ import coda_inductor
 from coda_inductor import log, op_by_op
 from coda_inductor.compat import InductorError
 
-LAYERS = 2
+LAYERS = 1
 HOW = {"backend": "coda", "options": OPTIONS}
 #: Each of 5 products reduces its gradient alone; q, k and v together are one, gate and up too.
 REDUCES = 3

@@ -22,18 +22,12 @@ import ranks
 
 #: Modules whose checks run in the same processes, how many, and seconds: several times what a
 #: machine takes that has nothing else to do.
-GROUPS = (
-    (
-        (checks_ddp, checks_fsdp, checks_tensor, checks_slow, checks_inductor),
-        2,
-        540,
-    ),
-    ((checks_four,), 4, 150),
-)
+TWO = [checks_ddp, checks_fsdp, checks_tensor, checks_slow, checks_inductor]
 if importlib.util.find_spec("torchao") is not None:
     import checks_float8
 
-    GROUPS = (*GROUPS, ((checks_float8,), 2, 300))
+    TWO.append(checks_float8)
+GROUPS = ((TWO, 2, 540), ([checks_four], 4, 150))
 NAMED = [(tuple(m.__name__ for m in modules), *how) for modules, *how in GROUPS]
 CHECKS = [
     pytest.param(*named, check, id=check)

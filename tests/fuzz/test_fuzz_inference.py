@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from fuzz_seeds import outcome, report, totals
 
-PROGRAMS = 48
+PROGRAMS = 24
 #: Rewrite -> in how many of them it fires at least.
 FIRES = {
-    "rms_norm": 10, "layer_norm": 5, "swiglu": 5, "residual": 22, "epilogue": 15, "pair": 6,
-    "sum": 1, "cross_entropy": 5, "constant_mask": 3, "raised rotate_pairs": 2,
+    "rms_norm": 8, "layer_norm": 3, "swiglu": 4, "residual": 18, "epilogue": 7, "pair": 6,
+    "sum": 1, "cross_entropy": 4, "constant_mask": 1, "raised rotate_pairs": 1,
 }  # fmt: skip
 
 

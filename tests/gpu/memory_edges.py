@@ -4,9 +4,8 @@ and ragged columns, each operand in memory of its own."""
 
 from __future__ import annotations
 
-from kinds import B_MAJOR, TERMS, kinds
 from oracle import check
-from programs import inputs, legal
+from programs import B_MAJOR, TERMS, inputs, kinds, legal
 
 NAMES = ("swiglu", "norm_bwd_joined", "rms_partial")
 for name in NAMES:

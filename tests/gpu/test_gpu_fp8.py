@@ -10,8 +10,7 @@ import math
 import pytest
 import torch
 from oracle import NEEDS_KERNELS, build, combined, config_for, launched
-from programs import inputs
-from programs_fp8 import programs
+from programs import fp8, inputs
 
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime.pool import KernelRequest
@@ -24,13 +23,13 @@ from coda_inductor.tune.inputs import tensors
 pytestmark = NEEDS_KERNELS
 
 N, K = 272, 208  # ragged for every tile: multiples of 16
-NAMES = [name for name, program in programs().items() if unsupported(program, N, K) is None]
+NAMES = [name for name, program in fp8().items() if unsupported(program, N, K) is None]
 
 
 def others(name: str) -> list[Config]:
     """Of the configs one of each tile, schedule and epilogue."""
     found = {(c.tile_m, c.tile_n, c.pingpong, c.lean): c
-             for c in reversed(legal_configs(programs()[name], arch_of()))}  # fmt: skip
+             for c in reversed(legal_configs(fp8()[name], arch_of()))}  # fmt: skip
     return list(found.values())[-4:]
 
 
@@ -38,7 +37,7 @@ def others(name: str) -> list[Config]:
 def compiled():
     requests = []
     for name in NAMES:
-        program = programs()[name]
+        program = fp8()[name]
         wide = [Config.parse("128x256:2x1:co")] if name == "fp8_residual_fast" else []
         for config in {config_for(program), *others(name), *wide}:
             lanes = (False, True) if program.paired else (False,)
@@ -75,12 +74,12 @@ def check(program, as_, bs, operands, config=None):
 @pytest.mark.parametrize("m", [1, 127, 8191])
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name, m):
-    check(programs()[name], *inputs(programs()[name], m, N, K, device="cuda"))
+    check(fp8()[name], *inputs(fp8()[name], m, N, K, device="cuda"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_configs(name):
-    program = programs()[name]
+    program = fp8()[name]
     arguments = inputs(program, 1000, 528, 192, device="cuda")
     for config in others(name):
         check(program, *arguments, config)
@@ -97,7 +96,7 @@ def reads_product(program, name: str) -> bool:
 def test_rows_of_nan_inf_and_zero(name):
     """An operand of NaN, a scale of NaN or inf, rows of zeros: as the unfused ops have them. A
     maximum of values of which one is NaN is NaN."""
-    program = programs()[name]
+    program = fp8()[name]
     (a,), bs, operands = inputs(program, 200, N, K, device="cuda")
     a = a.float()
     a[3, 5] = math.nan
@@ -117,7 +116,7 @@ def test_rows_of_nan_inf_and_zero(name):
 def test_the_two_accumulations_differ():
     """Else one of them is not what it says; the slow one, in small tiles, is the nearer to
     float64."""
-    slow, fast = (programs()[name] for name in ("fp8_residual", "fp8_residual_fast"))
+    slow, fast = (fp8()[name] for name in ("fp8_residual", "fp8_residual_fast"))
     as_, bs, operands = tensors(Site(slow, 1024, 512, 8192), "cuda")
     operands[[o.name for o in slow.operands].index("res")].zero_()
     wide = reference.run(slow, [as_[0].double()], [bs[0].double()], operands)[0].double()

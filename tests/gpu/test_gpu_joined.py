@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import kinds
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
-from programs import activation_chain, inputs
+from programs import inputs, kinds, programs
 
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.pool import KernelRequest, wait
@@ -21,7 +20,7 @@ ORDERS = [(a, b) for a in (1, -1) for b in (1, -1)]
 
 
 def program_of(name: str, dtype: str = "bfloat16"):
-    return {**kinds(dtype), "chain": activation_chain(dtype)}[name]
+    return {**kinds(dtype), "chain": programs(dtype)["chain"]}[name]
 
 
 def terms(name: str, m: int, k: int, b_major: str = "n", dtype: str = "bfloat16"):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kinds import kinds
 from layers import compiled, errors, make
 from oracle import NEEDS_KERNELS, check, config_for, launched
-from programs import inputs, legal
+from programs import inputs, kinds, legal
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
 HERE = Path(__file__).parent

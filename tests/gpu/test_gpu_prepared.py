@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import B_MAJOR, TERMS, kinds
 from layers import compiled, make
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
-from programs import inputs, legal
+from programs import B_MAJOR, TERMS, inputs, kinds, legal
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.runtime.launch import Kernel

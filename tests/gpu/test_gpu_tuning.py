@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from kinds import kinds
 from oracle import NEEDS_KERNELS, build
-from programs import inputs
+from programs import inputs, kinds
 
 from coda_inductor.runtime.launch import requests
 from coda_inductor.select import rank

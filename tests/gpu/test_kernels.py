@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import B_MAJOR, TERMS, kinds
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
-from programs import inputs, one_op, programs
+from programs import B_MAJOR, TERMS, inputs, kinds, one_op, programs
 
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import itertools
 
+import programs
 import pytest
 import torch
-from programs_heads import programs
 
 from coda_inductor.program.heads import swap
 from coda_inductor.select.config import Config
@@ -50,7 +50,7 @@ def traced(monkeypatch, tmp_path):
         monkeypatch.setattr(heads, "_columns", every_thread)
         monkeypatch.setattr(heads, "partners", and_no_further)
         with pytest.raises(Seen):
-            build(programs()[name], Config.parse(config))
+            build(programs.heads()[name], Config.parse(config))
         return found
 
     return trace
@@ -68,7 +68,7 @@ def traced(monkeypatch, tmp_path):
 )
 def test_partners_are_the_columns_that_change_places(traced, name, config):
     offsets, firsts, partners = traced(name, config)
-    program, tile = programs()[name], Config.parse(config)
+    program, tile = programs.heads()[name], Config.parse(config)
     (step,) = (step for step in program.steps if step.op == "swap")
     turned = swap(torch.arange(tile.tile_n), program.head, *map(int, step.args[1:])).tolist()
     seen = set()
@@ -119,4 +119,4 @@ def test_what_another_thread_has_is_refused(period, run, firsts, distance):
 def test_tables_are_read_under_whole_subtiles():
     """A guard behind ``select.legality``, which such a config does not pass."""
     with pytest.raises(AssertionError, match="multiple of the epi tile"):
-        build(programs()["halves_80"], Config.parse("128x160:2x1:pp"))
+        build(programs.heads()["halves_80"], Config.parse("128x160:2x1:pp"))

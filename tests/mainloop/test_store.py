@@ -23,7 +23,7 @@ pytest.importorskip("quack")
 
 import quack.cache
 import quack.cache.jit
-from kinds import kinds
+from programs import kinds
 
 from coda_inductor.cache_dir import TAG, folder
 from coda_inductor.mainloop import environment, mod, store

@@ -11,8 +11,9 @@ import copy
 
 import pytest
 import torch
+from decoders import Decoder
 from torch._dynamo.utils import counters
-from training import Decoder, assert_close, gradients, loss_of, not_reentrant, tokens
+from training import assert_close, gradients, loss_of, not_reentrant, tokens
 
 from coda_inductor.backend import coda
 

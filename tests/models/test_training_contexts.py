@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import assert_same, leave_custom_ops
+from decoders import WIDTH as D
+from decoders import Block, Decoder
 from harness import Harness, Stock
 from torch import nn
 from torch._dynamo.utils import counters
@@ -19,10 +21,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from training import (
-    HIDDEN,
-    Block,
-    D,
-    Decoder,
     assert_close,
     counts,
     fired,
@@ -135,8 +133,8 @@ class Returns(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Linear(D, D, bias=False), nn.RMSNorm(D, eps=1e-5)
-        self.gate, self.up = (nn.Linear(D, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, D, bias=False)
+        self.gate, self.up = (nn.Linear(D, 2 * D, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * D, D, bias=False)
 
     def forward(self, x):
         x = x + self.first(x)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kinds import kinds
-from programs import inputs
+from programs import inputs, kinds
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.runtime import direct, op

@@ -10,8 +10,7 @@ import types
 
 import pytest
 import torch
-from kinds import kinds
-from programs import inputs
+from programs import inputs, kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.runtime import launch, op

@@ -162,7 +162,7 @@ def test_a_fresh_process_is_told():
         "torch.compile(m, backend='coda')(torch.ones(2, 8)); torch.compile(m[0], backend='coda')"
         "(torch.ones(3, 8));"
         "from coda_inductor.codegen.render import render;"
-        "sys.path.insert(0, 'tests'); from kinds import kinds;"
+        "sys.path.insert(0, 'tests'); from programs import kinds;"
         "[render(p) for p in kinds().values()];"
         "assert not {'quack', 'cutlass'} & set(sys.modules)"
     )

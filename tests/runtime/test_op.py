@@ -10,11 +10,7 @@ import time
 import pytest
 import torch
 from checking import leave_custom_ops
-from kinds import kinds
-from programs import inputs, paired_sums, programs
-from programs_fp8 import E4M3, E5M2
-from programs_fp8 import programs as programs_fp8
-from programs_heads import rotary
+from programs import E4M3, E5M2, fp8, inputs, kinds, paired_sums, programs, rotary
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
@@ -271,9 +267,9 @@ SQUARE = Config(128, 128, 2, 1, False)
 NARROW, WIDE = 64, 96
 
 
-@pytest.mark.parametrize("name", list(programs_fp8()))
+@pytest.mark.parametrize("name", list(fp8()))
 def test_opcheck_of_fp8(name):
-    program = programs_fp8()[name]
+    program = fp8()[name]
     arguments = (*inputs(program, M, NARROW, WIDE), program.to_json(), str(SQUARE))
     # Torch compares no FP8 tensors, which its test of the schema needs.
     tests = ("test_faketensor", "test_autograd_registration")
@@ -282,9 +278,9 @@ def test_opcheck_of_fp8(name):
     )
 
 
-@pytest.mark.parametrize("name", list(programs_fp8()))
+@pytest.mark.parametrize("name", list(fp8()))
 def test_against_float64_within_the_rounding_of_the_stores(name):
-    program = programs_fp8()[name]
+    program = fp8()[name]
     as_, bs, operands = inputs(program, M, NARROW, WIDE)
     found = gemm_epilogue(as_, bs, operands, program, SQUARE)
     exact = reference.run(program, [as_[0].double()], [b.double() for b in bs], operands)
@@ -301,7 +297,7 @@ def test_against_float64_within_the_rounding_of_the_stores(name):
 @pytest.mark.parametrize("a_row_major", [True, False])
 @pytest.mark.parametrize("b_row_major", [True, False])
 def test_operands_that_are_not_contiguous_along_k_are_copied(a_row_major, b_row_major):
-    program = programs_fp8()["fp8_stored"]
+    program = fp8()["fp8_stored"]
     (a,), (b,), _ = inputs(program, M, NARROW, WIDE)
     given = a if a_row_major else a.t().contiguous().t()
     other = b.contiguous() if b_row_major else b
@@ -337,7 +333,7 @@ def test_unsupported_names_the_dtypes():
     why = unsupported(program, (torch.float16,) * 2)
     assert why.failure
     assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
-    program = programs_fp8()["fp8_dswiglu"]
+    program = fp8()["fp8_dswiglu"]
     why = unsupported(program, (torch.float8_e4m3fn, torch.float8_e5m2))
     assert why.text == (
         f"the program is for {E5M2} and {E4M3} inputs, "
@@ -349,9 +345,9 @@ def test_what_no_launch_can_mend(monkeypatch):
     monkeypatch.setattr(op.availability, "kernel_stack", lambda _: None)
     op._unsupported.cache_clear()
     dtypes = (torch.float8_e4m3fn,) * 2
-    program = programs_fp8()["fp8_residual"]
+    program = fp8()["fp8_residual"]
     assert unsupported(program, dtypes, n_major=True) is None  # it is copied
     assert "sum of 2 FP8 products" in unsupported(program, dtypes, terms=2).text
     assert "multiples of 16" in unsupported(program, dtypes, k=WIDE + 8).text
-    assert "along N" in unsupported(programs_fp8()["fp8_swiglu"], dtypes, n_major=True).text
+    assert "along N" in unsupported(fp8()["fp8_swiglu"], dtypes, n_major=True).text
     op._unsupported.cache_clear()

@@ -15,7 +15,7 @@ from coda_inductor.runtime import pool
 
 pytest.importorskip("quack")
 
-from kinds import kinds
+from programs import kinds
 
 from coda_inductor.cache_dir import write
 from coda_inductor.refusal import refuse

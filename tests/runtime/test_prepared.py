@@ -10,9 +10,7 @@ import weakref
 
 import pytest
 import torch
-from kinds import B_MAJOR, TERMS, kinds
-from programs import inputs, legal, programs
-from programs_fp8 import programs as programs_fp8
+from programs import B_MAJOR, TERMS, fp8, inputs, kinds, legal, programs
 
 from coda_inductor.runtime import launch, op, prepared, tensors
 from coda_inductor.runtime.launch import Kernel
@@ -26,7 +24,7 @@ M, N, K = 300, 72, 64
 ONE_EACH = {
     **{name: legal(program) for name, program in kinds().items()},
     **{name: p for name, p in programs().items() if p.stores and name not in kinds()},
-    **{name: programs_fp8()[name] for name in ("fp8_residual", "fp8_swiglu_fast")},
+    **{name: fp8()[name] for name in ("fp8_residual", "fp8_swiglu_fast")},
 }
 
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kinds import kinds
-from programs import one_op, programs
+from programs import kinds, one_op, programs
 
 from coda_inductor.errors import KernelError
 from coda_inductor.mainloop import availability

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kinds import kinds
 from measured import figures, site
+from programs import kinds
 
 from coda_inductor.program import Step
 from coda_inductor.select.figures import from_row, key_of, rows_class, signature, to_row

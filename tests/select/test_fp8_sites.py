@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kinds import kinds
-from programs_fp8 import E5M2, programs, residual, stored
+from programs import E5M2, fp8, kinds, residual, stored
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
@@ -25,7 +24,7 @@ from coda_inductor.select.roofline import around_us, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import tensors
 
-KNOWN = programs()
+KNOWN = fp8()
 M, N, K = 8192, 14336, 4096
 
 

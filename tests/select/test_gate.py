@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, randn
-from kinds import kinds
+from programs import kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from kinds import kinds
-from programs_heads import programs, rotary
+from programs import heads, kinds, rotary
 
 from coda_inductor.select import legality
 from coda_inductor.select.choice import select
@@ -26,9 +25,9 @@ def plain(program):
 
 
 @pytest.mark.parametrize("arch", [9, 10, 12])
-@pytest.mark.parametrize("name", list(programs()))
+@pytest.mark.parametrize("name", list(heads()))
 def test_tiles_are_made_of_whole_heads(name, arch):
-    program = programs()[name]
+    program = heads()[name]
     for config in legal_configs(program, arch):
         assert config.tile_n % program.head == 0
         assert program.head % epilogue_tile(program, config, arch)[1] == 0
@@ -53,10 +52,10 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("arch", list(WITHOUT))
-@pytest.mark.parametrize("name", list(programs()))
+@pytest.mark.parametrize("name", list(heads()))
 def test_what_has_kernels(name, arch, monkeypatch):
     monkeypatch.setattr(legality, "arch_of", lambda _: arch)
-    why = unsupported(programs()[name], 10 * programs()[name].head, 1024)
+    why = unsupported(heads()[name], 10 * heads()[name].head, 1024)
     wanted = WITHOUT[arch].get(name)
     assert (why is None) == (wanted is None)
     if why is not None:

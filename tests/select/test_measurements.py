@@ -8,8 +8,8 @@ import logging
 from dataclasses import replace
 
 import pytest
-from kinds import kinds
 from measured import B200, HOPPER, borrowing, figures, keyed, site, table
+from programs import kinds
 
 from coda_inductor import cache_dir, log
 from coda_inductor.program import Step

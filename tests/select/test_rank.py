@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kinds import kinds
 from measured import B200, HOPPER, configs, figures, site
+from programs import kinds
 
 from coda_inductor.select.config import DEFAULTS
 from coda_inductor.select.device import H100

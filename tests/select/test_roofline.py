@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from kinds import kinds
 from measured import site
+from programs import kinds
 
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.roofline import (

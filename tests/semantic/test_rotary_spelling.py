@@ -124,12 +124,6 @@ def lucidrains(x, cos, sin):
     return x * cos + turned * sin
 
 
-def esm(x, cos, sin):
-    first, second = x.split(D // 2, -1)
-    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
 def einops(x, cos, sin):
     halves = x.reshape(B, T, H, 2, D // 2)
     first, second = halves[..., 0, :], halves[:, :, :, 1]
@@ -182,7 +176,7 @@ WHOLE = {
 }
 #: By tables (T, D / 2).
 ANGLES = {
-    **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, esm, einops)},
+    **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, einops)},
     "nanochat": products(slices, negated, lambda y: torch.cat(y, 3)),
     "modded": products(chunks, turned_back, joined),
     "vllm": products(every_second, plain, stacked),

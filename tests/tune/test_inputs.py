@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import kinds
 from measured import site
-from programs import activation_chain, paired_rows, select
+from programs import kinds, programs, select
 
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import size, tensors
@@ -36,7 +35,7 @@ def test_operands_of_every_kind(device, dtype):
 @pytest.mark.parametrize("a_major", ["k", "m"])
 @pytest.mark.parametrize("b_major", ["k", "n"])
 def test_majors(a_major, b_major, device):
-    wanted = Site(activation_chain(), M, N, K, a_major=a_major, b_major=b_major)
+    wanted = Site(programs()["chain"], M, N, K, a_major=a_major, b_major=b_major)
     (a,), (b,), (bias,) = tensors(wanted, device)
     assert a.stride() == ((K, 1) if a_major == "k" else (1, M))
     assert b.stride() == ((1, K) if b_major == "k" else (N, 1))
@@ -52,7 +51,7 @@ def test_tables_are_of_cosines():
 
 
 def test_a_product_of_each_term():
-    as_, bs, _ = tensors(Site(activation_chain(), M, N, 3 * K, 3), "cpu")
+    as_, bs, _ = tensors(Site(programs()["chain"], M, N, 3 * K, 3), "cpu")
     assert described(as_) == [((M, K), torch.bfloat16)] * 3
     assert described(bs) == [((K, N), torch.bfloat16)] * 3
     for group in (as_, bs):
@@ -60,12 +59,12 @@ def test_a_product_of_each_term():
 
 
 def test_of_weights_that_are_copied_each_has_its_own_k():
-    as_, bs, _ = tensors(Site(activation_chain(), M, N, K, copied=(16, 48)), "meta")
+    as_, bs, _ = tensors(Site(programs()["chain"], M, N, K, copied=(16, 48)), "meta")
     assert [a.shape[1] for a in as_] == [b.shape[0] for b in bs] == [16, 48]
 
 
 def test_a_pair_has_two_weights_and_rows_of_both():
-    as_, bs, operands = tensors(Site(paired_rows(), M, N, K), "cpu")
+    as_, bs, operands = tensors(Site(programs()["paired_rows"], M, N, K), "cpu")
     assert described(as_) == [((M, K), torch.bfloat16)]
     assert described(bs) == [((K, N), torch.bfloat16)] * 2
     assert [tuple(x.shape) for x in operands] == [(M,), (M,), (2 * N,), (2 * N,), (2 * N,)]

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from measured import configs, site
-from programs import paired_sums, row_statistics
-from programs_fp8 import programs as programs_fp8
+from programs import fp8, paired_sums, row_statistics
 
 from coda_inductor.errors import KernelError
 from coda_inductor.program import Store, reference
@@ -185,9 +184,9 @@ def test_programs_with_several_outputs(program, bench, monkeypatch):
     assert (found.failed, list(found.us)) == ({}, [GOOD])
 
 
-@pytest.mark.parametrize("name", list(programs_fp8()))
+@pytest.mark.parametrize("name", list(fp8()))
 def test_sites_of_fp8(name, bench, monkeypatch):
-    program = programs_fp8()[name]
+    program = fp8()[name]
     computes(program, monkeypatch)
     ran = {}
 
