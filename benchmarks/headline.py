@@ -4,8 +4,7 @@
 ``python -m benchmarks headline OUT.json`` starts a process for each case and variant, a few cases
 at a time, and asks them in turn for a sample (``worth.sustained``): the median of steps that run
 back to back, as training does. Beside it the peak MiB of a step, weights and batch not included,
-and the first step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree, for a comparison in
-one run.
+and the first step's seconds. ``--tree NAME=FOLDER`` adds coda of another tree.
 """
 
 from __future__ import annotations
