@@ -145,11 +145,18 @@ def elementwise(node: Node) -> bool:
     return pointwise or renames_or_casts(node)
 
 
+def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
+    """``node``, what it is another name of, and so on, as ``through`` says: by default, the views
+    up to the tensor whose memory it is."""
+    found = [node]
+    while through(found[-1]):
+        found.append(found[-1].args[0])
+    return found
+
+
 def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
-    """What ``node`` is another name of, as ``through`` says: by default, whose memory it is."""
-    while through(node):
-        node = node.args[0]
-    return node
+    """The last of the ``chain`` of ``node``."""
+    return chain(node, through)[-1]
 
 
 def bare(node: Any) -> Any:

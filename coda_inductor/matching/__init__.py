@@ -11,8 +11,9 @@ match      the matcher
 bodies     the graphs inside a graph
 """
 
+from coda_inductor.graph.read import of_torch, target_name
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import is_view, named, of_torch, target_name, value
+from coda_inductor.matching.canon import is_view, named, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -22,11 +23,11 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.hazards import Hazards
-from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
+from coda_inductor.matching.match import Flat, Idiom, Match, first_match, is_cast, ops_of
 from coda_inductor.matching.normalize import normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "is_view", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
-    "target_name", "value", "writes_to",
+    "forward_mode", "is_cast", "is_view", "memory", "mutates", "named", "normalize", "of_torch",
+    "ops_of", "target_name", "value", "writes_to",
 ]  # fmt: skip

@@ -4,27 +4,20 @@ over any other dimension is none of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch.fx import Node
+from coda_inductor.graph.read import Call
+from coda_inductor.matching.canon import Canon, value
 
-from coda_inductor.matching.canon import Canon, named, value
 
-
-def along(name: str) -> Callable[[Node], Canon | None]:
+def along(call: Call) -> Canon | None:
     """A reduction over the last dimension, which stays (``mean_last``) or goes (``mean_row``)."""
-
-    def canon(node: Node) -> Canon | None:
-        names = ("input", "dim", "keepdim", "dtype")
-        given = named(node, *names, dim=None, keepdim=False, dtype=None)
-        if given is None or given["dtype"] is not None:
-            return None
-        if not isinstance(given["keepdim"], bool) or not is_last(given["dim"], given["input"]):
-            return None
-        return Canon(f"{name}_{'last' if given['keepdim'] else 'row'}", (given["input"],))
-
-    return canon
+    keepdim = call.get("keepdim")
+    if call.get("dtype") is not None or not isinstance(keepdim, bool):
+        return None
+    if not is_last(call["dim"], call["input"]):
+        return None
+    return Canon(f"{call.op}_{'last' if keepdim else 'row'}", (call["input"],))
 
 
 def is_last(dim: Any, x: Any) -> bool:
@@ -36,16 +29,12 @@ def is_last(dim: Any, x: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
 
 
-def var(node: Node) -> Canon | None:
+def var(call: Call) -> Canon | None:
     """Only the biased variance over the last dimension that keeps it."""
-    given = named(node, "input", "dim", "unbiased", "keepdim", "correction", **VAR)
-    return Canon("var_last", (given["input"],)) if given and biased(given) else None
+    return Canon("var_last", (call["input"],)) if biased(call) else None
 
 
-VAR = {"dim": None, "unbiased": None, "keepdim": False, "correction": None}
-
-
-def biased(given: dict[str, Any]) -> bool:
+def biased(call: Call) -> bool:
     """Is it the biased variance over the last dimension, which stays?"""
-    biased = given["correction"] == 0 or given["unbiased"] is False
-    return biased and given["keepdim"] is True and is_last(given["dim"], given["input"])
+    biased = call.get("correction") == 0 or call.get("unbiased") is False
+    return biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
