@@ -16,15 +16,17 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from coda_inductor.compat import OpOverload, OpOverloadPacket, schema
+
+aten = torch.ops.aten
 
 #: Other names of an op, and of an argument. Any other name is its own.
 _OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
@@ -45,13 +47,13 @@ _LITERALS: dict[type, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """What ``node`` calls: ``op`` of ``args``, in the signature's order, defaults filled in."""
 
     node: Node
     op: str
-    args: Mapping[str, Any]
+    args: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -65,33 +67,27 @@ def read(node: Any) -> Call | None:
     """What ``node`` calls; None for what calls nothing, or in a way that no signature allows."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
-    name, known = op_name(node), _signatures(node.target)
+    name, known = _told(node.target)
     if not known:
         names = (*_UNTOLD, *map(str, range(len(_UNTOLD), len(node.args))))
         return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
     kwargs = {_ARGUMENTS.get(key, key): item for key, item in node.kwargs.items()}
-    found = (_bound(signature, node.args, kwargs) for signature in known)
-    given = next((given for given in found if given is not None), None)
-    return None if given is None else Call(node, name, given)
-
-
-def op_name(node: Node) -> str:
-    """The common name of what ``node`` calls."""
-    name = target_name(node)
-    if isinstance(node.target, OpOverload):
-        ours = node.target.namespace in ("aten", "prims", "coda_inductor")
-        name = node.target.overloadpacket.__name__ if ours else name
-    return _OPS.get(name, name)
+    for signature in known:
+        if (given := signature.bind(node.args, kwargs)) is not None:
+            return Call(node, name, given)
+    return None
 
 
 def target_name(node: Node) -> str:
     """The name of the function or method that ``node`` calls; empty for what calls nothing. What
     is neither torch's nor Python's has its module's name in front: a custom op may be called
     ``chunk`` too."""
-    if node.op == "call_method":
-        return str(node.target)
-    name = getattr(node.target, "__name__", "")
-    return name if of_torch(node.target) else f"{getattr(node.target, '__module__', '')}.{name}"
+    return str(node.target) if node.op == "call_method" else _function_name(node.target)
+
+
+def _function_name(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    return name if of_torch(function) else f"{getattr(function, '__module__', '')}.{name}"
 
 
 def of_torch(target: Any) -> bool:
@@ -101,68 +97,72 @@ def of_torch(target: Any) -> bool:
     return not custom and module.split(".")[0] in ("torch", "_operator", "builtins", "math")
 
 
+class _Signature:
+    """``parameters``, whose types are written as schemas write them, where they are known."""
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.types = {p.name: p.annotation for p in parameters}
+        self.defaults = {p.name: p.default for p in parameters}
+        self.needed = {p.name for p in parameters if p.default is p.empty}
+        self.several = bool(self.names) and self.types[self.names[-1]] == "List[int]"
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """All arguments by name; None where they do not fit."""
+        last = len(self.names) - 1
+        if len(args) > last + 1:
+            if not self.several:
+                return None
+            args = (*args[:last], args[last:])  # sizes, one by one
+        given = dict(zip(self.names, args, strict=False), **kwargs)
+        if not self.needed <= given.keys() <= self.defaults.keys():
+            return None
+        for name, item in given.items():
+            if not isinstance(item, Node) and not _fits(self.types[name], item):
+                return None
+        return {**self.defaults, **given}
+
+
+def _fits(kind: Any, given: Any) -> bool:
+    """May the literal ``given`` stand for an argument of type ``kind``?"""
+    if not isinstance(kind, str) or (given is None and kind.startswith("Optional[")):
+        return True
+    kind = kind.removeprefix("Optional[")
+    if isinstance(given, (list, tuple)):
+        return kind.startswith("List")
+    allowed = _LITERALS.get(type(given))
+    return given is not None and (allowed is None or kind.startswith(allowed))
+
+
 @functools.lru_cache(4096)
-def _signatures(target: Any) -> tuple[Signature, ...]:
-    """The signatures of a function, an op or the method of that name; none where nobody tells."""
+def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
+    """The common name of a function, an op or the method of that name, and its signatures: none
+    where nobody tells."""
     method = isinstance(target, str)
     function = getattr(torch.Tensor, target, None) if method else target
+    name = target if method else _function_name(target)
+    if isinstance(target, OpOverload):
+        own = target.namespace in ("aten", "prims", "coda_inductor")
+        return target.overloadpacket.__name__ if own else name, (_of_schema(target),)
+    name = _OPS.get(name, name)
     if isinstance(function, types.FunctionType):
         found = inspect.signature(function).parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
-            return ()
-        return (Signature([p.replace(name=_ARGUMENTS.get(p.name, p.name)) for p in found]),)
-    if isinstance(target, OpOverload):
-        return (_of_schema(target, method),)
-    packet = target if isinstance(target, OpOverloadPacket) else None
-    if packet is None and (method or of_torch(target)):
-        name = target if method else target.__name__
-        packet = getattr(torch.ops.aten, _OPS.get(name, name), None)
-    each = () if packet is None else (getattr(packet, name) for name in packet.overloads())
-    return tuple(_of_schema(o, method) for o in each if not _writes(o))
+            return name, ()
+        named = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in found]
+        return name, (_Signature(named),)
+    packet = function if isinstance(function, OpOverloadPacket) else getattr(aten, name, None)
+    overloads = () if packet is None else (getattr(packet, each) for each in packet.overloads())
+    written = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
+    return name, tuple(_of_schema(each, method) for each in written)
 
 
-def _writes(overload: Any) -> bool:
-    return any(argument.is_out for argument in schema(overload).arguments)
-
-
-def _of_schema(overload: Any, method: bool) -> Signature:
-    """Types are those of schemas, as they are written. ``method``: the tensor comes first, wherever
-    the schema has it."""
+def _of_schema(overload: Any, method: bool = False) -> _Signature:
+    """``method``: the tensor comes first, wherever the schema has it."""
     found = []
     for a in schema(overload).arguments:
         default = a.default_value if a.has_default_value() else Parameter.empty
         kind = Parameter.KEYWORD_ONLY if a.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
         name, of = _ARGUMENTS.get(a.name, a.name), str(a.real_type).replace("SymInt", "int")
         found.append(Parameter(name, kind, default=default, annotation=of))
-    return Signature(sorted(found, key=lambda p: method and p.name != "input"))
-
-
-def _bound(
-    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """All arguments by name; None where they do not fit."""
-    places = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if places and len(args) > len(places) and places[-1].annotation == "List[int]":
-        args = (*args[: len(places) - 1], args[len(places) - 1 :])  # sizes, one by one
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        return None
-    given = bound.arguments.items()
-    if not all(_fits(signature.parameters[name].annotation, item) for name, item in given):
-        return None
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _fits(kind: Any, given: Any) -> bool:
-    """Python's functions say nothing of types that one could count on."""
-    if isinstance(given, Node) or not isinstance(kind, str):
-        return True
-    optional = kind.startswith("Optional[")
-    kind = kind[len("Optional[") : -1] if optional else kind
-    if given is None:
-        return optional
-    if isinstance(given, (list, tuple)):
-        return kind.startswith("List")
-    return kind in _LITERALS.get(type(given), (kind,))
+    return _Signature(sorted(found, key=lambda p: method and p.name != "input"))

@@ -23,8 +23,8 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.hazards import Hazards
-from coda_inductor.matching.match import Flat, Idiom, Match, first_match, is_cast, ops_of
-from coda_inductor.matching.normalize import normalize
+from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
+from coda_inductor.matching.normalize import is_cast, normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",

@@ -125,7 +125,7 @@ def _chunks(call: Call, width: int) -> Sequence[int] | None:
 
 
 def _every(size: int, width: int) -> Sequence[int] | None:
-    """Where parts of ``size`` begin, and the last one ends, beyond ``width`` where it is shorter."""
+    """Where parts of ``size`` begin, and the last one ends, beyond ``width`` if it is shorter."""
     return range(0, width + 2 * size, size) if size > 0 else None
 
 

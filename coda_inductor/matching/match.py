@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from coda_inductor.graph.nodes import base, chain
 from coda_inductor.matching.canon import is_view, value
-from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
+from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, normalize
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Idiom:
         found.casts.update(dict.fromkeys(casts))
         want, have = self.known[pattern], normalize(target)
         if want is not None and have is not None and want.op != have.op:
-            have = as_written(target)
+            have = as_written(target, have)
         if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
             return False
         found.nodes.update(dict.fromkeys((target, *have.through)))
@@ -136,13 +136,17 @@ class Idiom:
 
 def ops_of(nodes: Iterable[Node]) -> set[str]:
     """What ``nodes`` may be matched as: an idiom that has another op occurs among none of them."""
-    read = (canon for node in nodes for canon in (normalize(node), as_written(node)))
-    return {canon.op for canon in read if canon is not None}
+    return {op for node in nodes for op in _ops(node)}
+
+
+def _ops(node: Node) -> set[str]:
+    canon = normalize(node)
+    return {each.op for each in (canon, as_written(node, canon)) if each is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
     """The occurrence whose result is ``root`` of the first of ``idioms`` that has one, or None."""
-    ops = {canon.op for canon in (normalize(root), as_written(root)) if canon is not None}
+    ops = _ops(root)
     return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
 
 
@@ -156,12 +160,6 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
             return False
         twins[left, right] = None
     return True
-
-
-def is_cast(node: Any) -> bool:
-    """Is ``node`` a cast between floating types?"""
-    canon = normalize(node)
-    return canon is not None and canon.op == "cast"
 
 
 def _widens(node: Any) -> bool:

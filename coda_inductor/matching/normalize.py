@@ -40,6 +40,12 @@ def normalize(node: Any) -> Canon | None:
     return _plain(call) if special is None or (op == "sum" and found is None) else found
 
 
+def is_cast(node: Any) -> bool:
+    """Is ``node`` a cast between floating types?"""
+    method = isinstance(node, Node) and node.op == "call_method" and node.target in _CASTS
+    return method and normalize(node) is not None
+
+
 def _plain(call: Call) -> Canon | None:
     args = dict(call.args)
     for option, nothing in _NOTHING.items():
@@ -48,12 +54,12 @@ def _plain(call: Call) -> Canon | None:
     return Canon(call.op, tuple(args.values()))
 
 
-def as_written(node: Node) -> Canon | None:
-    """``node`` without what :func:`normalize` looks through: what an idiom reads that spells only
-    the last op of several, or spells its dimensions in another way. None if that is nothing else.
+def as_written(node: Node, canon: Canon | None) -> Canon | None:
+    """``node``, which is ``canon``, without what :func:`normalize` looks through: what an idiom
+    reads that spells only the last op of several, or spells its dimensions in another way. None if
+    that is nothing else.
     """
-    canon, call = normalize(node), read(node)
-    if canon is None or call is None or not canon.through:
+    if canon is None or not canon.through or (call := read(node)) is None:
         return None
     if canon.op == "rsqrt":
         return Canon("reciprocal", canon.through[:1])
