@@ -32,11 +32,11 @@ aten = torch.ops.aten
 _OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
-    "split_sizes": "split_size", "sections": "indices_or_sections",
-    "indices": "indices_or_sections",
+    "split_sizes": "split_size", "sections": "index", "indices": "index",
+    "indices_or_sections": "index",
 }  # fmt: skip
 #: The first arguments of what tells no signature; the others are named by their number.
-_UNTOLD = ("input", "other")
+_UNTOLD = ("input", "index")
 #: Of a literal's type, the types of arguments that it may be given for.
 _LITERALS: dict[type, tuple[str, ...]] = {
     bool: ("bool", "number", "Tensor"),
@@ -76,6 +76,13 @@ def read(node: Any) -> Call | None:
         if (given := signature.bind(node.args, kwargs)) is not None:
             return Call(node, name, given)
     return None
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments by name of a node that is known to call something."""
+    call = read(node)
+    assert call is not None, f"{node.name} is a call that its signature allows"
+    return call.args
 
 
 def target_name(node: Node) -> str:
@@ -118,16 +125,18 @@ class _Signature:
         if not self.needed <= given.keys() <= self.defaults.keys():
             return None
         for name, item in given.items():
-            if not isinstance(item, Node) and not _fits(self.types[name], item):
+            if not _fits(self.types[name], item):
                 return None
         return {**self.defaults, **given}
 
 
 def _fits(kind: Any, given: Any) -> bool:
-    """May the literal ``given`` stand for an argument of type ``kind``?"""
+    """May ``given`` stand for an argument of type ``kind``? Of nodes that is not asked further."""
     if not isinstance(kind, str) or (given is None and kind.startswith("Optional[")):
         return True
     kind = kind.removeprefix("Optional[")
+    if isinstance(given, Node):
+        return not kind.startswith(("ScalarType", "Device"))
     if isinstance(given, (list, tuple)):
         return kind.startswith("List")
     allowed = _LITERALS.get(type(given))

@@ -138,7 +138,7 @@ def _splits(call: Call, width: int) -> Sequence[int] | None:
 
 def _tensor_splits(call: Call, width: int) -> Sequence[int] | None:
     """Into so many parts, of which the first may be one wider than the others, or at places."""
-    at = call["indices_or_sections"]
+    at = call["index"]
     if isinstance(at, int):
         size, wider = divmod(width, at)
         return [i * size + min(i, wider) for i in range(at + 1)]
@@ -195,7 +195,7 @@ def _unfolds(view: Any) -> tuple[Any, int | None]:
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return call["input"], after.shape[-1] if _unfolding(before, after) else None
     # An idiom's own, which is recorded nowhere.
-    sizes = call["sizes"] if call.get("dim") == -1 else ()
+    sizes: Any = call["sizes"] if call.get("dim") == -1 else ()
     inner = sizes[1] if len(sizes) == 2 else None
     return call["input"], inner if isinstance(inner, int) and inner > 0 else None
 

@@ -66,7 +66,7 @@ def as_written(node: Node, canon: Canon | None) -> Canon | None:
     if canon.op in ("mean_last", "mean_row", "sum_last"):
         if call.op in ("mul", "div"):
             return Canon(call.op, (call["input"], call["other"]))
-        new = call.op == "unsqueeze" or call.get("other") == (Ellipsis, None)
+        new = call.op == "unsqueeze" or call.get("index") == (Ellipsis, None)
         return Canon("unsqueeze", (call["input"], -1)) if new else None
     if call.op == "view":
         return _view_as_written(call)
@@ -212,7 +212,7 @@ def _log_softmax(call: Call) -> Canon | None:
 
 def _item(call: Call) -> Canon | None:
     """One of the two that ``var_mean`` returns, or a new dimension; else columns."""
-    source, index = call["input"], call["other"]
+    source, index = call["input"], call["index"]
     if index == (Ellipsis, None):
         return _unsqueeze(call)
     several = read(source)
