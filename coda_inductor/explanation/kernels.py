@@ -28,6 +28,7 @@ from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers
+from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sizes import hint
 
 _PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
@@ -129,7 +130,7 @@ class _Grouping:
 
     def _place(self, node: Node) -> None:
         if node.target is operator.getitem:
-            kernel = self.owner.get(node.args[0])
+            kernel = self.owner.get(node.all_input_nodes[0])
         elif not _has_tensor(node) or not _inputs(node):
             return  # a size, or what every kernel can make for itself
         else:
@@ -211,7 +212,7 @@ def _read(kernel: Kernel, node: Node, owner: dict[Node, Kernel]) -> None:
         if not _has_tensor(source) or owner.get(source) is kernel or _constant(source):
             continue
         read = min(size(arg), size(source))
-        if node.target in _GATHERS and arg is node.args[0]:
+        if node.target in _GATHERS and arg is node.all_input_nodes[0]:
             read = min(read, size(node))
         kernel.reads[source] = max(read, kernel.reads.get(source, 0))
 
@@ -221,8 +222,9 @@ def _inside(node: Node) -> int:
     result."""
     if node.target is not torch.ops.coda_inductor.linear_cross_entropy_backward.default:
         return 0
-    logits, weight, x, bias = node.args[1], node.args[5], node.args[6], node.args[12]
-    return size(logits) * (1 + sum((weight is not None, x is not None, bool(bias))))
+    given = arguments(node)
+    results = (given["weight"] is not None, given["x"] is not None, given["bias"])
+    return size(given["logits"]) * (1 + sum(results))
 
 
 def _users(node: Node) -> list[Node]:
@@ -232,7 +234,7 @@ def _users(node: Node) -> list[Node]:
 
 def _is_free(node: Node) -> bool:
     """Is ``node`` a view, or a part of what a view returns?"""
-    return _is_view(node.args[0] if node.target is operator.getitem else node)
+    return _is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _is_view(node: Node) -> bool:
@@ -240,7 +242,7 @@ def _is_view(node: Node) -> bool:
     if node.target in ALIASES:
         return True
     if is_cast(node):
-        return size(node) >= size(node.args[0])
+        return size(node) >= size(node.all_input_nodes[0])
     said = schema(node.target)
     if said is None or not said.returns:
         return False

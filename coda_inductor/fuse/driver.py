@@ -34,6 +34,7 @@ from coda_inductor.graph.nodes import (
     module_path,
     readers,
 )
+from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
@@ -198,7 +199,7 @@ class _Planner:
         yield lambda banned: pair_with(anchor, self.scope, banned)
         yield lambda banned: grow((anchor,), self.scope, banned)
         made = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
-        if own := [n for n in made if producer(n.args[0]) is anchor]:
+        if own := [n for n in made if producer(arguments(n)["x"]) is anchor]:
             yield lambda banned: self._without(own, anchor, banned)
 
     def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:

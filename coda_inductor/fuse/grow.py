@@ -43,13 +43,13 @@ from coda_inductor.graph.nodes import (
     renames_or_casts,
     source,
 )
+from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.fp8_casts import CAST
-from coda_inductor.semantic.loss import row_logsumexp
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
@@ -208,7 +208,7 @@ class _Grower:
                 self._pull(arg, node)
         self.origin = str(node.target)
         if lowering is None:
-            value = self._value(node.args[0])
+            value = self._value(inputs[0])
             if value is None:
                 return refuse("not-elementwise", f"{node.target} is not elementwise")
             if fp8.casts(node):
@@ -236,8 +236,10 @@ class _Grower:
         return None
 
     def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
-        why = next((w for t in node.args[3:5] if (w := self._check(t, fake(t).shape))), None)
-        x = self._value(node.args[0])
+        given = arguments(node)
+        tables = given["even"], given["odd"]
+        why = next((w for t in tables if (w := self._check(t, fake(t).shape))), None)
+        x = self._value(given["x"])
         made = why or heads.lowered(node, x, self.region, self._emit)
         if isinstance(made, Refusal):
             return made
@@ -307,9 +309,8 @@ class _Grower:
 
     def _reduction(self, node: Node) -> Refusal | None:
         axis_text = f"{node.target} does not reduce one row or column of the tile"
-        source = node.args[0]
-        rows = [-1] if node.target is row_logsumexp else None
-        dims = node.args[1] if len(node.args) > 1 else rows
+        (source,) = node.all_input_nodes
+        dims = arguments(node).get("dim", [-1])
         value = self.region.values.get(source)
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
             return refuse("reduction-axis", axis_text)

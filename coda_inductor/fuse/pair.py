@@ -25,7 +25,7 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.nodes import aten, base, fake, readers
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 
@@ -66,16 +66,13 @@ def _needs(later: Node, earlier: Node) -> bool:
 
 def _readers(a: Node) -> set[Node]:
     """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
-    base = a.args[0] if a.target is aten.view.default else a
-    found = _multiply(a)
-    for view in base.users:
-        if view.target is aten.view.default and same(fake(view).shape, fake(a).shape):
-            found |= _multiply(view)
-    return found
+    names, users = readers(base(a, _views), _views)
+    alike = [name for name in names if same(fake(name).shape, fake(a).shape)]
+    return {user for user in users if user.target in GEMMS and gemm_inputs(user)[0] in alike}
 
 
-def _multiply(a: Node) -> set[Node]:
-    return {user for user in a.users if user.target in GEMMS and gemm_inputs(user)[0] is a}
+def _views(node: Node) -> bool:
+    return node.target is aten.view.default
 
 
 def _alike(left: Node, right: Node) -> bool:

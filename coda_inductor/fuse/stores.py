@@ -61,4 +61,4 @@ def _computes(node: Node) -> bool:
 
 def _owner(node: Node, region: Region) -> Node:
     """The op that an alias renames: banning a view alone would not help."""
-    return base(node, lambda n: renames(n) and n.args[0] in region.values)
+    return base(node, lambda n: renames(n) and n.all_input_nodes[0] in region.values)

@@ -39,7 +39,7 @@ def is_wait(node: Any) -> bool:
 
 def moves(node: Node) -> bool:
     """Does ``node`` only move or rename elements, or wait for them?"""
-    picks = node.target is operator.getitem and node.args[0].target is aten.split.Tensor
+    picks = node.target is operator.getitem and node.all_input_nodes[0].target is aten.split.Tensor
     return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
 
 

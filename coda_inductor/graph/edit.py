@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_leaves, tree_map
 from coda_inductor.graph.nodes import aten, erased, fake, prims
+from coda_inductor.graph.read import arguments
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 KEPT_META = (
@@ -147,6 +148,14 @@ def _in_order(nodes: set[Node]) -> list[Node]:
         stuck = min(node for node, count in waits.items() if count)
         raise CycleError(f"{stuck.name} would depend on itself")
     return order
+
+
+def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> None:
+    """Let ``results`` take the place of those of ``node``, which goes."""
+    for part in list(node.users):
+        part.replace_all_uses_with(results[arguments(part)["index"]])
+        node.graph.erase_node(part)
+    node.graph.erase_node(node)
 
 
 def prune(nodes: Sequence[Node]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
+from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
@@ -43,12 +44,12 @@ def fake(node: Any) -> Any:
 def constant(node: Node) -> float | None:
     """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
     dtype truncates, wraps or rounds it."""
-    if node.target is aten.full.default and not node.args[0]:
-        number = node.args[1]
-    elif node.target is aten.scalar_tensor.default:
-        number = node.args[0]
-    else:
+    if node.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
+    given = arguments(node)
+    if given.get("size"):
+        return None
+    number = given["s"] if "s" in given else given["fill_value"]
     if not isinstance(number, (int, float)) or fake(node).is_complex():
         return None
     with unset_fake_temporarily():
@@ -133,8 +134,19 @@ def is_transpose(node: Any) -> bool:
     return (
         isinstance(node, Node)
         and node.target is aten.permute.default
-        and list(node.args[1]) == [1, 0]
+        and list(arguments(node)["dims"]) == [1, 0]
     )
+
+
+def is_zeros(node: Any) -> bool:
+    """Is ``node`` a tensor that is made full of zeros?"""
+    full = isinstance(node, Node) and node.target is aten.full.default
+    return full and arguments(node)["fill_value"] == 0
+
+
+def parts(node: Node) -> dict[int, Node]:
+    """The results of ``node`` that are read, by their place among all."""
+    return {arguments(u)["index"]: u for u in node.users if u.target is operator.getitem}
 
 
 def elementwise(node: Node) -> bool:
@@ -189,7 +201,7 @@ def source(node: Node) -> Node:
 def _renames_or_widens(node: Node) -> bool:
     if not is_cast(node):
         return renames(node)
-    before, after = fake(node.args[0]).dtype, fake(node).dtype
+    before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
     return torch.promote_types(before, after) == after
 
 

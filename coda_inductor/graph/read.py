@@ -73,7 +73,7 @@ def read(node: Any) -> Call | None:
         return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
     kwargs = {_ARGUMENTS.get(key, key): item for key, item in node.kwargs.items()}
     for signature in known:
-        if (given := signature.bind(node.args, kwargs)) is not None:
+        if (given := signature.bind(node.args, kwargs, choose=len(known) > 1)) is not None:
             return Call(node, name, given)
     return None
 
@@ -114,8 +114,10 @@ class _Signature:
         self.needed = {p.name for p in parameters if p.default is p.empty}
         self.several = bool(self.names) and self.types[self.names[-1]] == "List[int]"
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """All arguments by name; None where they do not fit."""
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
+    ) -> dict[str, Any] | None:
+        """All arguments by name; None where they do not fit, to ``choose`` not by their types."""
         last = len(self.names) - 1
         if len(args) > last + 1:
             if not self.several:
@@ -124,9 +126,8 @@ class _Signature:
         given = dict(zip(self.names, args, strict=False), **kwargs)
         if not self.needed <= given.keys() <= self.defaults.keys():
             return None
-        for name, item in given.items():
-            if not _fits(self.types[name], item):
-                return None
+        if choose and not all(_fits(self.types[name], item) for name, item in given.items()):
+            return None
         return {**self.defaults, **given}
 
 

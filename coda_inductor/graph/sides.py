@@ -37,7 +37,7 @@ class Scope:
         outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
         self.forward = _ancestors([*early, *(n for n in outputs if n not in self.graded)])
         for node in graph.nodes:  # a fused forward site also returns what only the backward reads
-            if node.target is operator.getitem and node.args[0] in self.forward:
+            if node.target is operator.getitem and node.all_input_nodes[0] in self.forward:
                 self.forward.add(node)
 
     def refresh(self, graph: Graph) -> None:

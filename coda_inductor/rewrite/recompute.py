@@ -62,7 +62,7 @@ def recompute_in_backward(graph: Graph, record: Record) -> None:
     read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
     for node in graph.nodes:
         if node.target is row_logsumexp:
-            _keep(node.args[0])
+            _keep(node.all_input_nodes[0])
     for node in read if record.options.keep_activations else ():
         if _feeds_gemm(node):
             _keep(node)

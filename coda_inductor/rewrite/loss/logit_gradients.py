@@ -50,7 +50,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     and 0. A cap whose tanh was kept more precisely than ``logits`` are is none: the derivative
     would lose from being made of them."""
     capped = base(logits)
-    cap, t = _factor(capped), base(capped.args[0]) if capped.args else None
+    cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
     scaled = _reader(gradient)
     turned = _reader(scaled)
     last = _reader(turned)
