@@ -28,8 +28,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor import patterns
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.graph.nodes import erased
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (

@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import closure
 from coda_inductor.matching import changes, normalize, value
 from coda_inductor.record import Record
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
@@ -116,12 +117,7 @@ def separate(graph: Graph, record: Record) -> None:
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:
     """``node``, ``ends``, and what stands between them."""
-    found, todo = set(ends), [node]
-    while todo:
-        if (step := todo.pop()) not in found:
-            found.add(step)
-            todo += step.all_input_nodes
-    return found
+    return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
 
 def _shared(logits: Node, results: list[Any]) -> bool:

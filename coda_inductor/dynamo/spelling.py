@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import OpOverload, schema
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments
 from coda_inductor.matching import bodies, value
 from coda_inductor.record import Record
 

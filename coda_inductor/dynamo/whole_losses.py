@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.graph.nodes import base
 from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.walk import base
 from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
 from coda_inductor.record import Record
 

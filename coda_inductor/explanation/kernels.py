@@ -27,9 +27,9 @@ from coda_inductor.fuse.columns import COLUMNS
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import ALIASES, arguments, aten, fake, is_cast, module_path
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import closure, readers
 
 _PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
 #: Not tagged as pointwise, but Inductor's kernels compute them all the same.
@@ -182,14 +182,10 @@ class _Grouping:
     def _reaches(self, start: Kernel, ends: list[Kernel]) -> bool:
         """Does one of ``ends`` depend on ``start``?"""
         first = self.order[start.nodes[0]]
-        seen, todo = {start}, list(ends)
-        while todo:
-            if (kernel := todo.pop()) is start:
-                return True
-            if kernel not in seen and self.order[kernel.nodes[-1]] > first:
-                seen.add(kernel)
-                todo += self._producers(kernel)
-        return False
+        before = closure(
+            ends, lambda k: self._producers(k) if self.order[k.nodes[-1]] > first else ()
+        )
+        return start in before
 
 
 def _alike(first: Kernel, then: Kernel) -> bool:

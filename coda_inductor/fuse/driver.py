@@ -27,17 +27,17 @@ from coda_inductor.graph.gemms import (
     producer,
 )
 from coda_inductor.graph.nodes import (
+    arguments,
     elementwise,
     fake,
     is_cast,
     is_transpose,
     module_path,
-    readers,
 )
-from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse

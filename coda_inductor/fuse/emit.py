@@ -22,10 +22,10 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.region import SWAPPED, NoRegionError, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, replace_parts, settle
-from coda_inductor.graph.nodes import VIEWS, aten, base, fake, prims
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import VIEWS, arguments, aten, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.heads import swap
 from coda_inductor.refusal import refuse

@@ -14,8 +14,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
 from coda_inductor.fuse.emit import expand
-from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.log import warn_once
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse

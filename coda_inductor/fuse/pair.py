@@ -25,9 +25,10 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
-from coda_inductor.graph.nodes import aten, base, fake, readers
+from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, closure, readers
 
 
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
@@ -53,15 +54,8 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
 
 def _needs(later: Node, earlier: Node) -> bool:
     """Is ``later`` made of ``earlier``? By its weight: the left operand is both's."""
-    todo, seen = [later], set()
-    while todo:
-        node = todo.pop()
-        if node is earlier:
-            return True
-        found = [n for n in node.all_input_nodes if n not in seen and not n < earlier]
-        seen.update(found)
-        todo += found
-    return False
+    made_of = closure([later], lambda n: [i for i in n.all_input_nodes if not i < earlier])
+    return earlier in made_of
 
 
 def _readers(a: Node) -> set[Node]:

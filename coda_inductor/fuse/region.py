@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs
-from coda_inductor.graph.nodes import base, fake, readers, renames, renames_or_casts
+from coda_inductor.graph.nodes import fake, renames, renames_or_casts
+from coda_inductor.graph.walk import base, closure, readers
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -163,14 +164,12 @@ class Region:
 
 def _ends_alone(node: Node) -> bool:
     """Does ``node`` reach the graph's output without ever meeting another tensor?"""
-    todo = list(node.users)
-    while todo:
-        user = todo.pop()
+
+    def meets(user: Node) -> bool:
         tensors = [n for n in user.all_input_nodes if isinstance(fake(n), torch.Tensor)]
-        if user.op != "output" and len(tensors) > 1:
-            return False
-        todo += user.users
-    return True
+        return user.op != "output" and len(tensors) > 1
+
+    return not any(map(meets, closure(node.users, lambda n: () if meets(n) else n.users)))
 
 
 def _common(dtypes: list[torch.dtype]) -> torch.dtype:

@@ -20,7 +20,8 @@ from coda_inductor.compat import (
     wait_tensor,
 )
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts, sources
+from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts
+from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.

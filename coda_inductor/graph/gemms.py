@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.graph.nodes import aten, fake, is_cast, renames, sources
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.fp8 import scaled_mm
 

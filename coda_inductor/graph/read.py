@@ -78,13 +78,6 @@ def read(node: Any) -> Call | None:
     return None
 
 
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments by name of a node that is known to call something."""
-    call = read(node)
-    assert call is not None, f"{node.name} is a call that its signature allows"
-    return call.args
-
-
 def target_name(node: Node) -> str:
     """The name of the function or method that ``node`` calls; empty for what calls nothing. What
     is neither torch's nor Python's has its module's name in front: a custom op may be called

@@ -18,6 +18,7 @@ from coda_inductor.compat import (
     tree_leaves,
 )
 from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bodies, nested, passed
 from coda_inductor.matching.canon import value
 
@@ -107,13 +108,7 @@ def changes_mode(node: Node) -> bool:
 
 def _bases(node: Node) -> set[Node]:
     """``node`` and what it may be a view of."""
-    found, todo = set(), [node]
-    while todo:
-        base = todo.pop()
-        if base not in found:
-            found.add(base)
-            todo += [source for source in base.all_input_nodes if _may_view(base, source)]
-    return found
+    return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
 
 
 def _written_inside(node: Node) -> set[Node]:

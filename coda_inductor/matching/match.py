@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import base, chain
+from coda_inductor.graph.walk import base, chain
 from coda_inductor.matching.canon import is_view, value
 from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, normalize
 

@@ -26,7 +26,8 @@ import operator
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.graph.nodes import chain, renames
+from coda_inductor.graph.nodes import renames
+from coda_inductor.graph.walk import chain
 from coda_inductor.record import Record
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -40,10 +40,10 @@ from coda_inductor.compat import micro_pipeline, wait_tensor
 from coda_inductor.graph.collectives import COLLECTIVES, SUMS, is_wait, moves
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import is_sum
-from coda_inductor.graph.nodes import aten, base, fake, leaves, parts, renames
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, renames
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, leaves, parts
 from coda_inductor.record import Record
 
 

@@ -34,8 +34,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
 from coda_inductor.graph.edit import prune
-from coda_inductor.graph.nodes import aten, fake, is_cast, is_zeros
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, is_zeros
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record

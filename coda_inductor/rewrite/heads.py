@@ -37,20 +37,18 @@ from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import (
     VIEWS,
+    arguments,
     aten,
-    base,
-    chain,
     fake,
     is_cast,
-    leaves,
     may_view,
     place,
     renames,
 )
-from coda_inductor.graph.read import arguments
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import base, chain, leaves
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP

@@ -13,9 +13,10 @@ from torch.fx import Graph
 from coda_inductor.compat import remove_noop_ops
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import TRACED
-from coda_inductor.graph.nodes import aten, chain, fake, is_transpose
+from coda_inductor.graph.nodes import aten, fake, is_transpose
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 

@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.graph.nodes import base, chain
-from coda_inductor.graph.read import arguments, read
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import base, chain
 from coda_inductor.matching import is_cast, target_name, value
 from coda_inductor.refusal import Refusal, refuse
 

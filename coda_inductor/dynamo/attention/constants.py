@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.dynamo.nodes import run
 from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import closure
 from coda_inductor.matching import changes, value
 from coda_inductor.refusal import Refusal, refuse
 
@@ -112,7 +113,7 @@ class Constants:
         return result
 
     def _run(self, node: Node) -> Any:
-        order = sorted(_with_ancestors(node))
+        order = sorted(closure([node], _sources))
         last = {source: user for user in order for source in _sources(user)}
         values: dict[Node, Any] = {}
         for step in order:
@@ -152,15 +153,6 @@ def _sample(like: torch.Tensor) -> torch.Tensor:
     shape, which what is made of it does not have."""
     static = all(isinstance(size, int) for size in like.shape)
     return torch.zeros((), dtype=like.dtype).expand(like.shape if static else ())
-
-
-def _with_ancestors(node: Node) -> set[Node]:
-    found, todo = {node}, [node]
-    while todo:
-        new = set(_sources(todo.pop())) - found
-        found |= new
-        todo += new
-    return found
 
 
 def _is_torch(node: Node) -> bool:

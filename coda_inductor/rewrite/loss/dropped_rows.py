@@ -27,9 +27,9 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, insert
-from coda_inductor.graph.nodes import aten, base, fake, is_zeros, readers, renames_or_casts, source
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_zeros, renames_or_casts
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, readers, source
 
 
 @dataclass(frozen=True)

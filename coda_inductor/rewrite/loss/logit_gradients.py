@@ -25,8 +25,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import aten, bare, base, fake, readers, renames_or_casts
+from coda_inductor.graph.nodes import aten, fake, renames_or_casts
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import bare, base, readers
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:

@@ -37,9 +37,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import aten, fake, is_transpose, readers, renames_or_casts
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.dropped_rows import through_dropped_rows

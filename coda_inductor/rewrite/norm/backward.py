@@ -36,9 +36,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import aten, base, fake, is_transpose, parts, readers, renames
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP

@@ -25,9 +25,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import fake, is_cast, place, readers, renames
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse

@@ -33,8 +33,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
-from coda_inductor.graph.nodes import aten, fake
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.semantic.define import statistics_dtype

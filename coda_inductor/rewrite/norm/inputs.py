@@ -12,7 +12,7 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sides import Scope
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse

@@ -25,10 +25,10 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.nodes import aten, fake, parts, source
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import parts, source
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.refusal import Refusal, refuse
 

@@ -15,10 +15,10 @@ from torch.fx import Node
 
 from coda_inductor.graph.collectives import ahead, behind, between
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
-from coda_inductor.graph.nodes import aten, chain, fake, is_transpose, parts, renames_or_casts
-from coda_inductor.graph.read import arguments
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain, parts
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
 
