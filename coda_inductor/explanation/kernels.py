@@ -26,6 +26,7 @@ from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.columns import COLUMNS
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
+from coda_inductor.graph import walk
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, arguments, aten, fake, is_cast, module_path
 from coda_inductor.graph.sizes import hint
@@ -105,9 +106,7 @@ def kernels(graph: Graph) -> list[Kernel]:
 
 def base(node: Node) -> Node:
     """The tensor in memory that ``node`` is a view of."""
-    while _is_free(node):
-        node = node.all_input_nodes[0]
-    return node
+    return walk.base(node, _is_free)
 
 
 def names(node: Node) -> list[Node]:

@@ -33,7 +33,6 @@ _OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "v
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
     "split_sizes": "split_size", "sections": "index", "indices": "index",
-    "indices_or_sections": "index",
 }  # fmt: skip
 #: The first arguments of what tells no signature; the others are named by their number.
 _UNTOLD = ("input", "index")

@@ -40,7 +40,7 @@ def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
     up to the tensor whose memory it is."""
     found = [node]
     while through(found[-1]):
-        found.append(found[-1].args[0])
+        found.append(found[-1].all_input_nodes[0])
     return found
 
 

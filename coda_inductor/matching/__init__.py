@@ -13,7 +13,7 @@ bodies     the graphs inside a graph
 
 from coda_inductor.graph.read import of_torch, target_name
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import is_view, named, value
+from coda_inductor.matching.canon import is_view, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -28,6 +28,6 @@ from coda_inductor.matching.normalize import is_cast, normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "is_cast", "is_view", "memory", "mutates", "named", "normalize", "of_torch",
+    "forward_mode", "is_cast", "is_view", "memory", "mutates", "normalize", "of_torch",
     "ops_of", "target_name", "value", "writes_to",
 ]  # fmt: skip

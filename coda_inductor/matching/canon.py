@@ -44,12 +44,3 @@ def is_view(node: Node, tensor: Any) -> bool:
         return False
     sizes = [(*t.shape, *t.stride(), t.storage_offset()) for t in (known, tensor)]
     return all(statically_known_true(a == b) for a, b in zip(*sizes, strict=True))
-
-
-def named(node: Node, *names: str, **defaults: Any) -> dict[str, Any] | None:
-    """The arguments of ``node`` by ``names``, given by place or by name; None where one without a
-    default is missing, or another one is given."""
-    if len(node.args) > len(names):
-        return None
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given if set(given) == set(names) else None
