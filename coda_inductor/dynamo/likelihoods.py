@@ -36,7 +36,7 @@ from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.read import Call, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
-from coda_inductor.matching.rows import is_last
+from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
 #: Of no class, in 32 bits too.

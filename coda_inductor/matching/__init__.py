@@ -3,7 +3,6 @@
 
 canon      what the matcher reads of one node
 columns    columns that are taken out of a tensor and put together, in one dialect
-rows       reductions over the last dimension, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     which nodes change memory, or a mode
 hazards    what an idiom must not straddle

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.read import Call, of_torch, read
-from coda_inductor.matching import columns, rows
+from coda_inductor.matching import columns
 from coda_inductor.matching.canon import Canon, value
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -204,9 +204,39 @@ def _loss(call: Call) -> Canon | None:
     return Canon(call.op, tuple(call[name] for name in names if name in call.args))
 
 
+def _reduction(call: Call) -> Canon | None:
+    """One over the last dimension, which stays (``mean_last``) or goes (``mean_row``), no other."""
+    keepdim = call.get("keepdim")
+    if call.get("dtype") is not None or not isinstance(keepdim, bool):
+        return None
+    if not is_last(call["dim"], call["input"]):
+        return None
+    return Canon(f"{call.op}_{'last' if keepdim else 'row'}", (call["input"],))
+
+
+def is_last(dim: Any, x: Any) -> bool:
+    """Is ``dim`` the last dimension of ``x``, and no other?"""
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    known = value(x)
+    last = (-1,) if known is None else (-1, known.dim() - 1)
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim in last
+
+
+def _var(call: Call) -> Canon | None:
+    """Only the biased variance over the last dimension that keeps it."""
+    return Canon("var_last", (call["input"],)) if _biased(call) else None
+
+
+def _biased(call: Call) -> bool:
+    """Is it the biased variance over the last dimension, which stays?"""
+    biased = call.get("correction") == 0 or call.get("unbiased") is False
+    return biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
+
+
 def _log_softmax(call: Call) -> Canon | None:
     """Only over the last dimension; a dtype that it computes in is a cast."""
-    last = rows.is_last(call["dim"], call["input"])
+    last = is_last(call["dim"], call["input"])
     return Canon("log_softmax_last", (call["input"],)) if last else None
 
 
@@ -218,7 +248,7 @@ def _item(call: Call) -> Canon | None:
     several = read(source)
     if several is None or several.op != "var_mean":
         return columns.item(source, index)
-    if not rows.biased(several) or index not in (0, 1):
+    if not _biased(several) or index not in (0, 1):
         return None
     return Canon(("var_last", "mean_last")[index], (several["input"],), (source,))
 
@@ -239,8 +269,8 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "mul": _mul,
     "div": _div,
     "reciprocal": _reciprocal,
-    "mean": rows.along,
-    "sum": rows.along,
+    "mean": _reduction,
+    "sum": _reduction,
     "unsqueeze": _unsqueeze,
     "rms_norm": _norm("input", "weight", "eps"),
     "layer_norm": _norm("input", "weight", "bias", "eps"),
@@ -248,5 +278,5 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "cross_entropy": _loss,
     "nll_loss": _loss,
     "log_softmax": _log_softmax,
-    "var": rows.var,
+    "var": _var,
 }
