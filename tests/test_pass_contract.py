@@ -24,7 +24,7 @@ from coda_inductor.dynamo.attention import block_masks, calls
 from coda_inductor.rewrite import embedding, tables
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
-from coda_inductor.semantic.norms import layer_norm, rms_norm
+from coda_inductor.semantic.norms import rms_norm
 from coda_inductor.semantic.rotary import rotate_apart, rotate_pairs
 
 B, T, D, WIDE, HEADS = 2, 6, 16, 24, 2
@@ -114,8 +114,10 @@ CASES = {
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
     "spelling": Case(
-        lambda x, w: torch.ops.aten.native_layer_norm.default(x, [D], w, None, 1e-5)[0],
-        ((D,),), found(layer_norm), "spelling", ("spelling",),
+        lambda x, w: torch.ops.aten.cross_entropy_loss.default(
+            of.logits(x, w).view(-1, of.V), of.labels(x).flatten()
+        ),
+        LOSS, found(cross_entropy), "spelling", ("spelling",),
     ),
     "in_place": Case(
         of.in_place, ((D, D), (D,)), found(rms_norm), "in_place", ("in_place",),
