@@ -13,9 +13,9 @@ import functools
 from dataclasses import dataclass
 
 from coda_inductor.program import EpilogueProgram, Step, Store
+from coda_inductor.program.dtypes import HALF_NAMES
 from coda_inductor.program.statistics import ROUNDING
 
-_HALF = ("bfloat16", "float16")
 #: Ops that map zeros to zero, whatever their literal arguments are.
 _ZERO_ALL = frozenset({"add", "sub", "maximum", "minimum"})
 _ROUNDING = frozenset(ROUNDING.values())
@@ -59,7 +59,7 @@ class Ports:
 def ports(program: EpilogueProgram) -> Ports:
     """The mapping for ``program`` (which must be legal, see ``program.verify``)."""
     uniform = _uniform(program)
-    tiles = [o for o in program.operands if o.kind == "tile" and o.dtype in _HALF]
+    tiles = [o for o in program.operands if o.kind == "tile" and o.dtype in HALF_NAMES]
     sinks = []
     for reduce in program.reduces:
         masked = reduce.combine == "add" and reduce.value not in _zeros(program, reduce.axis)

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor import patterns
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.graph.nodes import erased
+from coda_inductor.graph.nodes import arguments, erased
 from coda_inductor.graph.sizes import same
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
@@ -149,7 +149,7 @@ def _leaves(match: Match) -> set[Node]:
     found = {n for n in match.bound.values() if isinstance(n, Node)}
     views = [n for n in match.nodes if (canon := normalize(n)) and canon.op in ("view", "flatten")]
     for node in sorted((*match.casts, *views)):  # in the graph's order
-        if node.args[0] in found:
+        if arguments(node)["input"] in found:
             found.add(node)
     return found.difference(match.bound.values())
 

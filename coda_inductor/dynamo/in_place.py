@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import HigherOrderOperator
+from coda_inductor.dynamo.nodes import run
+from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import bodies, changes_mode, memory, of_torch, value
 from coda_inductor.record import Record
@@ -63,7 +65,8 @@ def _change(graph: Graph) -> None:
     replaced: set[Node] = set()
     for node in list(graph.nodes):
         mode += changes_mode(node)
-        call, target = _plain(node), node.args[0] if node.args else None
+        call = _plain(node)
+        target = None if call is None else next(iter(call[1]), None)
         if call is not None and isinstance(target, Node) and seen.get(target) == mode:
             others = {n for s in memory(target) or () for n in sharing.get(s, ())} - replaced
             if _owned(target) and others == {target} and _alike(node, call):
@@ -89,10 +92,9 @@ def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
         return None
     if node.target in _OPERATORS:
         return _OPERATORS[node.target], node.args, {}
-    flagged = node.args[1:] == (True,) or node.kwargs.get("inplace") is True
-    if node.target in _FLAGGED and flagged and isinstance(node.args[0], Node):
-        return node.target, node.args[:1], {}
-    return None
+    call = read(node) if node.target in _FLAGGED else None
+    changes = call is not None and call["inplace"] is True
+    return (node.target, (call["input"],), {}) if call is not None and changes else None
 
 
 def _owned(target: Node) -> bool:
@@ -113,9 +115,7 @@ def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> boo
         return False
     if any(value(n) is None for n in node.all_input_nodes):
         return False
-    target, args, kwargs = torch.fx.node.map_arg(call, value)
-    function = getattr(args[0], target) if isinstance(target, str) else None
     with mode:
-        have = function(*args[1:], **kwargs) if function else target(*args, **kwargs)
+        have = run(*torch.fx.node.map_arg(call, value))
     like = have.dtype == want.dtype and same(tuple(have.shape), tuple(want.shape))
     return like and same(have.stride(), want.stride())

@@ -35,8 +35,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import saved_tensors, storage, version
+from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import changes, named, normalize, value
+from coda_inductor.graph.walk import closure
+from coda_inductor.matching import changes, normalize, value
 from coda_inductor.record import Record
 from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 
@@ -115,12 +117,7 @@ def separate(graph: Graph, record: Record) -> None:
 
 def _read(node: Node, ends: set[Node]) -> set[Node]:
     """``node``, ``ends``, and what stands between them."""
-    found, todo = set(ends), [node]
-    while todo:
-        if (step := todo.pop()) not in found:
-            found.add(step)
-            todo += step.all_input_nodes
-    return found
+    return ends.union(closure([node], lambda n: () if n in ends else n.all_input_nodes))
 
 
 def _shared(logits: Node, results: list[Any]) -> bool:
@@ -145,7 +142,7 @@ def _head(logits: Node) -> _Head | None:
         return _linear(logits, 0.0)
     t, cap = _by_number(scaled.args)
     bent = normalize(t) if t is not None else None
-    inner = normalize(bent.args[0]) if bent is not None and bent.op == "tanh" else None
+    inner = normalize(*bent.args) if bent is not None and bent.op == "tanh" else None
     if t is None or bent is None or inner is None or inner.op != "div" or len(inner.args) != 2:
         return None
     z, divisor = inner.args
@@ -167,8 +164,7 @@ def _linear(node: Node, cap: float) -> _Head | None:
     """The arguments of ``F.linear(h, w, b)``."""
     if node.op != "call_function" or node.target is not F.linear:
         return None
-    given = named(node, "input", "weight", "bias", bias=None) or {}
-    h, w, b = (given.get(key) for key in ("input", "weight", "bias"))
+    h, w, b = arguments(node).values()
     if not isinstance(h, Node) or not isinstance(w, Node) or not isinstance(b, Node | None):
         return None
     return _Head(h, w, b, cap)

@@ -27,16 +27,16 @@ cross entropy is NaN.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.nodes import Put
+from coda_inductor.graph.read import Call, read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Hazards, bodies, is_view, named, normalize, target_name, value
-from coda_inductor.matching.rows import is_last
+from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
+from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
 #: Of no class, in 32 bits too.
@@ -50,64 +50,56 @@ def gathered_losses(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         hazards = Hazards(body.graph)
         for node in [n for n in body.graph.nodes if target_name(n) in _GATHERS]:
-            if (logits := _logits(node, hazards)) is not None:
-                _replace(node, logits)
+            call = read(node)
+            if call is None or call.get("sparse_grad"):
+                continue
+            if (logits := _logits(call, hazards)) is not None:
+                _replace(call, logits)
             else:
-                for difference, minus in _differences(node, hazards):
-                    _replace_difference(difference, node, minus)
+                for difference, minus in _differences(call, hazards):
+                    _replace_difference(difference, call, minus)
 
 
 _GATHERS = ("gather", "take_along_dim")
 
 
-def _given(node: Node) -> dict[str, Any] | None:
-    if target_name(node) == "gather":
-        return named(node, "input", "dim", "index", "sparse_grad", sparse_grad=False)
-    given = named(node, "input", "indices", "dim", dim=None)
-    return given and {**given, "index": given["indices"], "sparse_grad": False}
-
-
-def _logits(node: Node, hazards: Hazards) -> Node | None:
-    """The logits whose log-softmax ``node`` takes one element a row of; None if it is no such."""
-    given = _given(node)
-    if given is None or not isinstance(softmax := given["input"], Node) or given["sparse_grad"]:
-        return None
+def _logits(gather: Call, hazards: Hazards) -> Node | None:
+    """The logits whose log-softmax is gathered, one element a row; None if it is no such."""
+    softmax = gather["input"]
     canon = normalize(softmax)
     if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
         return None
     (logits,) = canon.args
-    taken = _takes_one_a_row(given, logits, softmax)
-    return logits if taken and not hazards.between((softmax, node)) else None
+    taken = _takes_one_a_row(gather, logits)
+    return logits if taken and not hazards.between((softmax, gather.node)) else None
 
 
-def _takes_one_a_row(given: dict[str, Any], logits: Node, source: Node) -> bool:
-    """Does a gather take one element of each row of ``source``, (..., V) like ``logits`` and no
-    narrower?"""
-    x, rows, index = value(logits), value(source), value(given["index"])
+def _takes_one_a_row(gather: Call, logits: Node) -> bool:
+    """Is one element of each row gathered, of a tensor (..., V) like ``logits``, no narrower?"""
+    x, rows, index = value(logits), value(gather["input"]), value(gather["index"])
     if not all(hasattr(t, "fake_mode") for t in (x, rows, index)) or index.dtype != torch.int64:
         return False
     last, one = (
-        is_last(given["dim"], given["input"]),
+        is_last(gather["dim"], gather["input"]),
         x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1)),
     )
     narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
     return last and one and x.is_floating_point() and not narrowed
 
 
-def _differences(node: Node, hazards: Hazards) -> Iterator[tuple[Node, bool]]:
-    """Each difference of what ``node`` gathers from logits and their log-sum-exp, and whether that
-    is what is subtracted."""
-    given = _given(node)
-    if given is None or not isinstance(logits := given["input"], Node) or given["sparse_grad"]:
-        return
-    if not _takes_one_a_row(given, logits, logits):
+def _differences(gather: Call, hazards: Hazards) -> Iterator[tuple[Node, bool]]:
+    """Each difference of what is gathered from logits and their log-sum-exp, and whether that is
+    what is subtracted."""
+    node, logits = gather.node, gather["input"]
+    if not _takes_one_a_row(gather, logits):
         return
     for each in _without_last(node):
         for user in list(each.users):
             canon = normalize(user)
-            if canon is None or canon.op != "sub" or len(canon.args) != 2 or user.kwargs:
+            if canon is None or canon.op != "sub":
                 continue
-            other = canon.args[canon.args[0] is each]
+            left, right = canon.args
+            other = right if left is each else left
             total = _logsumexp(other, logits) if isinstance(other, Node) else None
             shapes = [tuple(getattr(value(n), "shape", ())) for n in (user, each)]
             if total is None or not same(*shapes):
@@ -115,7 +107,7 @@ def _differences(node: Node, hazards: Hazards) -> Iterator[tuple[Node, bool]]:
             read = total.all_input_nodes[0]
             casts = () if read is logits else (read, logits)  # one cast, written twice
             if not hazards.between((*casts, node, each, total, other, user)):
-                yield user, canon.args[1] is other
+                yield user, right is other
 
 
 def _without_last(node: Node) -> list[Node]:
@@ -126,35 +118,30 @@ def _without_last(node: Node) -> list[Node]:
 def _logsumexp(node: Node, logits: Node) -> Node | None:
     """The log-sum-exp of each row of ``logits`` that ``node`` is, or has a dimension more than;
     None if it is none."""
-    if target_name(node) == "unsqueeze" and node.args[1:] == (-1,):
-        node = node.args[0]
-    if target_name(node) != "logsumexp":
+    call = read(node)
+    if call is not None and call.op == "unsqueeze" and call["dim"] == -1:
+        call = read(call["input"])
+    if call is None or call.op != "logsumexp" or not _one(call["input"], logits):
         return None
-    given = named(node, "input", "dim", "keepdim", keepdim=False)
-    if given is None or not _one(given["input"], logits):
-        return None
-    return node if is_last(given["dim"], logits) else None
+    return call.node if is_last(call["dim"], logits) else None
 
 
-def _replace(node: Node, logits: Node) -> None:
-    """Put the cross entropy in the place of ``node``, a gather of a log-softmax."""
-    given = _given(node)
-    assert given is not None, "asked before"
-    softmax = given["input"]
-    _put_loss(node, logits, given["index"], value(softmax).dtype, negative=True)
+def _replace(gather: Call, logits: Node) -> None:
+    """Put the cross entropy in the place of a gather of a log-softmax."""
+    node, softmax = gather.node, gather["input"]
+    _put_loss(node, logits, gather["index"], value(softmax).dtype, negative=True)
     node.graph.erase_node(node)
     node.graph.erase_node(softmax)
 
 
-def _replace_difference(node: Node, gather: Node, minus: bool) -> None:
+def _replace_difference(node: Node, gather: Call, minus: bool) -> None:
     """Put the cross entropy in the place of ``node``; ``minus``: of a log-likelihood."""
-    given = _given(gather)
-    assert given is not None, "asked before"
-    _put_loss(node, given["input"], given["index"], value(node).dtype, negative=minus)
+    logits, index = gather["input"], gather["index"]
+    _put_loss(node, logits, index, value(node).dtype, negative=minus)
     todo = [node]
     while todo:  # what nothing reads now: pure ops, down to the logits
         dead = todo.pop()
-        if not dead.users and dead is not given["input"] and dead is not given["index"]:
+        if not dead.users and dead is not logits and dead is not index:
             todo += dead.all_input_nodes
             dead.graph.erase_node(dead)
 
@@ -179,7 +166,5 @@ def _one(left: Node, right: Node) -> bool:
     """Are both one tensor, or one cast of it that was written twice?"""
     if left is right:
         return True
-    canon = normalize(left)
-    cast = canon is not None and canon.op == "cast"
     calls = [(n.op, n.target, n.args, n.kwargs) for n in (left, right)]
-    return cast and calls[0] == calls[1]
+    return is_cast(left) and calls[0] == calls[1]

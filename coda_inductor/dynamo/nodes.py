@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes on Dynamo's graph share: new calls with recorded values, and what casts are of."""
+"""What passes on Dynamo's graph share: new calls, with recorded values, and running calls."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from coda_inductor.matching import normalize, value
+from coda_inductor.matching import value
 
 
 class Put:
@@ -24,13 +24,13 @@ class Put:
         known = torch.fx.node.map_arg((args, kwargs), value)
         with value(self.like).fake_mode, graph.inserting_before(self.like):
             made = (graph.call_method if named else graph.call_function)(target, args, kwargs)
-            call = getattr(Tensor, target) if named else target
-            made.meta = {**self.like.meta, "example_value": call(*known[0], **known[1])}
+            made.meta = {**self.like.meta, "example_value": run(target, *known)}
         return made
 
 
-def uncast(node: Node) -> Node:
-    """What ``node`` is a cast of, however often."""
-    while (canon := normalize(node)) is not None and canon.op == "cast":
-        node = canon.args[0]
-    return node
+def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of a function, or of the method of that name, returns for values."""
+    if isinstance(target, str):
+        own, *args = args
+        target = getattr(own, target)
+    return target(*args, **kwargs)

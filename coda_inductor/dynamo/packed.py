@@ -42,18 +42,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.graph.nodes import place
+from coda_inductor.graph.nodes import arguments, place
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import (
-    Hazards,
-    bodies,
-    changes,
-    memory,
-    named,
-    normalize,
-    target_name,
-    value,
-)
+from coda_inductor.matching import Hazards, bodies, changes, memory, normalize, target_name, value
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 from coda_inductor.select.policy import Policy
@@ -107,10 +98,9 @@ def _operands(node: Node) -> tuple[Tensor, Tensor] | None:
         return x.reshape(-1, x.shape[-1]), w.t()
 
 
-def _layer(node: Node) -> tuple[Any, Any, Any]:
+def _layer(node: Node) -> tuple[Any, ...]:
     """The input, weight and bias of a linear layer."""
-    given = named(node, "input", "weight", "bias", bias=None)
-    return (None,) * 3 if given is None else (given["input"], given["weight"], given["bias"])
+    return tuple(arguments(node).values())
 
 
 def _halves(product: Node) -> dict[Node, int]:
@@ -141,12 +131,9 @@ def _near(product: Node) -> list[Node]:
 
 def _units(product: Node) -> list[Node]:
     """The gated linear units of the columns of ``product``."""
-    found = []
-    for node in product.users:
-        given = named(node, "input", "dim", dim=-1) if target_name(node) == "glu" else None
-        if given is not None and given["dim"] in (-1, value(product).dim() - 1):
-            found.append(node)
-    return found
+    units = [node for node in product.users if target_name(node) == "glu"]
+    last = (-1, value(product).dim() - 1)
+    return [node for node in units if arguments(node)["dim"] in last]
 
 
 def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record) -> None:
@@ -248,7 +235,7 @@ def _erase(node: Node, product: Node) -> None:
     """Erase ``node``, and what is between it and ``product`` and read by nothing else; ``product``
     too, if nothing is left that reads it."""
     while not node.users:
-        source = node.args[0]
+        source = node.all_input_nodes[0]
         node.graph.erase_node(node)
         if node is product:
             break

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import OpOverload, schema
+from coda_inductor.graph.nodes import arguments
 from coda_inductor.matching import bodies, value
 from coda_inductor.record import Record
 
@@ -104,12 +105,10 @@ def _same(node: Node, name: str) -> Call | None:
 
 
 def _holds(node: Node) -> bool:
-    """``_assert_tensor_metadata(x, sizes, strides, dtype, device, layout)``: true while tracing,
-    and so at every call, for what is asserted are no sizes?"""
-    names = ("x", "size", "stride", "dtype", "device", "layout")
-    said = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    known = value(said.pop("x", None))
-    said = {key: want for key, want in said.items() if want is not None}
+    """Is ``_assert_tensor_metadata`` true while tracing, and so at every call, for what is asserted
+    are no sizes?"""
+    said = _said(node)
+    known = value(said.pop("a"))
     if not isinstance(known, torch.Tensor) or not set(said) <= {"dtype", "device", "layout"}:
         return False
     device = torch.device(said.pop("device", known.device))
@@ -120,7 +119,7 @@ def _holds(node: Node) -> bool:
 def _first(node: Node, function: Callable[..., Any], most: int) -> None:
     """``op(...)[0]`` alone is ``function(...)``."""
     parts = list(node.users)
-    taken = all(n.target is operator.getitem and n.args[1] == 0 for n in parts)
+    taken = all(n.target is operator.getitem and arguments(n)["index"] == 0 for n in parts)
     if not parts or not taken or node.kwargs or len(node.args) != most or node.args[-1] is None:
         return
     with node.graph.inserting_before(node):
@@ -132,33 +131,30 @@ def _first(node: Node, function: Callable[..., Any], most: int) -> None:
     node.graph.erase_node(node)
 
 
+def _said(node: Node) -> dict[str, Any]:
+    """The arguments of ``node`` that say something."""
+    return {name: item for name, item in arguments(node).items() if item is not None}
+
+
 def _to(node: Node) -> Call | None:
-    """``to.dtype_layout(x, dtype=, layout=, device=)`` has no method; the others are ``x.to``."""
-    if "layout" not in node.kwargs:
-        return "to", node.args, node.kwargs
-    said = dict(node.kwargs)
-    if said.pop("layout") not in (None, getattr(value(node.args[0]), "layout", None)):
-        return None
-    if said.pop("pin_memory", None):
-        return None
-    said = {key: item for key, item in said.items() if item is not None}
-    return "to", node.args[:1], said
+    """``x.to``, which knows no layouts: any but its own is left alone."""
+    said = _said(node)
+    x = said.pop("input")
+    own = said.pop("layout", None) in (None, getattr(value(x), "layout", None))
+    return ("to", (x,), said) if own and not said.pop("pin_memory", None) else None
 
 
 def _to_copy(node: Node) -> Call | None:
     """Where the dtype changes ``x.to`` copies as well."""
-    source, made = value(node.args[0]), value(node)
+    x = arguments(node)["input"]
+    source, made = value(x), value(node)
     known = source is not None and made is not None and set(node.kwargs) == {"dtype"}
     copies = known and source.dtype != made.dtype
-    return ("to", (node.args[0], node.kwargs["dtype"]), {}) if copies else None
+    return ("to", (x, made.dtype), {}) if copies else None
 
 
 def _slice(node: Node) -> Call | None:
-    """``slice(x, dim, start, end, step)``."""
-    if node.kwargs:
-        return None
-    given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
-    x, dim, start, end, step = given
+    x, dim, start, end, step = arguments(node).values()
     at = _place(x, dim)
     end = None if isinstance(end, int) and end == 2**63 - 1 else end
     start = None if isinstance(start, int) and start == 0 else start
@@ -167,10 +163,7 @@ def _slice(node: Node) -> Call | None:
 
 
 def _select(node: Node) -> Call | None:
-    """``select(x, dim, index)``."""
-    if node.kwargs or len(node.args) != 3:
-        return None
-    x, dim, index = node.args
+    x, dim, index = arguments(node).values()
     at = _place(x, dim)
     return None if at is None else (operator.getitem, (x, (*at, index)), {})
 
@@ -186,23 +179,16 @@ def _place(x: Any, dim: Any) -> tuple[slice, ...] | None:
 def _index(node: Node) -> Call | None:
     """``index(x, [None, i])``: None is a whole dimension here, and a new one in ``x[None, i]``. A
     tensor without dimensions is a number in Python's spelling."""
-    if node.kwargs or len(node.args) != 2:
-        return None
-    x, items = node.args
+    x, items = arguments(node).values()
     if not all(i is None or getattr(value(i), "ndim", 0) for i in items):
         return None
     return operator.getitem, (x, tuple(slice(None) if i is None else i for i in items)), {}
 
 
 def _cross_entropy(node: Node) -> Call | None:
-    """``cross_entropy_loss(x, target, weight, reduction, ignore_index, label_smoothing)``."""
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    said = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if "self" in said or not {"input", "target"} <= set(said):
-        return None
-    said["reduction"] = _REDUCTIONS[said.get("reduction", 1)]
-    args = (said.pop("input"), said.pop("target"))
-    return F.cross_entropy, args, {k: v for k, v in said.items() if v is not None}
+    said = _said(node)
+    said["reduction"] = _REDUCTIONS[said["reduction"]]
+    return F.cross_entropy, (said.pop("input"), said.pop("target")), said
 
 
 _SPECIAL: dict[str, Callable[[Node], Call | None]] = {

@@ -28,20 +28,16 @@ float16 that are left out, whose logits may be infinite.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put, uncast
-from coda_inductor.matching import Hazards, bodies, is_view, named, normalize, target_name, value
+from coda_inductor.dynamo.nodes import Put
+from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.walk import base
+from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
 from coda_inductor.record import Record
-
-_OPTIONS: dict[str, Any] = {
-    "weight": None, "size_average": None, "ignore_index": -100, "reduce": None,
-    "reduction": "mean", "label_smoothing": 0.0,
-}  # fmt: skip
 
 
 def whole_losses(graph: Graph, record: Record) -> None:
@@ -52,7 +48,7 @@ def whole_losses(graph: Graph, record: Record) -> None:
         found = [n for n in body.graph.nodes if target_name(n) == "cross_entropy"]
         hazards = Hazards(body.graph)
         for node in found:
-            given = named(node, "input", "target", *_OPTIONS, **_OPTIONS)
+            given = read(node)
             if given is None or not _of_classes(given):
                 continue
             logits, chain = _classes_second(given["input"]), ()
@@ -62,7 +58,7 @@ def whole_losses(graph: Graph, record: Record) -> None:
                 _replace(node, given, logits, chain)
 
 
-def _of_classes(given: dict[str, Any]) -> bool:
+def _of_classes(given: Call) -> bool:
     """Are the targets classes, and the options numbers, without weights?"""
     logits, target = value(given["input"]), value(given["target"])
     if not all(hasattr(t, "fake_mode") for t in (logits, target)):
@@ -73,13 +69,13 @@ def _of_classes(given: dict[str, Any]) -> bool:
 
 def _classes_second(node: Node) -> Node | None:
     """What ``node`` (B, V, T, ...) turns, (B, T, ..., V), if it is that."""
-    source = node.args[0] if node.args else None
+    source = next(iter(node.all_input_nodes), None)
     logits = value(source)
     turns = isinstance(logits, torch.Tensor) and logits.dim() > 2
     return source if turns and is_view(node, logits.movedim(-1, 1)) else None
 
 
-def _without_last_row(given: dict[str, Any]) -> tuple[Node | None, tuple[Node, ...]]:
+def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
     """The logits (B, T, V) of which the loss reads all rows but the last of each sequence, and the
     nodes between them, first the slice; None if it is no such loss."""
     node: Node = given["input"]
@@ -87,14 +83,14 @@ def _without_last_row(given: dict[str, Any]) -> tuple[Node | None, tuple[Node, .
     rows, target = value(node), value(given["target"])
     if rows.dim() != 2 or target.dim() != 1:
         return None, ()
-    while len(node.users) == 1 and isinstance(node.args[0] if node.args else None, Node):
-        chain, source = (node, *chain), node.args[0]
+    while len(node.users) == 1 and node.all_input_nodes:
+        chain, source = (node, *chain), node.all_input_nodes[0]
         logits = value(source)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and is_view(node, logits[:, :-1]):
             known = all(isinstance(size, int) for size in (*logits.shape, *target.shape))
             apart = known and rows.shape[1] == logits.shape[2]
             # Infinite logits of rows that nobody reads would be NaNs in the gradient.
-            overflows = value(uncast(source)).dtype == torch.float16
+            overflows = value(base(source, is_cast)).dtype == torch.float16
             return (source, chain) if apart and not overflows else (None, ())
         canon = normalize(node)
         viewed = canon is not None and canon.op in ("view", "flatten")
@@ -117,7 +113,7 @@ def _copied(source: Node, copy: Node) -> bool:
     return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
-def _replace(node: Node, given: dict[str, Any], logits: Node, chain: tuple[Node, ...]) -> None:
+def _replace(node: Node, given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
     """Put the loss of all rows of ``logits`` in the place of ``node``; ``chain``: the slice that
     leaves the last row of each sequence out, if one does, and what follows it."""
     put = Put(node)

@@ -14,8 +14,9 @@ from coda_inductor.explanation.kernels import kernels
 from coda_inductor.explanation.result import Explanation, Saved, Totals
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
-from coda_inductor.graph.nodes import ALIASES, fake, module_path
+from coda_inductor.graph.nodes import fake, module_path
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
 from coda_inductor.report import Float8Layers
 from coda_inductor.select import gate
@@ -59,9 +60,7 @@ def _totals(parts: Traced) -> Totals:
 def _saved(parts: Traced) -> list[Saved]:
     tensors: dict[Node, Node] = {}
     for node in parts.saved:
-        root = node
-        while root.target in ALIASES:
-            root = root.args[0]
+        root = base(node)
         if root.op != "placeholder" and isinstance(fake(root), torch.Tensor):
             tensors.setdefault(root, node)
     return [

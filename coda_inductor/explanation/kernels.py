@@ -26,9 +26,11 @@ from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.columns import COLUMNS
 from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
+from coda_inductor.graph import walk
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import ALIASES, aten, fake, is_cast, module_path, readers
+from coda_inductor.graph.nodes import ALIASES, arguments, aten, fake, is_cast, module_path
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import closure, readers
 
 _PRODUCTS = (*GEMMS, aten.bmm.default, aten.baddbmm.default)
 #: Not tagged as pointwise, but Inductor's kernels compute them all the same.
@@ -104,9 +106,7 @@ def kernels(graph: Graph) -> list[Kernel]:
 
 def base(node: Node) -> Node:
     """The tensor in memory that ``node`` is a view of."""
-    while _is_free(node):
-        node = node.all_input_nodes[0]
-    return node
+    return walk.base(node, _is_free)
 
 
 def names(node: Node) -> list[Node]:
@@ -129,7 +129,7 @@ class _Grouping:
 
     def _place(self, node: Node) -> None:
         if node.target is operator.getitem:
-            kernel = self.owner.get(node.args[0])
+            kernel = self.owner.get(node.all_input_nodes[0])
         elif not _has_tensor(node) or not _inputs(node):
             return  # a size, or what every kernel can make for itself
         else:
@@ -181,14 +181,10 @@ class _Grouping:
     def _reaches(self, start: Kernel, ends: list[Kernel]) -> bool:
         """Does one of ``ends`` depend on ``start``?"""
         first = self.order[start.nodes[0]]
-        seen, todo = {start}, list(ends)
-        while todo:
-            if (kernel := todo.pop()) is start:
-                return True
-            if kernel not in seen and self.order[kernel.nodes[-1]] > first:
-                seen.add(kernel)
-                todo += self._producers(kernel)
-        return False
+        before = closure(
+            ends, lambda k: self._producers(k) if self.order[k.nodes[-1]] > first else ()
+        )
+        return start in before
 
 
 def _alike(first: Kernel, then: Kernel) -> bool:
@@ -211,7 +207,7 @@ def _read(kernel: Kernel, node: Node, owner: dict[Node, Kernel]) -> None:
         if not _has_tensor(source) or owner.get(source) is kernel or _constant(source):
             continue
         read = min(size(arg), size(source))
-        if node.target in _GATHERS and arg is node.args[0]:
+        if node.target in _GATHERS and arg is node.all_input_nodes[0]:
             read = min(read, size(node))
         kernel.reads[source] = max(read, kernel.reads.get(source, 0))
 
@@ -221,8 +217,9 @@ def _inside(node: Node) -> int:
     result."""
     if node.target is not torch.ops.coda_inductor.linear_cross_entropy_backward.default:
         return 0
-    logits, weight, x, bias = node.args[1], node.args[5], node.args[6], node.args[12]
-    return size(logits) * (1 + sum((weight is not None, x is not None, bool(bias))))
+    given = arguments(node)
+    results = (given["weight"] is not None, given["x"] is not None, given["bias"])
+    return size(given["logits"]) * (1 + sum(results))
 
 
 def _users(node: Node) -> list[Node]:
@@ -232,7 +229,7 @@ def _users(node: Node) -> list[Node]:
 
 def _is_free(node: Node) -> bool:
     """Is ``node`` a view, or a part of what a view returns?"""
-    return _is_view(node.args[0] if node.target is operator.getitem else node)
+    return _is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _is_view(node: Node) -> bool:
@@ -240,7 +237,7 @@ def _is_view(node: Node) -> bool:
     if node.target in ALIASES:
         return True
     if is_cast(node):
-        return size(node) >= size(node.args[0])
+        return size(node) >= size(node.all_input_nodes[0])
     said = schema(node.target)
     if said is None or not said.returns:
         return False

@@ -26,17 +26,11 @@ from coda_inductor.graph.gemms import (
     multiplies_after,
     producer,
 )
-from coda_inductor.graph.nodes import (
-    elementwise,
-    fake,
-    is_cast,
-    is_transpose,
-    module_path,
-    readers,
-)
+from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
@@ -198,7 +192,7 @@ class _Planner:
         yield lambda banned: pair_with(anchor, self.scope, banned)
         yield lambda banned: grow((anchor,), self.scope, banned)
         made = anchor.graph.find_nodes(op="call_function", target=rotate_heads)
-        if own := [n for n in made if producer(n.args[0]) is anchor]:
+        if own := [n for n in made if producer(n.all_input_nodes[0]) is anchor]:
             yield lambda banned: self._without(own, anchor, banned)
 
     def _without(self, heads: list[Node], anchor: Node, banned: Banned) -> Region | None:

@@ -21,10 +21,11 @@ from torch.fx import Graph, Node
 
 from coda_inductor.fuse.region import SWAPPED, NoRegionError, Region
 from coda_inductor.fuse.sums import factors
-from coda_inductor.graph.edit import insert, settle
-from coda_inductor.graph.nodes import VIEWS, aten, base, fake, prims
+from coda_inductor.graph.edit import insert, replace_parts, settle
+from coda_inductor.graph.nodes import VIEWS, arguments, aten, fake, prims
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.heads import swap
 from coda_inductor.refusal import refuse
@@ -90,19 +91,16 @@ def check_views(region: Region) -> None:
             _sizes(node, region)
     for node, reduce in region.reduces.items():
         if reduce.axis == "row":
-            _sizes(node.args[0], region)
+            _sizes(node.all_input_nodes[0], region)
 
 
 def expand(graph: Graph, call: Node, *, exact: bool) -> None:
     """Replace a ``gemm_epilogue`` call by its reference as aten nodes, for Inductor to compile.
     ``exact`` as :func:`coda_inductor.program.reference.run` takes it."""
-    as_, bs, operands, text = call.args[:4]
-    args = (EpilogueProgram.from_json(text), exact, list(as_), list(bs), list(operands))
-    results = splice(graph, call, _reference, args, like=call)
-    for user in list(call.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(call)
+    given = arguments(call)
+    tensors = [list(given[name]) for name in ("as_", "bs", "operands")]
+    args = (EpilogueProgram.from_json(given["program"]), exact, *tensors)
+    replace_parts(call, splice(graph, call, _reference, args, like=call))
 
 
 def _reference(program, exact, as_, bs, operands):
@@ -166,12 +164,13 @@ def _finalize(graph: Graph, region: Region, partials: Node, node: Node) -> Node:
         new = insert(graph, aten.div.Tensor, (new, region.shape[1]), like=node)
     if fake(new).dtype != fake(node).dtype:
         new = insert(graph, prims.convert_element_type.default, (new, fake(node).dtype), like=node)
-    rank = fake(node.args[0]).dim()
+    (source,) = node.all_input_nodes
+    rank = fake(source).dim()
     kept = fake(node).dim() == rank
     if reduce.axis == "col":
         sizes = [1] * (rank - 1 if kept else 0) + [region.shape[1]]
     else:
-        sizes = _sizes(node.args[0], region)[:-1] + ([1] if kept else [])
+        sizes = _sizes(source, region)[:-1] + ([1] if kept else [])
     return insert(graph, aten.view.default, (new, sizes), like=node)
 
 
@@ -185,6 +184,6 @@ def _sizes(node: Node, region: Region) -> list[Any]:
     for view in region.values:
         makes_shape = view.target in VIEWS and same(fake(view).shape, shape)
         if makes_shape:
-            return list(view.args[1])
+            return list(arguments(view)["size"])
     text = f"no view in the region makes the symbolic shape {tuple(shape)}"
     raise NoRegionError(refuse("symbolic-shape", text))

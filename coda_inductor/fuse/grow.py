@@ -33,23 +33,21 @@ from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
 from coda_inductor.graph.nodes import (
+    arguments,
     aten,
-    base,
     constant,
     fake,
     is_transpose,
-    readers,
     renames,
     renames_or_casts,
-    source,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, closure, readers, source
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.fp8_casts import CAST
-from coda_inductor.semantic.loss import row_logsumexp
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
@@ -208,7 +206,7 @@ class _Grower:
                 self._pull(arg, node)
         self.origin = str(node.target)
         if lowering is None:
-            value = self._value(node.args[0])
+            value = self._value(inputs[0])
             if value is None:
                 return refuse("not-elementwise", f"{node.target} is not elementwise")
             if fp8.casts(node):
@@ -236,8 +234,10 @@ class _Grower:
         return None
 
     def _of_heads(self, node: Node, pull: bool) -> Refusal | None:
-        why = next((w for t in node.args[3:5] if (w := self._check(t, fake(t).shape))), None)
-        x = self._value(node.args[0])
+        given = arguments(node)
+        tables = given["even"], given["odd"]
+        why = next((w for t in tables if (w := self._check(t, fake(t).shape))), None)
+        x = self._value(given["x"])
         made = why or heads.lowered(node, x, self.region, self._emit)
         if isinstance(made, Refusal):
             return made
@@ -267,15 +267,13 @@ class _Grower:
         """GEMM operands that the backward pass recomputes from tiles that are here anyway: the
         activation that the weight's gradient reads. They cost one store each."""
         tiles = self._tiles()
-        found: dict[Node, None] = {}
-        todo = list(tiles)
-        while todo:
-            for user in todo.pop().users:
-                known = user in found or user in self.region.values or user in self.banned
-                if not known and (self.scope.recomputed(user) or renames(user)):
-                    found[user] = None
-                    todo.append(user)
-        for node in sorted(found):
+        known = {*self.region.values, *self.banned}
+
+        def made(node: Node) -> list[Node]:
+            again = [u for u in node.users if self.scope.recomputed(u) or renames(u)]
+            return [u for u in again if u not in known]
+
+        for node in sorted(closure([user for tile in tiles for user in made(tile)], made)):
             if not renames_or_casts(node):
                 self._recomputed_operand(node, tiles)
 
@@ -295,21 +293,15 @@ class _Grower:
         needed = {n for n, _ in self.region.operands}
         needed |= {n for a in self.region.anchors for n in a.all_input_nodes}
         last = max(needed)
-        seen, todo = {node}, [node]
-        while todo:
-            top = todo.pop()
-            if top in needed:
-                return True
-            later = [u for u in top.users if u not in seen and not last < u]
-            seen.update(later)
-            todo += [u for u in later if u not in self.region.values]
-        return False
+        outside = closure(
+            [node], lambda n: [u for u in n.users if not last < u and u not in self.region.values]
+        )
+        return not needed.isdisjoint(outside)
 
     def _reduction(self, node: Node) -> Refusal | None:
         axis_text = f"{node.target} does not reduce one row or column of the tile"
-        source = node.args[0]
-        rows = [-1] if node.target is row_logsumexp else None
-        dims = node.args[1] if len(node.args) > 1 else rows
+        (source,) = node.all_input_nodes
+        dims = arguments(node).get("dim", [-1])
         value = self.region.values.get(source)
         if value is None or not isinstance(dims, (list, tuple)) or node.kwargs:
             return refuse("reduction-axis", axis_text)

@@ -23,7 +23,7 @@ from torch.fx import Node
 from coda_inductor.fuse.elementwise import Emit, Value
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 
@@ -39,8 +39,9 @@ def lowered(node: Node, x: Value | None, region: Region, emit: Emit) -> Value | 
         return refuse("heads-kernel", "kernels of two products, or of FP8, know no heads")
     if region.reduces:
         return UNREDUCED
-    _, cos, _, even, odd, distance, paired = node.args[:7]
-    heads = fake(even).shape[-1], fake(cos).shape[-1] * (2 if paired else 1), distance
+    given = arguments(node)
+    even, odd, rotated = given["even"], given["odd"], fake(given["cos"]).shape[-1]
+    heads = fake(even).shape[-1], rotated * (2 if given["paired"] else 1), given["distance"]
     if region.heads not in (None, heads):
         return refuse("heads-kernel", "its GEMM has heads of another form already")
     region.heads = heads

@@ -8,12 +8,13 @@ begun here, and Inductor does its own work meanwhile; :func:`settle` waits for i
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import FallbackError
 from coda_inductor.fuse.emit import expand
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.log import warn_once
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
@@ -42,7 +43,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     else:
         _settle(graph, kernels, record)
     for call in plain:
-        expand(graph, call, exact=not policy.rounds(fake(call.args[0][0])))
+        expand(graph, call, exact=not policy.rounds(_left(call)))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -72,7 +73,7 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
         if i is not None:
             sites[i] = replace(sites[i], how="reference", refusal=why)
         record.failed = changed = True
-        expand(graph, call, exact=not record.policy.rounds(fake(call.args[0][0])))
+        expand(graph, call, exact=not record.policy.rounds(_left(call)))
     return changed
 
 
@@ -91,5 +92,10 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
 
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
-    as_, bs, _, program, config = call.args[:5]
-    return requests([fake(a) for a in as_], [fake(b) for b in bs], program, config)
+    given = arguments(call)
+    left, right = ([fake(x) for x in given[name]] for name in ("as_", "bs"))
+    return requests(left, right, given["program"], given["config"])
+
+
+def _left(call: Node) -> Any:
+    return fake(arguments(call)["as_"][0])

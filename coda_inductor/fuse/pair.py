@@ -28,6 +28,7 @@ from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, closure, readers
 
 
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
@@ -53,29 +54,19 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
 
 def _needs(later: Node, earlier: Node) -> bool:
     """Is ``later`` made of ``earlier``? By its weight: the left operand is both's."""
-    todo, seen = [later], set()
-    while todo:
-        node = todo.pop()
-        if node is earlier:
-            return True
-        found = [n for n in node.all_input_nodes if n not in seen and not n < earlier]
-        seen.update(found)
-        todo += found
-    return False
+    made_of = closure([later], lambda n: [i for i in n.all_input_nodes if not i < earlier])
+    return earlier in made_of
 
 
 def _readers(a: Node) -> set[Node]:
     """GEMMs that read ``a``, also through views of one tensor (each linear makes its own view)."""
-    base = a.args[0] if a.target is aten.view.default else a
-    found = _multiply(a)
-    for view in base.users:
-        if view.target is aten.view.default and same(fake(view).shape, fake(a).shape):
-            found |= _multiply(view)
-    return found
+    names, users = readers(base(a, _views), _views)
+    alike = [name for name in names if same(fake(name).shape, fake(a).shape)]
+    return {user for user in users if user.target in GEMMS and gemm_inputs(user)[0] in alike}
 
 
-def _multiply(a: Node) -> set[Node]:
-    return {user for user in a.users if user.target in GEMMS and gemm_inputs(user)[0] is a}
+def _views(node: Node) -> bool:
+    return node.target is aten.view.default
 
 
 def _alike(left: Node, right: Node) -> bool:

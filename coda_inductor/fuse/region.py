@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs
-from coda_inductor.graph.nodes import base, fake, renames, renames_or_casts
+from coda_inductor.graph.nodes import fake, renames, renames_or_casts
+from coda_inductor.graph.walk import base, closure, readers
 from coda_inductor.program import (
     OPS,
     EpilogueProgram,
@@ -151,7 +152,8 @@ class Region:
         is an output of the graph without narrower copies: to convert it would be a kernel more.
         """
         own = _common([fake(node).dtype for node in nodes])
-        wide = all(fake(node).dtype == own for node in nodes) and any(map(_leaves, nodes))
+        leaves = any(user.op == "output" for node in nodes for user in readers(node)[1])
+        wide = leaves and all(fake(node).dtype == own for node in nodes)
         return own if wide and len(self.accs) == 1 else _common([narrowest(n) for n in nodes])
 
     def _apart(self) -> set[str]:
@@ -162,23 +164,16 @@ class Region:
 
 def _ends_alone(node: Node) -> bool:
     """Does ``node`` reach the graph's output without ever meeting another tensor?"""
-    todo = list(node.users)
-    while todo:
-        user = todo.pop()
+
+    def meets(user: Node) -> bool:
         tensors = [n for n in user.all_input_nodes if isinstance(fake(n), torch.Tensor)]
-        if user.op != "output" and len(tensors) > 1:
-            return False
-        todo += user.users
-    return True
+        return user.op != "output" and len(tensors) > 1
+
+    return not any(map(meets, closure(node.users, lambda n: () if meets(n) else n.users)))
 
 
 def _common(dtypes: list[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
-
-
-def _leaves(node: Node) -> bool:
-    """Is ``node``, or a view of it, an output of the graph?"""
-    return any(user.op == "output" or (renames(user) and _leaves(user)) for user in node.users)
 
 
 def narrowest(node: Node) -> torch.dtype:

@@ -7,13 +7,8 @@ from torch.fx import Node
 
 from coda_inductor.fuse.elementwise import Value
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.nodes import (
-    base,
-    elementwise,
-    fake,
-    renames,
-    row_major,
-)
+from coda_inductor.graph.nodes import elementwise, fake, renames, row_major
+from coda_inductor.graph.walk import base
 from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.program.ops import STORE_DTYPES
 from coda_inductor.refusal import Refusal, refuse
@@ -61,4 +56,4 @@ def _computes(node: Node) -> bool:
 
 def _owner(node: Node, region: Region) -> Node:
     """The op that an alias renames: banning a view alone would not help."""
-    return base(node, lambda n: renames(n) and n.args[0] in region.values)
+    return base(node, lambda n: renames(n) and n.all_input_nodes[0] in region.values)

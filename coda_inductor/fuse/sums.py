@@ -23,17 +23,10 @@ from coda_inductor.fuse import columns
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
 from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
-from coda_inductor.graph.nodes import (
-    aten,
-    base,
-    elementwise,
-    fake,
-    readers,
-    renames,
-    renames_or_casts,
-)
+from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.walk import base, closure, readers
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.select.site import Site
@@ -127,13 +120,8 @@ def factors(graph: Graph, region: Region) -> tuple[list[Node], list[Node]]:
 
 def _between(nodes: list[Node]) -> set[Node]:
     """``nodes`` and what they are made from, as far back as the first of them."""
-    first, found, todo = min(nodes), set(), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found and not node < first:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    first = min(nodes)
+    return set(closure(nodes, lambda n: [i for i in n.all_input_nodes if not i < first]))
 
 
 def _is_shown(node: Node) -> bool:

@@ -20,7 +20,8 @@ from coda_inductor.compat import (
     wait_tensor,
 )
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts, sources
+from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts
+from coda_inductor.graph.walk import base, sources
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.
@@ -39,7 +40,7 @@ def is_wait(node: Any) -> bool:
 
 def moves(node: Node) -> bool:
     """Does ``node`` only move or rename elements, or wait for them?"""
-    picks = node.target is operator.getitem and node.args[0].target is aten.split.Tensor
+    picks = node.target is operator.getitem and node.all_input_nodes[0].target is aten.split.Tensor
     return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
 
 
@@ -93,8 +94,9 @@ def overlapped(gemm: Node) -> Refusal | None:
 
 def _moved(node: Node) -> Node | None:
     """The collective that ``node`` is a moved result of, or None."""
-    for _ in range(_FAR):
-        if node.target in COLLECTIVES or not moves(node) or not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    return node if node.target in COLLECTIVES else None
+
+    def through(each: Node) -> bool:
+        return each.target not in COLLECTIVES and moves(each) and bool(each.all_input_nodes)
+
+    last = base(node, through)
+    return last if last.target in COLLECTIVES else None

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_leaves, tree_map
-from coda_inductor.graph.nodes import aten, erased, fake, prims
+from coda_inductor.graph.nodes import arguments, aten, erased, fake, prims
+from coda_inductor.graph.walk import closure
 
 #: Meta keys that carry meaning for later passes (partitioner, profiler, checkpointing).
 KEPT_META = (
@@ -117,17 +118,11 @@ def settle(nodes: Sequence[Node]) -> None:
 def _readers_before(nodes: Sequence[Node]) -> set[Node]:
     """The readers of ``nodes`` that stand before them, and all that reads those and stands before
     the last of ``nodes``: beyond it nothing has to move."""
-    found: set[Node] = set()
     if not nodes:
-        return found
+        return set()
     last = max(nodes)
-    todo = [user for node in nodes for user in node.users if user < node]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [user for user in node.users if user < last or user == last]
-    return found
+    first = [user for node in nodes for user in node.users if user < node]
+    return set(closure(first, lambda n: [u for u in n.users if u < last or u == last]))
 
 
 def _in_order(nodes: set[Node]) -> list[Node]:
@@ -147,6 +142,14 @@ def _in_order(nodes: set[Node]) -> list[Node]:
         stuck = min(node for node, count in waits.items() if count)
         raise CycleError(f"{stuck.name} would depend on itself")
     return order
+
+
+def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> None:
+    """Let ``results`` take the place of those of ``node``, which goes."""
+    for part in list(node.users):
+        part.replace_all_uses_with(results[arguments(part)["index"]])
+        node.graph.erase_node(part)
+    node.graph.erase_node(node)
 
 
 def prune(nodes: Sequence[Node]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.compat import schema
-from coda_inductor.graph.nodes import aten, fake, is_cast, renames, sources
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.fp8 import scaled_mm
 
@@ -35,30 +35,27 @@ def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:
     """What multiplies the rows and the columns of a scaled product; nothing for another GEMM."""
-    return gemm.args[2:4] if gemm.target is scaled_mm else ()
+    if gemm.target is not scaled_mm:
+        return ()
+    given = arguments(gemm)
+    return given["inv_a"], given["inv_b"]
 
 
 def fast_accumulation(gemm: Node) -> bool:
     """Does ``gemm`` say that it may sum over K in fewer bits than float32? Only scaled ones of FP8
     have an argument for it."""
-    said = schema(gemm.target)
-    names = [] if said is None else [argument.name for argument in said.arguments]
-    if "fast" not in names:
-        return False
-    place = names.index("fast")
-    return bool(gemm.args[place] if place < len(gemm.args) else gemm.kwargs.get("fast"))
+    return bool(arguments(gemm).get("fast"))
 
 
 def multiplies_after(gemm: Node) -> bool:
     """Is ``gemm`` a scaled product whose scales another kernel would apply, were it not fused?"""
-    return gemm.target is scaled_mm and bool(gemm.args[6])
+    return gemm.target is scaled_mm and bool(arguments(gemm)["after"])
 
 
 def bias_of(gemm: Node) -> Node | None:
     """What a GEMM adds to its product, whatever its shape; None for one that adds nothing."""
-    if gemm.target is scaled_mm:
-        return gemm.args[7] if len(gemm.args) > 7 else None
-    return gemm.args[0] if gemm.target is aten.addmm.default else None
+    name = {scaled_mm: "bias", aten.addmm.default: "input"}.get(gemm.target)
+    return None if name is None else arguments(gemm)[name]
 
 
 def plain_bias(gemm: Node) -> bool:
@@ -70,7 +67,7 @@ def plain_bias(gemm: Node) -> bool:
 def is_sum(node: Node) -> bool:
     """Is ``node`` a sum of two tensors, element by element? One that broadcasts is none: it adds
     every row to every row."""
-    if node.target is not aten.add.Tensor or node.kwargs or node.args[0] == node.args[1]:
+    if node.target is not aten.add.Tensor or node.kwargs or len({*node.args}) < 2:
         return False
     tensors = [x for x in map(fake, node.args) if isinstance(x, torch.Tensor)]
     return len(tensors) == 2 and all(same(x.numel(), fake(node).numel()) for x in tensors)
@@ -88,7 +85,7 @@ def terms(node: Node) -> list[Node] | None:
         if top.target is aten.mm.default:
             found.append(top)
         elif renames(top) or (is_cast(top) and fake(top).dtype != torch.float64):
-            todo.append(top.args[0])
+            todo.append(top.all_input_nodes[0])
         elif is_sum(top):
             todo += top.args
         else:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of aten graphs: recorded values, views, casts, who reads them."""
+"""Nodes of aten graphs: what is recorded of them, and what kind each is."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from coda_inductor.compat import schema, to_copy, unsafe_view, unset_fake_temporarily
+from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
 
@@ -30,9 +30,6 @@ ALIASES = frozenset(
 #: Views whose sizes are given, of row-major tensors.
 VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
-#: Nodes that are looked at behind one: a chain of elementwise ops may be very long.
-_FAR = 256
-
 
 def fake(node: Any) -> Any:
     """The fake value that AOTAutograd recorded for a node; anything else passes through. Nodes of
@@ -40,15 +37,22 @@ def fake(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments by name of a node that is known to call something."""
+    call = read(node)
+    assert call is not None, f"{node.name} is a call that its signature allows"
+    return call.args
+
+
 def constant(node: Node) -> float | None:
     """The number that a 0-dim constant tensor holds (``torch.where(c, x, 0.0)`` makes them), as its
     dtype truncates, wraps or rounds it."""
-    if node.target is aten.full.default and not node.args[0]:
-        number = node.args[1]
-    elif node.target is aten.scalar_tensor.default:
-        number = node.args[0]
-    else:
+    if node.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
+    given = arguments(node)
+    if given.get("size"):
+        return None
+    number = given["s"] if "s" in given else given["fill_value"]
     if not isinstance(number, (int, float)) or fake(node).is_complex():
         return None
     with unset_fake_temporarily():
@@ -133,8 +137,14 @@ def is_transpose(node: Any) -> bool:
     return (
         isinstance(node, Node)
         and node.target is aten.permute.default
-        and list(node.args[1]) == [1, 0]
+        and list(arguments(node)["dims"]) == [1, 0]
     )
+
+
+def is_zeros(node: Any) -> bool:
+    """Is ``node`` a tensor that is made full of zeros?"""
+    full = isinstance(node, Node) and node.target is aten.full.default
+    return full and arguments(node)["fill_value"] == 0
 
 
 def elementwise(node: Node) -> bool:
@@ -143,70 +153,6 @@ def elementwise(node: Node) -> bool:
         node = node.args[0]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or renames_or_casts(node)
-
-
-def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
-    """What ``node`` is another name of, as ``through`` says: by default, whose memory it is."""
-    while through(node):
-        node = node.args[0]
-    return node
-
-
-def bare(node: Any) -> Any:
-    """What ``node`` is a view or a cast of, or a view of a cast, and so on."""
-    return base(node, renames_or_casts)
-
-
-def sources(node: Node, through: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """``node``, and what it is computed from by ops that are ``through`` (elementwise ones).
-
-    The last one of the graph first: whatever is left when a reader has found what it looks for is
-    older. A residual stream leads back through all layers, whichever side of an addition it is on.
-    """
-    through, todo = through or elementwise, {node}
-    for _ in range(_FAR):
-        if not todo:
-            break
-        last = max(todo)
-        todo.remove(last)
-        yield last
-        if last.op == "call_function" and through(last):
-            todo.update(last.all_input_nodes)
-
-
-def source(node: Node) -> Node:
-    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
-    return base(node, _renames_or_widens)
-
-
-def _renames_or_widens(node: Node) -> bool:
-    if not is_cast(node):
-        return renames(node)
-    before, after = fake(node.args[0]).dtype, fake(node).dtype
-    return torch.promote_types(before, after) == after
-
-
-def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
-    """(names, readers): ``node`` and the other names of it, as ``through`` says; and every other
-    node that reads one of these."""
-    names = [node]
-    for name in names:
-        names += [u for u in name.users if through(u) and u not in names]
-    return names, [u for name in names for u in name.users if u not in names]
-
-
-def leaves(node: Node) -> bool:
-    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
-    shares memory with."""
-    seen, todo = {node}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and may_view(user):
-                seen.add(user)
-                todo.append(user)
-    return False
 
 
 def may_view(node: Node) -> bool:

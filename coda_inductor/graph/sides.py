@@ -10,9 +10,10 @@ the backward pass, for no output needs it. Inference graphs are all forward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 from torch.fx import Graph, Node
+
+from coda_inductor.graph.walk import closure
 
 #: In the meta of a node that the forward pass computes though no output of it needs the result:
 #: small, and to be had there for nothing.
@@ -35,9 +36,10 @@ class Scope:
             self._grade(node)
         early = (n for n in graph.nodes if n.meta.get(EARLY) and n not in self.graded)
         outputs = [n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes]
-        self.forward = _ancestors([*early, *(n for n in outputs if n not in self.graded)])
+        needed = [*early, *(n for n in outputs if n not in self.graded)]
+        self.forward = set(closure(needed, lambda node: node.all_input_nodes))
         for node in graph.nodes:  # a fused forward site also returns what only the backward reads
-            if node.target is operator.getitem and node.args[0] in self.forward:
+            if node.target is operator.getitem and node.all_input_nodes[0] in self.forward:
                 self.forward.add(node)
 
     def refresh(self, graph: Graph) -> None:
@@ -78,14 +80,3 @@ def checkpoint(node: Node) -> tuple:
     """The activation checkpoint that ``node`` lies in, and whether it is recomputed there. A fused
     site lies in one, so that recomputation redoes what the user's policy says and nothing else."""
     return node.meta.get("ac_graph_id"), node.meta.get("recompute")
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    found: set[Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found

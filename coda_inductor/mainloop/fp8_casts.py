@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from coda_inductor.mainloop.relaunch import Launches, current, key_of
+from coda_inductor.program.dtypes import HALF
 
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
 #: What a weight may have, beside float32.
-_HALVES = (torch.bfloat16, torch.float16)
 #: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
 #: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
 _WARPS = {True: 2, False: 8}
@@ -164,7 +164,7 @@ def cast(
     laid = [v if v is None else v.contiguous() for v in vectors]
     if lying is not x or any(a is not b for a, b in zip(laid, vectors, strict=True)):
         key = None  # copied, which the next one needs as well
-    hows = [_how(v, m, k, *(_HALVES if v is laid[1] else ())) for v in laid]
+    hows = [_how(v, m, k, *(HALF if v is laid[1] else ())) for v in laid]
     tile_k = _TURNED if scale_t is not None else min(_STRAIGHT, triton.next_power_of_2(k))
     tile_m = _TILE // tile_k
     blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)

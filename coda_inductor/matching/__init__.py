@@ -3,7 +3,6 @@
 
 canon      what the matcher reads of one node
 columns    columns that are taken out of a tensor and put together, in one dialect
-rows       reductions over the last dimension, in one dialect
 normalize  one dialect for the many spellings of an op
 guards     which nodes change memory, or a mode
 hazards    what an idiom must not straddle
@@ -11,8 +10,9 @@ match      the matcher
 bodies     the graphs inside a graph
 """
 
+from coda_inductor.graph.read import of_torch, target_name
 from coda_inductor.matching.bodies import Body, bodies
-from coda_inductor.matching.canon import is_view, named, of_torch, target_name, value
+from coda_inductor.matching.canon import is_view, value
 from coda_inductor.matching.guards import (
     changes,
     changes_mode,
@@ -23,10 +23,10 @@ from coda_inductor.matching.guards import (
 )
 from coda_inductor.matching.hazards import Hazards
 from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
-from coda_inductor.matching.normalize import normalize
+from coda_inductor.matching.normalize import is_cast, normalize
 
 __all__ = [
     "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
-    "forward_mode", "is_view", "memory", "mutates", "named", "normalize", "of_torch", "ops_of",
-    "target_name", "value", "writes_to",
+    "forward_mode", "is_cast", "is_view", "memory", "mutates", "normalize", "of_torch",
+    "ops_of", "target_name", "value", "writes_to",
 ]  # fmt: skip

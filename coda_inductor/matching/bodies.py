@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, GraphModule, Node
 
-from coda_inductor.matching.canon import target_name
+from coda_inductor.graph.read import target_name
 
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")

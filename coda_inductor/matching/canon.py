@@ -22,23 +22,6 @@ class Canon(NamedTuple):
     through: tuple[Node, ...] = ()
 
 
-def target_name(node: Node) -> str:
-    """The name of the function or method that ``node`` calls; empty for what calls nothing. What
-    is neither torch's nor Python's has its module's name in front: a custom op may be called
-    ``chunk`` too."""
-    if node.op == "call_method":
-        return str(node.target)
-    name = getattr(node.target, "__name__", "")
-    return name if of_torch(node.target) else f"{getattr(node.target, '__module__', '')}.{name}"
-
-
-def of_torch(target: Any) -> bool:
-    """Is ``target`` a function of torch, of its aten ops, or of Python's operators?"""
-    module = getattr(target, "__module__", None) or "builtins"
-    custom = module.startswith("torch._ops.") and module != "torch._ops.aten"
-    return not custom and module.split(".")[0] in ("torch", "_operator", "builtins", "math")
-
-
 def value(node: Any) -> Any:
     """The fake value of a node of Dynamo's graph, under Dynamo's own key, or under AOTAutograd's,
     as nested regions have them; None for anything else. ``graph.nodes.fake`` reads aten graphs."""
@@ -61,12 +44,3 @@ def is_view(node: Node, tensor: Any) -> bool:
         return False
     sizes = [(*t.shape, *t.stride(), t.storage_offset()) for t in (known, tensor)]
     return all(statically_known_true(a == b) for a, b in zip(*sizes, strict=True))
-
-
-def named(node: Node, *names: str, **defaults: Any) -> dict[str, Any] | None:
-    """The arguments of ``node`` by ``names``, given by place or by name; None where one without a
-    default is missing, or another one is given."""
-    if len(node.args) > len(names):
-        return None
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given if set(given) == set(names) else None

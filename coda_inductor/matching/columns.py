@@ -11,22 +11,20 @@ nodes between are looked through, and named (``Canon.through``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from coda_inductor.matching.canon import Canon, named, target_name, value
-
-_VIEWS = ("view", "reshape", "unflatten")
-_MERGES = ("view", "reshape", "flatten")
+from coda_inductor.graph.read import Call, read
+from coda_inductor.matching.canon import Canon, value
 
 
-def item(node: Node) -> Canon | None:
+def item(source: Any, index: Any) -> Canon | None:
     """``source[index]``: columns of a tensor, or None."""
-    source, index = node.args
     if isinstance(index, int):
         return _part(source, index)
     places = _places(index, source) if isinstance(index, tuple) else None
@@ -40,140 +38,121 @@ def item(node: Node) -> Canon | None:
     return _unfolded(source, one, taken[0]) if len(taken) == 1 and isinstance(one, int) else None
 
 
-def select(node: Node) -> Canon | None:
+def select(call: Call) -> Canon | None:
     """``select(x, dim, index)``."""
-    given = named(node, "input", "dim", "index")
-    if given is None or not isinstance(given["index"], int):
-        return None
-    return _unfolded(given["input"], given["index"], given["dim"])
+    whole = isinstance(call["index"], int)
+    return _unfolded(call["input"], call["index"], call["dim"]) if whole else None
 
 
-def narrow(node: Node) -> Canon | None:
+def narrow(call: Call) -> Canon | None:
     """``narrow(x, dim, start, length)``."""
-    given = named(node, "input", "dim", "start", "length")
-    if given is None or _from_end(given["dim"], given["input"]) != -1:
+    start, length = call["start"], call["length"]
+    if _from_end(call["dim"], call["input"]) != -1:
         return None
-    start, length = given["start"], given["length"]
     if not (isinstance(start, int) and isinstance(length, int)) or start < 0:
         return None
-    return _columns(given["input"], start, start + length, 1)
+    return _columns(call["input"], start, start + length, 1)
 
 
-def joined(node: Node) -> Canon | None:
+def joined(call: Call) -> Canon | None:
     """``torch.cat`` and ``torch.stack``: the dimension, counted from the last, and the tensors. A
     part of a ``cat`` that has nothing in that dimension is none."""
-    found = _parts(node)
-    if found is None:
+    tensors, dim = call["tensors"], _from_end(call["dim"], call.node)
+    if dim is None or not isinstance(tensors, (tuple, list)):
         return None
-    dim, tensors = found
-    if target_name(node) == "cat":
+    if call.op == "cat":
         tensors = [part for part in tensors if not _empty(part, dim)]
-    return Canon(target_name(node), (dim, *tensors))
+    return Canon(call.op, (dim, *tensors))
 
 
-def merged(node: Node) -> Canon | None:
+def merged(call: Call) -> Canon | None:
     """The last two dimensions made one, of a stack, of complex numbers' two parts, or of pairs of
     columns that were transposed; None for any other ``flatten``, ``view`` or ``reshape``."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or not _merges(node, source):
+    source = read(call["input"])
+    if source is None or not _merges(call):
         return None
-    name = target_name(source)
-    if name == "view_as_real":
-        return Canon("complex_as_columns", tuple(source.args), (source,))
-    if name == "transpose":
+    if source.op == "view_as_real":
+        return Canon("complex_as_columns", (source["input"],), (source.node,))
+    if source.op == "transpose":
         return _apart(source)
-    if name != "stack" or (found := _parts(source)) is None:
+    stacked = joined(source) if source.op == "stack" else None
+    if stacked is None or stacked.args[0] not in (-1, -2):
         return None
-    dim, tensors = found
+    dim, *tensors = stacked.args
     if dim == -1:
-        return Canon("interleave", tuple(tensors), (source,))
-    return Canon("cat", (-1, *tensors), (source,)) if dim == -2 else None
+        return Canon("interleave", tuple(tensors), (source.node,))
+    return Canon("cat", (-1, *tensors), (source.node,))
 
 
-def _apart(turned: Node) -> Canon | None:
+def _apart(turned: Call) -> Canon | None:
     """All first columns of pairs, then all second ones: ``turned`` has them as two rows."""
-    given = named(turned, "input", "dim0", "dim1")
-    if given is None or _unfolds(pairs := given["input"]) != 2:
+    pairs = turned["input"]
+    source, width = _unfolds(pairs)
+    if width != 2 or {_from_end(turned[dim], pairs) for dim in ("dim0", "dim1")} != {-1, -2}:
         return None
-    if {_from_end(given["dim0"], pairs), _from_end(given["dim1"], pairs)} != {-1, -2}:
-        return None
-    return Canon("apart", (pairs.args[0],), (turned, pairs))
+    return Canon("apart", (source,), (turned.node, pairs))
 
 
-def complex_columns(node: Node) -> Canon | None:
+def complex_columns(call: Call) -> Canon | None:
     """``view_as_complex`` of columns as pairs."""
-    source = node.args[0] if node.args else None
-    if isinstance(source, Node) and _unfolds(source) == 2:
-        return Canon("columns_as_complex", (source.args[0],), (source,))
-    return Canon("view_as_complex", tuple(node.args))
+    source, width = _unfolds(call["input"])
+    if width == 2:
+        return Canon("columns_as_complex", (source,), (call["input"],))
+    return Canon("view_as_complex", (call["input"],))
 
 
 def _part(source: Any, index: int) -> Canon | None:
     """``chunk``, ``split`` or ``unbind``, of which ``index`` is taken."""
-    name = target_name(source) if isinstance(source, Node) else ""
-    how = _DIVIDE.get(name)
-    return None if how is None or index < 0 else how(source, index)
-
-
-def _unbind(node: Node, index: int) -> Canon | None:
-    given = named(node, "input", "dim", dim=0)
-    return None if given is None else _unfolded(given["input"], index, given["dim"], (node,))
-
-
-def _chunk(node: Node, index: int) -> Canon | None:
-    given = named(node, "input", "chunks", "dim", dim=0)
-    width = _width(given, "chunks")
-    if given is None or width is None:
+    call = read(source)
+    if call is None or index < 0 or call.op not in (*_PLACES, "unbind"):
         return None
-    size = -(-width // given["chunks"])
-    return _columns(given["input"], index * size, (index + 1) * size, 1, (node,))
-
-
-def _split(node: Node, index: int) -> Canon | None:
-    sizes = "split_size" if "split_size" in node.kwargs else "split_size_or_sections"
-    given = named(node, "input", sizes, "dim", dim=0)
-    if given is None or _width(given) is None:
+    if call.op == "unbind":
+        return _unfolded(call["input"], index, call["dim"], (source,))
+    recorded = value(call["input"])
+    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) and recorded.dim() else None
+    if not isinstance(width, int) or _from_end(call["dim"], call["input"]) != -1:
         return None
-    size = given[sizes]
+    places = _PLACES[call.op](call, width)
+    if places is None:
+        return None
+    return _columns(call["input"], places[index], places[index + 1], 1, (source,))
+
+
+def _chunks(call: Call, width: int) -> Sequence[int] | None:
+    number = call["chunks"]
+    size = -(-width // number) if isinstance(number, int) else 0
+    return _every(size, width)
+
+
+def _every(size: int, width: int) -> Sequence[int] | None:
+    """Where parts of ``size`` begin, and the last one ends, beyond ``width`` if it is shorter."""
+    return range(0, width + 2 * size, size) if size > 0 else None
+
+
+def _splits(call: Call, width: int) -> Sequence[int] | None:
+    size = call["split_size"]
     if isinstance(size, int):
-        return _columns(given["input"], index * size, (index + 1) * size, 1, (node,))
-    if not isinstance(size, (list, tuple)) or not all(isinstance(n, int) for n in size):
-        return None
-    start = sum(size[:index])
-    return _columns(given["input"], start, start + size[index], 1, (node,))
+        return _every(size, width)
+    return [0, *itertools.accumulate(size)] if _numbers(size) else None
 
 
-def _tensor_split(node: Node, index: int) -> Canon | None:
+def _tensor_splits(call: Call, width: int) -> Sequence[int] | None:
     """Into so many parts, of which the first may be one wider than the others, or at places."""
-    given = named(node, "input", "indices_or_sections", "dim", dim=0)
-    width = _width(given)
-    if given is None or width is None:
-        return None
-    at = given["indices_or_sections"]
+    at = call["index"]
     if isinstance(at, int):
         size, wider = divmod(width, at)
-        places = [i * size + min(i, wider) for i in range(at + 1)]
-    elif isinstance(at, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in at):
-        places = [0, *at, width]
-    else:
-        return None
-    return _columns(given["input"], places[index], places[index + 1], 1, (node,))
+        return [i * size + min(i, wider) for i in range(at + 1)]
+    return [0, *at, width] if _numbers(at) else None
 
 
-_DIVIDE: dict[str, Callable[[Node, int], Canon | None]] = {
-    "chunk": _chunk, "split": _split, "unbind": _unbind, "tensor_split": _tensor_split,
+def _numbers(sizes: Any) -> bool:
+    return isinstance(sizes, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in sizes)
+
+
+#: What divides a dimension -> the places where parts of so many columns begin.
+_PLACES: dict[str, Callable[[Call, int], Sequence[int] | None]] = {
+    "chunk": _chunks, "split": _splits, "tensor_split": _tensor_splits,
 }  # fmt: skip
-
-
-def _width(given: dict[str, Any] | None, count: str = "") -> int | None:
-    """How many columns ``given["input"]`` has, if that is a number, and it is they that are
-    divided, into a number of parts."""
-    if given is None or _from_end(given["dim"], given["input"]) != -1:
-        return None
-    recorded = value(given["input"])
-    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) else None
-    known = isinstance(width, int) and (not count or isinstance(given[count], int))
-    return width if known else None
 
 
 def _columns(
@@ -193,40 +172,40 @@ def _columns(
 
 def _unfolded(view: Any, index: int, dim: Any, through: tuple[Node, ...] = ()) -> Canon | None:
     """``index`` of dimension ``dim`` of ``view``, in which columns stand as a matrix."""
-    dim, inner = _from_end(dim, view), _unfolds(view)
+    dim, (source, inner) = _from_end(dim, view), _unfolds(view)
     if inner is None or dim not in (-1, -2):
         return None
     recorded = value(view)
     if recorded is None and (dim == -2 or index < 0):
         return None  # an idiom's own
     index = index + recorded.shape[dim] if index < 0 else index
-    source, through = view.args[0], (*through, view)
+    through = (*through, view)
     if dim == -1:
         return Canon("columns", (source, index, None, inner), through)
     return _columns(source, index * inner, (index + 1) * inner, 1, through)
 
 
-def _unfolds(view: Any) -> int | None:
-    """The size of the last dimension of ``view``, if the last two were one; None if not."""
-    if not isinstance(view, Node) or target_name(view) not in _VIEWS or not view.args:
-        return None
-    before, after = value(view.args[0]), value(view)
+def _unfolds(view: Any) -> tuple[Any, int | None]:
+    """What ``view`` is a view of, and the size of its last dimension, if the last two were one;
+    None if not."""
+    call = read(view)
+    if call is None or call.op not in ("view", "unflatten"):
+        return None, None
+    before, after = value(call["input"]), value(view)
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return after.shape[-1] if _unfolding(before, after) else None
+        return call["input"], after.shape[-1] if _unfolding(before, after) else None
     # An idiom's own, which is recorded nowhere.
-    literal = target_name(view) == "unflatten" and view.args[1] == -1
-    inner = view.args[2][1] if literal and len(view.args[2]) == 2 else None
-    return inner if isinstance(inner, int) and inner > 0 else None
+    sizes: Any = call["sizes"] if call.get("dim") == -1 else ()
+    inner = sizes[1] if len(sizes) == 2 else None
+    return call["input"], inner if isinstance(inner, int) and inner > 0 else None
 
 
-def _merges(node: Node, source: Node) -> bool:
-    """Does ``node`` make one of the last two dimensions of ``source``?"""
-    if target_name(node) not in _MERGES:
-        return False
-    before, after = value(source), value(node)
+def _merges(call: Call) -> bool:
+    """Does a view make one of the last two dimensions?"""
+    before, after = value(call["input"]), value(call.node)
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return before.dtype == after.dtype and _unfolding(after, before)
-    return target_name(node) == "flatten" and tuple(node.args[1:]) == (-2,)
+    return (call.get("start_dim"), call.get("end_dim")) == (-2, -1)
 
 
 def _unfolding(folded: torch.Tensor, unfolded: torch.Tensor) -> bool:
@@ -237,15 +216,6 @@ def _unfolding(folded: torch.Tensor, unfolded: torch.Tensor) -> bool:
     if not all(isinstance(size, int) for size in (width, n, k)) or n * k != width:
         return False
     return all(statically_known_true(a == b) for a, b in zip(rows, lead, strict=True))
-
-
-def _parts(node: Node) -> tuple[int, list[Any]] | None:
-    """The dimension of a ``cat`` or ``stack``, counted from the last, and its tensors."""
-    given = named(node, "tensors", "dim", dim=0)
-    if given is None or not isinstance(given["tensors"], (tuple, list)):
-        return None
-    dim = _from_end(given["dim"], node)
-    return None if dim is None else (dim, list(given["tensors"]))
 
 
 def _empty(part: Any, dim: int) -> bool:

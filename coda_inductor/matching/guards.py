@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Iterable
 
@@ -18,6 +17,8 @@ from coda_inductor.compat import (
     storage,
     tree_leaves,
 )
+from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import closure
 from coda_inductor.matching.bodies import bodies, nested, passed
 from coda_inductor.matching.canon import value
 
@@ -70,13 +71,8 @@ def _mutable(op: object) -> bool:
 
 def _inplace_flag(node: Node) -> bool:
     """``F.relu(x, inplace=True)``, the flag also given by position."""
-    if not any(arg is True for arg in node.args):
-        return node.kwargs.get("inplace") is True
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # builtins have no signature, and no inplace flag
-        return node.kwargs.get("inplace") is True
-    return bound.arguments.get("inplace") is True
+    call = read(node)
+    return (node.kwargs if call is None else call.args).get("inplace") is True
 
 
 def written(node: Node) -> set[Node]:
@@ -112,13 +108,7 @@ def changes_mode(node: Node) -> bool:
 
 def _bases(node: Node) -> set[Node]:
     """``node`` and what it may be a view of."""
-    found, todo = set(), [node]
-    while todo:
-        base = todo.pop()
-        if base not in found:
-            found.add(base)
-            todo += [source for source in base.all_input_nodes if _may_view(base, source)]
-    return found
+    return set(closure([node], lambda n: [i for i in n.all_input_nodes if _may_view(n, i)]))
 
 
 def _written_inside(node: Node) -> set[Node]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.walk import base, chain
 from coda_inductor.matching.canon import is_view, value
-from coda_inductor.matching.normalize import COMMUTATIVE, as_written, normalize
+from coda_inductor.matching.normalize import COMMUTATIVE, as_written, is_cast, normalize
 
 
 @dataclass
@@ -53,10 +54,7 @@ class Idiom:
         self.root: Node = graph.output_node().args[0]
         self.parameters = {n: n.target for n in graph.nodes if n.op == "placeholder"}
         self.known = {n: normalize(n) for n in graph.nodes}
-        last = self.root
-        while self._is_cast(last):
-            last = last.args[0]
-        canon = self.known[last]
+        canon = self.known[base(self.root, self._is_cast)]
         self.op = None if canon is None else canon.op
         self.ops = self._needed()
 
@@ -64,9 +62,7 @@ class Idiom:
         """The ops that every occurrence of it has; None for one that nothing is."""
         found, left = set(), [self.root]
         while left:
-            node = left.pop()
-            while self._is_cast(node):
-                node = node.args[0]
+            node = base(left.pop(), self._is_cast)
             if node not in self.parameters and self._negated(node) is None:
                 canon = self.known[node]
                 found.add(None if canon is None else canon.op)
@@ -75,13 +71,13 @@ class Idiom:
 
     def match(self, root: Node) -> Match | None:
         """The occurrence of this idiom whose result is ``root``, or None."""
-        if _is_cast(root):
+        if is_cast(root):
             return None  # the idiom ends at the op; a cast after it stays in the graph
         found = Match(root)
         return found if self._all([(self.root, root)], found) else None
 
-    def _is_cast(self, pattern: Node) -> bool:
-        canon = self.known[pattern]
+    def _is_cast(self, pattern: Any) -> bool:
+        canon = self.known[pattern] if isinstance(pattern, Node) else None
         return canon is not None and canon.op == "cast"
 
     def _all(self, pairs: list[tuple[Any, Any]], found: Match) -> bool:
@@ -90,8 +86,7 @@ class Idiom:
         if not pairs:
             return True
         (pattern, target), *rest = pairs
-        while isinstance(pattern, Node) and self._is_cast(pattern):
-            pattern = pattern.args[0]
+        pattern = base(pattern, self._is_cast)
         if not isinstance(pattern, Node):
             return not isinstance(target, Node) and pattern == target and self._all(rest, found)
         if pattern in self.parameters:
@@ -99,12 +94,11 @@ class Idiom:
             return fits and self._all(rest, found)
         if not isinstance(target, Node):
             return self._minus(pattern, target, found) and self._all(rest, found)
-        while _is_cast(target):
-            found.casts[target] = None
-            target = target.args[0]
+        *casts, target = chain(target, is_cast)
+        found.casts.update(dict.fromkeys(casts))
         want, have = self.known[pattern], normalize(target)
         if want is not None and have is not None and want.op != have.op:
-            have = as_written(target)
+            have = as_written(target, have)
         if want is None or have is None or want.op != have.op or len(want.args) != len(have.args):
             return False
         found.nodes.update(dict.fromkeys((target, *have.through)))
@@ -132,9 +126,8 @@ class Idiom:
     def _parameter(self, name: str, target: Any, found: Match) -> bool:
         # A widening cast before the idiom belongs to it (x.float()); a narrowing one is the
         # user's rounding of an input and stays.
-        while isinstance(target, Node) and _is_cast(target) and _widens(target):
-            found.casts[target] = None
-            target = target.args[0]
+        *casts, target = chain(target, _widens)
+        found.casts.update(dict.fromkeys(casts))
         if name in found.bound:
             return _same(found.bound[name], target, found.twins)
         found.bound[name] = target
@@ -143,13 +136,17 @@ class Idiom:
 
 def ops_of(nodes: Iterable[Node]) -> set[str]:
     """What ``nodes`` may be matched as: an idiom that has another op occurs among none of them."""
-    read = (canon for node in nodes for canon in (normalize(node), as_written(node)))
-    return {canon.op for canon in read if canon is not None}
+    return {op for node in nodes for op in _ops(node)}
+
+
+def _ops(node: Node) -> set[str]:
+    canon = normalize(node)
+    return {each.op for each in (canon, as_written(node, canon)) if each is not None}
 
 
 def first_match(idioms: Iterable[Idiom], root: Node) -> Match | None:
     """The occurrence whose result is ``root`` of the first of ``idioms`` that has one, or None."""
-    ops = {canon.op for canon in (normalize(root), as_written(root)) if canon is not None}
+    ops = _ops(root)
     return next((m for i in idioms if i.op in ops and (m := i.match(root))), None)
 
 
@@ -165,15 +162,10 @@ def _same(left: Any, right: Any, twins: dict[tuple[Node, Node], None]) -> bool:
     return True
 
 
-def _is_cast(node: Any) -> bool:
-    if not isinstance(node, Node):
+def _widens(node: Any) -> bool:
+    if not is_cast(node):
         return False
-    canon = normalize(node)
-    return canon is not None and canon.op == "cast"
-
-
-def _widens(cast: Node) -> bool:
-    source, result = value(cast.args[0]), value(cast)
+    source, result = value(node.all_input_nodes[0]), value(node)
     if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     return torch.promote_types(source.dtype, result.dtype) == result.dtype

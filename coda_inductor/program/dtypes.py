@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
+HALF_NAMES = ("bfloat16", "float16")
 #: Of 8 bits, as text: operands and results of scaled GEMMs. Values are never computed in them.
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 #: What a GEMM of FP8 operands rounds its product to where it is not fused: they have no results of

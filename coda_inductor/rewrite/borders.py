@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.graph.nodes import renames
+from coda_inductor.graph.walk import chain
 from coda_inductor.record import Record
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -36,10 +37,9 @@ def save_borders(graph: Graph, _record: Record) -> None:
     """Apply this to a joint graph that is rewritten and fused; nothing but tags changes."""
     for node in graph.nodes:
         if _renames(node) and _recomputed(node) and any(_is_later(u, node) for u in node.users):
-            base = node
-            while _renames(base):
-                base.meta["recompute"] = None
-                base = base.args[0]
+            *views, base = chain(node, _renames)
+            for view in views:
+                view.meta["recompute"] = None
             if _recomputed(base):
                 base.meta["recompute"] = _computed_once(base)
                 for output in base.users:  # torch can recompute none of several outputs alone

@@ -34,16 +34,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import micro_pipeline, wait_tensor
 from coda_inductor.graph.collectives import COLLECTIVES, SUMS, is_wait, moves
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import is_sum
-from coda_inductor.graph.nodes import aten, fake, leaves, renames
+from coda_inductor.graph.nodes import arguments, aten, fake, renames
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, leaves, parts
 from coda_inductor.record import Record
 
 
@@ -97,26 +97,32 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
     waits = [term for term in names if term is not None]
     if len(waits) < 2 or not same(*(fake(wait).shape for wait in waits)):
         return False
-    left, right = (wait.args[0] for wait in waits)
+    left, right = (wait.all_input_nodes[0] for wait in waits)
     if left.target not in SUMS or left.target is not right.target:
         return False
-    if left.args[1:] != right.args[1:] or left.args[1] not in ("sum", "avg"):
+    terms, hows = zip(*map(_reduces, (left, right)), strict=True)
+    if hows[0] != hows[1] or hows[0]["reduce_op"] not in ("sum", "avg"):
         return False
     alike = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
     if not alike or len(left.users) > 1 or len(right.users) > 1:
         return False
-    terms = left.args[0], right.args[0]
     if fake(terms[0]).dtype != fake(terms[1]).dtype or fake(total).dtype != fake(left).dtype:
         return False
     with graph.inserting_before(total):
         put = Put(graph, like=total)
-        reduced = Put(graph, like=left)(left.target, _added(put, *terms), *left.args[1:])
+        reduced = Put(graph, like=left)(left.target, _added(put, *terms), *hows[0].values())
         result = Put(graph, like=waits[0])(wait_tensor, reduced)
         if not same(fake(result).shape, fake(total).shape):
             result = put.reshape(result, put.sizes(total))
     total.replace_all_uses_with(result)
     _erase(total)
     return True
+
+
+def _reduces(collective: Node) -> tuple[Node, dict[str, Any]]:
+    """What ``collective`` is of, and its other arguments."""
+    given = arguments(collective)
+    return given.pop("input"), given
 
 
 def _erase(total: Node) -> None:
@@ -134,8 +140,7 @@ def _erase(total: Node) -> None:
 
 def _unnamed(term: Any) -> Node | None:
     """The wait that ``term`` is, or is another name of, where nobody else reads it; else None."""
-    while isinstance(term, Node) and len(term.users) == 1 and renames(term):
-        term = term.args[0]
+    term = base(term, lambda n: renames(n) and len(n.users) == 1)
     return term if is_wait(term) and len(term.users) == 1 else None
 
 
@@ -156,17 +161,14 @@ def _rearranged(node: Node) -> tuple[Node, tuple, tuple] | None:
     another dimension than the first. None for anything else."""
     if node.target is not aten.cat.default or len(node.users) != 1:
         return None
-    parts = node.args[0]
-    if not all(part.target is operator.getitem for part in parts):
+    tensors, joined = arguments(node).values()
+    wholes = {n for part in tensors for n in part.all_input_nodes}
+    whole = next(iter(wholes), node)
+    if whole.target is not aten.split.Tensor or len(whole.users) != len(tensors):
         return None
-    wholes = {part.args[0] for part in parts}
-    (whole, *others) = wholes
-    if others or whole.target is not aten.split.Tensor or len(whole.users) != len(parts):
+    if parts(whole) != dict(enumerate(tensors)):
         return None
-    if [part.args[1] for part in parts] != [*range(len(parts))]:
+    source, *cut = arguments(whole).values()
+    if not all(isinstance(size, int) for size in cut):
         return None
-    if not all(isinstance(size, int) for size in (*whole.args[1:], *node.args[1:])):
-        return None
-    if not isinstance(fake(whole.args[0]), torch.Tensor):
-        return None
-    return whole.args[0], whole.args[1:], node.args[1:]
+    return source, tuple(cut), (joined,)

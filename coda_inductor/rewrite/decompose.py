@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.fuse.elementwise import REDUCTIONS
+from coda_inductor.graph.edit import replace_parts
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
@@ -56,8 +57,6 @@ def _decompose_one(graph: Graph, node: Node) -> None:
     result = splice(graph, node, definition.function, node.args, like=node, meta=meta)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
+        graph.erase_node(node)
     else:
-        for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)
+        replace_parts(node, result)

@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import unsafe_index_put, unsafe_masked_index_put_accumulate
 from coda_inductor.graph.edit import prune
-from coda_inductor.graph.nodes import aten, fake, is_cast
+from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, is_zeros
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.splice import splice
 from coda_inductor.record import Record
@@ -86,16 +86,15 @@ def _gradient(
 def _lookup(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     """The gradient that ``node`` scatters into zeros, and the arguments of ``_gradient``, if it
     pays to gather it first."""
-    if node.target is _MASKED:
-        zeros, mask, indices, dy = node.args
-    elif node.target in _PLAIN and len(node.args) == 4 and node.args[3] is True:
-        (zeros, indices, dy), mask = node.args[:3], None
-    else:
+    given = arguments(node)
+    zeros, indices, dy = (given[name] for name in ("input", "index", "values"))
+    mask = given.get("mask")
+    if node.target in _PLAIN and not given["accumulate"]:
         return None
     table, values = fake(node), fake(dy)
-    if not _is_zero(zeros) or len(indices) != 1 or table.dim() != 2:
+    if not is_zeros(zeros) or len(indices) != 1 or table.dim() != 2:
         return None
-    rows = zeros.args[0][0]
+    rows, _ = arguments(zeros)["size"]
     (tokens,) = indices
     shape = fake(tokens).shape
     if fake(tokens).dtype is not torch.int64 or not same(values.shape, (*shape, table.shape[1])):
@@ -124,10 +123,6 @@ def _can_take(other: Any, result: Node, added: Node) -> bool:
         return False
     alike = fake(other).dtype == fake(result).dtype == fake(added).dtype
     return alike and same(fake(other).shape, fake(result).shape)
-
-
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is aten.full.default and node.args[1] == 0
 
 
 def _only_reader(node: Node) -> Node | None:

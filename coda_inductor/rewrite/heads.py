@@ -35,10 +35,20 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import VIEWS, aten, fake, is_cast, leaves, may_view, place, renames
+from coda_inductor.graph.nodes import (
+    VIEWS,
+    arguments,
+    aten,
+    fake,
+    is_cast,
+    may_view,
+    place,
+    renames,
+)
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import laid_out_alike, same
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.walk import base, chain, leaves
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.tables import KEEP
@@ -61,7 +71,7 @@ def rotate_rows(graph: Graph, record: Record) -> None:
     scope = Scope(graph)
     made: Made = {}
     for node in [n for n in graph.nodes if n.target is rotate and n in scope.forward]:
-        found = _place(node.args[0], scope, record)
+        found = _place(arguments(node)["x"], scope, record)
         why = found if isinstance(found, Refusal) else _rewrite(graph, node, found, made)
         if why is not None:
             record.refuse("rotary", place(node), why)
@@ -72,11 +82,9 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     """Where the rows of ``x``, which is rotated, are made."""
     heads, order = x, [*range(fake(x).dim())]
     if heads.target is aten.permute.default:
-        heads, order = heads.args[0], list(heads.args[1])
+        heads, order = arguments(heads).values()
     shape = fake(heads).shape[-2:]
-    rows = heads
-    while renames(rows) and not same(fake(rows).shape[-1], shape.numel()):
-        rows = rows.args[0]
+    rows = base(heads, lambda n: renames(n) and not same(fake(n).shape[-1], shape.numel()))
     symbolic = any(isinstance(n, torch.SymInt) for n in shape)
     views = heads.target in VIEWS and len(order) > 2 and order[-1] == len(order) - 1
     gemm = producer(rows)
@@ -87,7 +95,7 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     if not reaches(gemm, rows, scope):
         text = f"something between it and its GEMM {gemm.name} is in no epilogue"
         return refuse("heads-no-gemm", text)
-    return rows, heads, order
+    return rows, heads, list(order)
 
 
 def _rewrite(graph: Graph, node: Node, found: Place, made: Made) -> Refusal | None:
@@ -145,18 +153,16 @@ def _any_layout(node: Node) -> bool:
 
 def _spelled(table: Node) -> tuple[Node | str, ...]:
     """What ``table`` is a view of, and of which form: equal for equal tables."""
-    found = [str(fake(table).shape)]
-    while may_view(table):
-        if not renames(table):
-            found.append(f"{table.target} {table.args[1:]} {fake(table.args[0])}")
-        table = table.args[0]
-    return table, *found
+    *views, made = chain(table, may_view)
+    moves = (v for v in views if not renames(v))
+    found = (f"{v.target} {v.args[1:]} {fake(v.all_input_nodes[0])}" for v in moves)
+    return made, str(fake(table).shape), *found
 
 
 def _lead(put: Put, heads: Node) -> list[Any]:
     """The leading sizes of ``heads`` as the view that makes it has them: tables that ask the view
     for a symbolic size would depend on the GEMM behind it."""
-    known = heads.args[1][: fake(heads).dim() - 2]
+    known = arguments(heads)["size"][: fake(heads).dim() - 2]
     return [put.sizes(heads)[i] if isinstance(n, int) else n for i, n in enumerate(known)]
 
 

@@ -16,6 +16,7 @@ from coda_inductor.graph.gemms import TRACED
 from coda_inductor.graph.nodes import aten, fake, is_transpose
 from coda_inductor.graph.sides import is_tangent
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 
@@ -27,9 +28,9 @@ def remove_noops(graph: Graph, _record: Record) -> None:
     except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
         logger.debug("remove_noop_ops failed", exc_info=True)
     for back in graph.find_nodes(op="call_function", target=aten.permute.default):
-        once = back.args[0]
-        if is_transpose(back) and is_transpose(once) and once.args[0].target in TRACED:
-            back.replace_all_uses_with(once.args[0])
+        _, *turns = chain(back, is_transpose)
+        if len(turns) > 1 and turns[1].target in TRACED:
+            back.replace_all_uses_with(turns[1])
             prune([back])
     _ask_inputs(graph)
 

@@ -30,16 +30,9 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import stable_topological_sort
 from coda_inductor.fuse.elementwise import computes
 from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import (
-    aten,
-    fake,
-    is_transpose,
-    readers,
-    renames,
-    renames_or_casts,
-    source,
-)
+from coda_inductor.graph.nodes import aten, fake, is_transpose, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, is_tangent
+from coda_inductor.graph.walk import closure, readers, source
 from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -62,7 +55,7 @@ def recompute_in_backward(graph: Graph, record: Record) -> None:
     read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
     for node in graph.nodes:
         if node.target is row_logsumexp:
-            _keep(node.args[0])
+            _keep(node.all_input_nodes[0])
     for node in read if record.options.keep_activations else ():
         if _feeds_gemm(node):
             _keep(node)
@@ -93,16 +86,8 @@ def _feeds_gemm(node: Node) -> bool:
 
 def _compares(node: Node, scope: Scope) -> bool:
     """Does ``node``, or what the backward pass computes of it and forward values, test equality?"""
-    seen: set[Node] = set()
-    todo = [node]
-    while todo:
-        top = todo.pop()
-        if top.target in _EQUALITY:
-            return True
-        if scope.recomputed(top) and top not in seen:
-            seen.add(top)
-            todo += top.users
-    return False
+    found = closure([node], lambda n: n.users if scope.recomputed(n) else ())
+    return any(each.target in _EQUALITY for each in found)
 
 
 def _elementwise(node: Node) -> bool:

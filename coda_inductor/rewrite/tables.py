@@ -28,8 +28,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import tree_flatten
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, readers, renames_or_casts
+from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, renames_or_casts
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
 from coda_inductor.semantic.rotary import rotate_heads
 

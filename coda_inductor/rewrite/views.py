@@ -48,13 +48,13 @@ def refresh_views(graph: Graph, _record: Record) -> None:
     what it may write over: a saved tensor that an output is a view of must not look like its own.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and may_view(node) and node.args:
+        if node.op == "call_function" and may_view(node) and node.all_input_nodes:
             refresh(node)
 
 
 def refresh(view: Node) -> None:
     """The same for one node."""
-    source, result = _storages(fake(view.args[0])), _storages(fake(view))
+    source, result = _storages(fake(view.all_input_nodes[0])), _storages(fake(view))
     if not result or result <= source:
         return
     mode = fake_mode(view.args)
@@ -64,7 +64,7 @@ def refresh(view: Node) -> None:
 
 
 def _needs_no_copy(node: Node) -> bool:
-    tensor, shape = fake(node.args[0]), fake(node).shape
+    tensor, shape = fake(node.all_input_nodes[0]), fake(node).shape
     if row_major(tensor):
         return True
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), *shape)):

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coda_inductor.program.dtypes import HALF
+
 _ALIGN = 16  # bytes, for pointers and strides
 _MAX_STRIDE = 2**40  # bytes
 
 
 _STEP = 64  # elements of K in one step of the main loop
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class UnpairableError(ValueError):
@@ -122,7 +123,7 @@ def unjoinable(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> str | None:
     if a_stride != a1.stride() or b_stride != b1.stride():
         return "the terms differ in strides"
     dtype = a0.dtype
-    if dtype not in _HALF or a1.dtype != dtype or b0.dtype != dtype or b1.dtype != dtype:
+    if dtype not in HALF or a1.dtype != dtype or b0.dtype != dtype or b1.dtype != dtype:
         return "the terms are not all of one 16-bit dtype"
     if k % _STEP:
         return f"K={k} of a term is not a multiple of {_STEP}"

@@ -8,12 +8,10 @@ import torch
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
 from coda_inductor.program import EpilogueProgram
-from coda_inductor.program.dtypes import FP8
+from coda_inductor.program.dtypes import FP8, HALF_NAMES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select.config import every_config, legal_configs, whole_heads
 from coda_inductor.select.device import arch_of
-
-_HALF = ("bfloat16", "float16")
 
 
 def unaligned(name: str, x: torch.Tensor) -> Refusal | None:
@@ -85,7 +83,7 @@ def _unsupported(
     program: EpilogueProgram, n: int, k: int, b_major: str, arch: int
 ) -> tuple[str, str] | None:
     """A reason's code and text."""
-    if program.a_dtype not in _HALF and not program.fp8:
+    if program.a_dtype not in HALF_NAMES and not program.fp8:
         dtype = program.a_dtype
         text = f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have, and scaled FP8"
         return "kernel-dtype", text
@@ -104,7 +102,7 @@ def _unsupported(
     if same is not None:
         return "constant-tile", f"{same!r} is one value for the whole tile: nothing to fuse"
     if program.paired:
-        wide = next((s for s in program.stores if s.dtype not in _HALF), None)
+        wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
         if wide is not None:
             text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
             return "paired-store-wide", text

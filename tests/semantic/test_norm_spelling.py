@@ -288,4 +288,4 @@ def test_reductions_over_other_dimensions_are_read_as_written(body):
     (node,) = (n for n in graph.nodes if n.op.startswith("call"))
     canon = normalize(node)
     assert canon is not None
-    assert canon.args == node.args
+    assert canon.args[: len(node.args)] == node.args

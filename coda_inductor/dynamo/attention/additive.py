@@ -11,16 +11,12 @@ from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.matching import normalize, target_name, value
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import base, chain
+from coda_inductor.matching import is_cast, target_name, value
 from coda_inductor.refusal import Refusal, refuse
 
-#: Arguments in order; the tensor itself is a method's first.
-_ARGUMENTS = {
-    ("where", "call_function"): ("condition", "input", "other"),
-    ("where", "call_method"): ("input", "condition", "other"),
-    ("masked_fill", "call_function"): ("input", "mask", "value"),
-    ("masked_fill", "call_method"): ("input", "mask", "value"),
-}
 #: Ops of which no argument but the filling number says what the elements are.
 _FILLED = {
     "ones": 1, "ones_like": 1, "new_ones": 1, "zeros": 0, "zeros_like": 0, "new_zeros": 0,
@@ -50,15 +46,11 @@ def condition(mask: Node, constants: Constants) -> Condition | Refusal:
         return Condition(mask, False, frozenset(steps))
     if known.requires_grad:
         return refuse("mask-gradient", "it wants a gradient")
-    while (canon := normalize(mask)) is not None and canon.op == "cast":
-        mask = canon.args[0]
-        steps.add(mask)
-    name = target_name(mask)
-    names = _ARGUMENTS.get((name, mask.op), ())
-    given = dict(zip(names, mask.args, strict=False)) | mask.kwargs
-    if not names or set(given) != set(names):
+    steps.update(chain(mask, is_cast))
+    given = read(base(mask, is_cast))
+    if given is None or given.op not in ("where", "masked_fill"):
         return refuse("mask-bias", "it is not made of 0 and -inf by where or masked_fill")
-    if name == "where":
+    if given.op == "where":
         seen, shown, other = given["condition"], given["input"], given["other"]
     else:
         seen, shown, other = given["mask"], given["value"], given["input"]
@@ -93,7 +85,7 @@ def _fill(node: Node) -> float | None:
     is not known."""
     number = _FILLED[target_name(node)]
     if number is None:
-        number = node.args[-1] if "fill_value" not in node.kwargs else node.kwargs["fill_value"]
+        number = arguments(node)["fill_value"]
     if not isinstance(number, (bool, int, float)):
         return None
     with unset_fake_temporarily():

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 from coda_inductor.compat import unset_fake_temporarily
+from coda_inductor.dynamo.nodes import run
 from coda_inductor.matching import value
 
 #: Queries and keys of a block. Kernels' tiles divide it.
@@ -123,11 +124,8 @@ def put(function: Callable[[Any], Any], source: Node, before: Node) -> Any:
 
 
 def _run(node: Node, mode: Any) -> Any:
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
     with mode, torch.no_grad():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)
+        return run(node.target, *torch.fx.node.map_arg((node.args, node.kwargs), value))
 
 
 def attend(

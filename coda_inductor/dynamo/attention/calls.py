@@ -36,11 +36,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.compat import tree_leaves, unset_fake_temporarily
+from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.dynamo.nodes import Put, run
+from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Body, bodies, changes_mode, target_name, value, writes_to
+from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -52,11 +53,11 @@ GROUPS_ON = "cuda"
 CAUSAL, FULL = "causal", "full"
 Verdict = str | Refusal
 
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
 #: Views that only rearrange or repeat the elements of one tensor.
 _VIEWS = frozenset(
-    {"getitem", "expand", "reshape", "view", "unsqueeze", "repeat_interleave", "transpose",
+    {"getitem", "expand", "view", "unsqueeze", "repeat_interleave", "transpose",
      "contiguous", "permute", "flatten"}
 )  # fmt: skip
 
@@ -126,15 +127,17 @@ def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
                 else:
                     why = why.within("heads stay repeated, {}")
                     record.refuse("grouped_heads", node.name, why)
-        node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
+        node.args = tuple(arguments.pop(name) for name in _TENSORS)
         node.kwargs = arguments
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:
     """What an SDPA is called with, by name; None unless its tensors have 3 dimensions or more."""
-    named = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-    tensors = [value(named.get(name)) for name in _ARGUMENTS[:3]]
-    return named if all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors) else None
+    call = read(node)
+    tensors = [] if call is None else [value(call[name]) for name in _TENSORS]
+    if call is None or not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in tensors):
+        return None
+    return call.args
 
 
 def _verdict(call: Node, arguments: dict[str, Any], masks: _Masks) -> Verdict:
@@ -200,7 +203,7 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | Refusal:
 
 def _flash(arguments: dict[str, Any]) -> bool:
     """Would SDPA run flash attention, and does it not group heads already?"""
-    query, key, val = (value(arguments[name]) for name in _ARGUMENTS[:3])
+    query, key, val = (value(arguments[name]) for name in _TENSORS)
     return (
         arguments.get("attn_mask") is None
         and not arguments.get("enable_gqa")
@@ -249,9 +252,9 @@ def repetition(repeated: Any) -> _Repetition | None:
     full = value(repeated).shape
     chain: list[Node] = []
     node = repeated
-    while isinstance(node, Node) and target_name(node) in _VIEWS and isinstance(node.args[0], Node):
+    while (call := read(node)) is not None and call.op in _VIEWS and call.get("input") is not None:
         chain.append(node)
-        node = node.args[0]
+        node = call["input"]
         known = value(node)
         if not isinstance(known, torch.Tensor) or known.dim() != 4:
             continue
@@ -273,13 +276,10 @@ def _repeats(chain: list[Node], shape: torch.Size, turned: bool, full: torch.Siz
         indices = torch.arange(shape.numel(), dtype=torch.int32).reshape(shape)
         result: Any = indices
         for node in reversed(chain):
-            args, kwargs = node.args[1:], node.kwargs
-            if any(isinstance(a, Node) for a in tree_leaves((args, kwargs))):
+            if len(node.all_input_nodes) > 1:
                 return False
-            if node.op == "call_method":
-                result = getattr(result, str(node.target))(*args, **kwargs)
-            else:
-                result = node.target(result, *args, **kwargs)
+            args = torch.fx.node.map_arg((node.args, node.kwargs), lambda _, made=result: made)
+            result = run(node.target, *args)
         base = indices.transpose(1, 2) if turned else indices
         n = full[1] // base.shape[1]
         return torch.equal(result, base.repeat_interleave(n, dim=1))

@@ -19,14 +19,18 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
-from coda_inductor.matching import changes, target_name, value
+from coda_inductor.dynamo.nodes import run
+from coda_inductor.graph.read import read
+from coda_inductor.graph.walk import closure
+from coda_inductor.matching import changes, value
 from coda_inductor.refusal import Refusal, refuse
 
 #: Ops of which this argument, if it is a tensor, says only dtype, device and shape.
 _LIKE = {
-    "new_ones": 0, "new_zeros": 0, "new_full": 0, "ones_like": 0, "zeros_like": 0, "full_like": 0,
-    "to": 1, "type_as": 1, "expand_as": 1,
-}  # fmt: skip
+    **dict.fromkeys(("new_ones", "new_zeros", "new_full"), "input"),
+    **dict.fromkeys(("ones_like", "zeros_like", "full_like"), "input"),
+    **dict.fromkeys(("to", "type_as", "expand_as"), "other"),
+}
 _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 #: Of one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
@@ -109,7 +113,7 @@ class Constants:
         return result
 
     def _run(self, node: Node) -> Any:
-        order = sorted(_with_ancestors(node))
+        order = sorted(closure([node], _sources))
         last = {source: user for user in order for source in _sources(user)}
         values: dict[Node, Any] = {}
         for step in order:
@@ -121,15 +125,12 @@ class Constants:
             args, kwargs = tree_map(_on_cpu, args)
             if kwargs.get("device") is not None:  # a number too
                 kwargs = {**kwargs, "device": _CPU}
-            if step.op == "call_method":
-                name = str(step.target)
-                values[step] = (
-                    args[0] if name == "cuda" else getattr(args[0], name)(*args[1:], **kwargs)
-                )
+            if step.target == "cuda":
+                values[step], *_ = args
             elif step in self._outer and self._around is not None:
                 values[step] = self._around.value(self._outer[step])
             else:
-                values[step] = step.target(*args, **kwargs)
+                values[step] = run(step.target, args, kwargs)
             for source in _sources(step):
                 if last[source] is step:
                     del values[source]
@@ -138,12 +139,12 @@ class Constants:
 
 def _sources(node: Node) -> list[Node]:
     """The nodes whose values ``node`` depends on."""
-    at = _LIKE.get(target_name(node), len(node.args))
-    if at >= len(node.args) or not isinstance(value(node.args[at]), torch.Tensor):
+    call = read(node)
+    at = None if call is None else _LIKE.get(call.op)
+    if call is None or at is None or not isinstance(value(call.get(at)), torch.Tensor):
         return node.all_input_nodes
     sources: list[Node] = []
-    others = (*node.args[:at], *node.args[at + 1 :], node.kwargs)
-    torch.fx.node.map_arg(others, sources.append)
+    torch.fx.node.map_arg([call[name] for name in call.args if name != at], sources.append)
     return sources
 
 
@@ -152,15 +153,6 @@ def _sample(like: torch.Tensor) -> torch.Tensor:
     shape, which what is made of it does not have."""
     static = all(isinstance(size, int) for size in like.shape)
     return torch.zeros((), dtype=like.dtype).expand(like.shape if static else ())
-
-
-def _with_ancestors(node: Node) -> set[Node]:
-    found, todo = {node}, [node]
-    while todo:
-        new = set(_sources(todo.pop())) - found
-        found |= new
-        todo += new
-    return found
 
 
 def _is_torch(node: Node) -> bool:

@@ -16,8 +16,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import select_decomp_table, to_copy, unset_fake_temporarily
-from coda_inductor.graph.nodes import aten, base, fake, prims
+from coda_inductor.graph.nodes import aten, fake, prims
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base
 from coda_inductor.semantic.fp8 import FP8, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the last does

@@ -35,17 +35,10 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT, bias_of, gemm_inputs, plain_bias
-from coda_inductor.graph.nodes import (
-    aten,
-    base,
-    fake,
-    is_transpose,
-    of_linear,
-    place,
-    renames_or_casts,
-)
+from coda_inductor.graph.nodes import aten, fake, is_transpose, of_linear, place, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import at_least_one, same
+from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse

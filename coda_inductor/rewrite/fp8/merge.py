@@ -24,18 +24,10 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import (
-    aten,
-    base,
-    erased,
-    fake,
-    is_cast,
-    is_transpose,
-    renames,
-    row_major,
-)
+from coda_inductor.graph.nodes import aten, erased, fake, is_cast, is_transpose, renames, row_major
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base
 from coda_inductor.rewrite.fp8.chains import Chain
 from coda_inductor.semantic.fp8 import quantize
 

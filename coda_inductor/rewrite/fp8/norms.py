@@ -31,8 +31,9 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import base, fake, is_cast, place, readers
+from coda_inductor.graph.nodes import fake, is_cast, place
 from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.norm.forward import statistics

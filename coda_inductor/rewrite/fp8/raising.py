@@ -27,7 +27,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.graph.collectives import behind
-from coda_inductor.graph.nodes import aten, base, fake, place
+from coda_inductor.graph.nodes import aten, fake, place
+from coda_inductor.graph.walk import base
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of

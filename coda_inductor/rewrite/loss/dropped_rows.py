@@ -27,8 +27,9 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, insert
-from coda_inductor.graph.nodes import aten, base, fake, readers, renames_or_casts, source
+from coda_inductor.graph.nodes import arguments, aten, fake, is_zeros, renames_or_casts
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base, readers, source
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,20 @@ class Kept:
 
     def widened(self, graph: Graph, put: Put, value: Node, fill: float) -> Node:
         """``value`` (M,), one for each row that is read, with ``fill`` for those that are not."""
-        whole, part = (put.sizes(node)[:-1] for node in (self.part.args[0], self.part))
+        whole, part = (put.sizes(node)[:-1] for node in (arguments(self.part)["input"], self.part))
         how = {"dtype": fake(value).dtype, "device": fake(value).device}
         blank = insert(graph, aten.full.default, (whole, fill), how, like=put.like)
         rows = put.reshape(value, part)
         return put.reshape(put(aten.slice_scatter.default, blank, rows, *_place(self.part)), [-1])
 
-    def rows(self, graph: Graph, put: Put, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments of ``cross_entropy_backward`` for the rows that a loss reads, for all rows."""
-        dloss, _, target, lse, number, ignored = args[:6]
-        if fake(dloss).dim():
-            dloss = self.widened(graph, put, dloss, 0.0)
-        target = self.widened(graph, put, target, ignored)
-        lse = self.widened(graph, put, lse, math.inf)
-        return dloss, self.logits, target, lse, number, *args[5:]
+    def rows(self, graph: Graph, put: Put, given: dict[str, Any]) -> dict[str, Any]:
+        """Of the arguments of ``cross_entropy_backward`` for the rows that a loss reads, those that
+        are others for all rows."""
+        blank = {"target": given["ignore_index"], "lse": math.inf}
+        if fake(given["dloss"]).dim():
+            blank = {"dloss": 0.0, **blank}
+        wide = {name: self.widened(graph, put, given[name], fill) for name, fill in blank.items()}
+        return {**wide, "logits": self.logits}
 
 
 def through_dropped_rows(gradient: Node, logits: Node, *, alone: bool) -> tuple[Node, Kept | None]:
@@ -64,17 +65,19 @@ def through_dropped_rows(gradient: Node, logits: Node, *, alone: bool) -> tuple[
     scattered = users[0] if len(users) == 1 else None
     if not alone or part.target is not aten.slice.Tensor or scattered is None:
         return gradient, None
-    whole, columns = part.args[0], fake(logits).shape[-1]
-    if scattered.target is not aten.slice_scatter.default or scattered.args[1] not in names:
+    whole, columns = arguments(part)["input"], fake(logits).shape[-1]
+    if scattered.target is not aten.slice_scatter.default:
         return gradient, None
+    into = arguments(scattered)
     kept, rank = Kept(source(whole), part), fake(whole).dim()
     placed = _place(part) == _place(scattered) and _place(part)[3] == 1
     fits = (
         placed
+        and into["src"] in names
         and _place(part)[0] % rank != rank - 1
         and same(fake(scattered).shape, fake(whole).shape)
         and all(same(fake(node).shape[-1], columns) for node in (part, kept.logits))
-        and _is_zero(scattered.args[0])
+        and is_zeros(into["input"])
         and fake(kept.logits).dtype != torch.float16
     )
     return (scattered, kept) if fits else (gradient, None)
@@ -87,10 +90,5 @@ def _unmoved(node: Node) -> Node:
 
 def _place(node: Node) -> tuple[Any, ...]:
     """(dimension, start, end, step) of a slice, or of what writes one."""
-    first = 1 if node.target is aten.slice.Tensor else 2
-    given = dict(enumerate(node.args[first:]))
-    return given.get(0, 0), given.get(1) or 0, given.get(2), given.get(3, 1)
-
-
-def _is_zero(node: Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
+    given = arguments(node)
+    return given["dim"], given["start"] or 0, given["end"], given["step"]

@@ -25,8 +25,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from coda_inductor.graph.nodes import aten, bare, base, fake, readers, renames_or_casts
+from coda_inductor.graph.nodes import aten, fake, renames_or_casts
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import bare, base, readers
 
 
 def with_row_term(gradient: Node, logits: Node) -> tuple[Node, tuple[Node, Node] | None]:
@@ -50,7 +51,7 @@ def through_soft_cap(gradient: Node, logits: Node) -> tuple[Node, float]:
     and 0. A cap whose tanh was kept more precisely than ``logits`` are is none: the derivative
     would lose from being made of them."""
     capped = base(logits)
-    cap, t = _factor(capped), base(capped.args[0]) if capped.args else None
+    cap, t = _factor(capped), base(next(iter(capped.all_input_nodes), None))
     scaled = _reader(gradient)
     turned = _reader(scaled)
     last = _reader(turned)

@@ -36,8 +36,10 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.nodes import aten, fake, is_transpose, readers, renames_or_casts
+from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sizes import hint, same
+from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.loss.dropped_rows import through_dropped_rows
@@ -63,33 +65,34 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
 
 
 def _slice(graph: Graph, node: Node) -> Refusal | None:
-    logits = fake(node.args[1])
+    given = arguments(node)
+    logits = fake(given["logits"])
     # Each size has a hint of its own: of rows that a mask picks, the product would have none.
     size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
     if size < 2 * linear_cross_entropy.SLICE_BYTES:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
-    gradient, penalty = with_row_term(node, node.args[1])
-    gradient, kept = through_dropped_rows(gradient, node.args[1], alone=penalty is None)
-    made = node.args[1] if kept is None else kept.logits
+    gradient, penalty = with_row_term(node, given["logits"])
+    gradient, kept = through_dropped_rows(gradient, given["logits"], alone=penalty is None)
+    made = given["logits"] if kept is None else kept.logits
     gradient, cap = through_soft_cap(gradient, made)
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     turned = [u for u in users if is_transpose(u)]
     products = [u for u in users if u not in turned] + [u for t in turned for u in t.users]
-    dgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in names]
-    wgrads = [p for p in products if p.target is aten.mm.default and p.args[0] in turned]
+    factors = {p: gemm_inputs(p) for p in products if p.target is aten.mm.default}
+    dgrads = [p for p, (left, _) in factors.items() if left in names]
+    wgrads = [p for p, (left, _) in factors.items() if left in turned]
     sums = [p for p in products if _sums_rows(p, columns)]
     for product in products:
         if product not in (*dgrads, *wgrads, *sums):
             return refuse("logits-read", f"{product.name} ({product.target}) reads it too")
     if max(len(dgrads), len(wgrads), len(sums)) > 1 or not (dgrads or wgrads):
         return refuse("logits-form", "it is not the gradient of one linear layer")
-    widths = [fake(p.args[0]).shape[1] for p in dgrads] + [fake(p.args[0]).shape[0] for p in wgrads]
-    if not all(same(width, columns) for width in widths):
+    lefts = [(fake(factors[p][0]).shape, p in dgrads) for p in (*dgrads, *wgrads)]
+    if not all(same(shape[is_dgrad], columns) for shape, is_dgrad in lefts):
         return refuse("logits-form", "its linear layer makes several rows of logits at once")
-    weight = dgrads[0].args[1] if dgrads else None
-    x = wgrads[0].args[1] if wgrads else None
+    weight, x = (factors[found[0]][1] if found else None for found in (dgrads, wgrads))
     dtypes = {fake(t).dtype for t in (weight, x, made) if t is not None}
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
@@ -98,14 +101,14 @@ def _slice(graph: Graph, node: Node) -> Refusal | None:
     put = Put(graph, like=node)
     results: dict[Node, Node] = {}
     with graph.inserting_before(last.next):
-        dlse = None if penalty is None else _times_softmax(put, node.args[3], *penalty)
-        given = node.args if kept is None else kept.rows(graph, put, node.args)
-        dloss, *of_rows = given[:5]
+        dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
+        wide = fake(given["lse"]).dtype
+        given |= {} if kept is None else kept.rows(graph, put, given)
+        dloss, *of_rows, ignored, smoothing, reduction = given.values()
         if factor != 1:
-            wide = put.cast(dloss, fake(node.args[3]).dtype)
-            dloss = put(aten.mul.Tensor, wide, factor)
+            dloss = put(aten.mul.Tensor, put.cast(dloss, wide), factor)
             dlse = None if dlse is None else put(aten.mul.Tensor, dlse, factor)
-        args = (dloss, *of_rows, weight, x, dlse, *node.args[5:], cap, bool(sums))
+        args = (dloss, *of_rows, weight, x, dlse, ignored, smoothing, reduction, cap, bool(sums))
         call = put(torch.ops.coda_inductor.linear_cross_entropy_backward.default, *args)
         for i, found in enumerate((dgrads, wgrads, sums)):
             if found:
@@ -134,7 +137,8 @@ def _sums_rows(node: Node, columns: Any) -> bool:
     """Is ``node`` the sum of each column of a gradient with ``columns`` columns: a bias's?"""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return False
-    source = fake(node.args[0])
+    given = arguments(node)
+    source = fake(given["input"])
     rank = source.dim()
-    dims = sorted(d % rank for d in node.args[1] or ())
+    dims = sorted(d % rank for d in given["dim"] or ())
     return dims != [] and dims == [*range(rank - 1)] and same(source.shape[-1], columns)

@@ -32,13 +32,13 @@ GEMM, so that a kernel of Inductor's finishes dx.
 
 from __future__ import annotations
 
-import operator
-
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
-from coda_inductor.graph.nodes import aten, base, fake, readers, renames
+from coda_inductor.graph.gemms import gemm_inputs
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
@@ -52,21 +52,20 @@ def differentiate(
     if not all(_at_hand(p.z, scope) for p in products or ()):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
-    norm.h.args[0].meta[KEEP] = products is not None
+    norm.h.all_input_nodes[0].meta[KEEP] = products is not None
     scaled = _Scaled(graph, norm)
     old = [n for gemm in (*found.wgrads, *found.dgrads) for n in gemm.all_input_nodes]
     for wgrad, n_is_left in found.wgrads.items():
         _weight_gradient(Put(graph, like=wgrad), wgrad, n_is_left, norm, scaled)
     early = found.early
     for dgrad in found.dgrads if early else ():
-        dz, weight = dgrad.args
+        dz, weight = gemm_inputs(dgrad)
         dgrad.args = (scaled(dz, dgrad), weight)
     if (backward := found.backward) is not None:
         with graph.inserting_before(backward):
             results = _gradients(graph, backward, norm, early, products if early else None)
-        for user in list(backward.users):
-            assert user.target is operator.getitem, "the op returns a tuple"
-            user.replace_all_uses_with(results[user.args[1]])
+        for place, part in parts(backward).items():
+            part.replace_all_uses_with(results[place])
         old += backward.users
     settle(list(scaled.made.values()))  # a wgrad may stand before the dgrad, or after it
     prune(old)
@@ -100,7 +99,8 @@ def _weight_gradient(
     put: Put, wgrad: Node, n_is_left: bool, norm: Deferred, scaled: _Scaled
 ) -> None:
     """``n.T @ dz``, or where n is on the right ``dz.T @ n``: of h and zs."""
-    dz = wgrad.args[1] if n_is_left else wgrad.args[0].args[0]
+    left, right = gemm_inputs(wgrad)
+    dz = right if n_is_left else base(left, is_transpose)
     zs = scaled(dz, wgrad)
     with put.graph.inserting_before(wgrad):
         left, right = (norm.h, zs) if n_is_left else (zs, norm.h)
@@ -114,8 +114,7 @@ def _gradients(
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
     put = Put(graph, like=backward, pattern=("rms_norm_backward", backward.name))
-    s, x, gamma = backward.args[:3]
-    needs = backward.args[-1]
+    s, x, gamma, _, needs = arguments(backward).values()
     wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
     s, x_wide = put.cast(s, wide), put.cast(x, wide)
     if not early:

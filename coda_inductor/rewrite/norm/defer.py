@@ -25,8 +25,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import gemm_inputs
-from coda_inductor.graph.nodes import fake, is_cast, place, readers, renames
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place, renames
 from coda_inductor.graph.sides import Scope
+from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
@@ -57,7 +58,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
             if norm.target is layer_norm:
                 means.stays(norm)
             continue
-        x = norm.args[0]  # the norm is gone after this
+        x = arguments(norm)["x"]  # the norm is gone after this
         deferred, products = defer(graph, norm, found)
         differentiate(graph, found, deferred, products, scope)
         if deferred.mean is not None:
@@ -71,7 +72,7 @@ def _quantized(norm: Node) -> bool:
     """Is the result of the RMSNorm ``norm`` quantized? ``rewrite.fp8`` judges it then."""
 
     def same(user: Node) -> bool:
-        narrows = is_cast(user) and fake(user.args[0]).dtype == torch.float32
+        narrows = is_cast(user) and fake(user.all_input_nodes[0]).dtype == torch.float32
         return user.target is operator.getitem or renames(user) or narrows
 
     _, users = readers(norm, same)

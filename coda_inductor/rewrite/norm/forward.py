@@ -33,7 +33,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import bias_of, gemm_inputs, plain_bias
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.semantic.define import statistics_dtype
@@ -98,8 +98,8 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:
     """What takes the place of ``norm`` for GEMMs that read it in ``dtype``; see the module."""
-    x, gamma = norm.args[:2]
-    beta, eps = norm.args[2:4] if norm.target is layer_norm else (None, norm.args[2])
+    given = arguments(norm)
+    x, gamma, beta = given["x"], given["weight"], given.get("bias")
     wide, m, mean, center = statistics_dtype(fake(x).dtype), None, None, None
     with put.graph.inserting_before(norm):
         if pivot is not None and not same(fake(pivot).shape[:-1], fake(x).shape[:-1]):
@@ -111,7 +111,7 @@ def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> 
         variance = put(aten.mean.dim, put.mul(v, v), [-1], True)
         if m is not None:
             variance = _centered(put, variance, m, dtype)
-        rstd = put(aten.rsqrt.default, put.add(variance, eps))
+        rstd = put(aten.rsqrt.default, put.add(variance, given["eps"]))
         h = v if gamma is None else put.mul(v, put.cast(gamma, wide))
         h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
         flat = put.reshape(rstd, [-1, 1])
@@ -166,7 +166,7 @@ def _scale(put: Put, gemm: Node, norm: Deferred, shift: Shift | None) -> Node:
 
 
 def _biased(put: Put, gemm: Node, z: Node) -> Node:
-    bias, alpha, beta = gemm.args[0], gemm.kwargs.get("alpha", 1), gemm.kwargs.get("beta", 1)
+    bias, _, _, beta, alpha = arguments(gemm).values()
     z = z if alpha == 1 else put.mul(z, alpha)
     if beta == 0:
         return z  # torch reads no bias then, be it NaN

@@ -25,9 +25,10 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.nodes import aten, fake, source
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import parts, source
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.refusal import Refusal, refuse
 
@@ -44,15 +45,15 @@ class Means:
 
     def stays(self, norm: Node) -> None:
         """Remember what a LayerNorm that stays returns beside its result: its mean."""
-        mean = next((u for u in norm.users if u.args[1] == 1), None)
+        mean = parts(norm).get(1)
         if mean is None:
             with norm.graph.inserting_after(norm):
                 mean = insert(norm.graph, operator.getitem, (norm, 1), like=norm)
-        self.note(norm.args[0], mean)
+        self.note(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:
         """The mean of a tensor that the norm's input was made from by adding terms, and these."""
-        todo: list[tuple[Node, list[Node]]] = [(source(norm.args[0]), [])]
+        todo: list[tuple[Node, list[Node]]] = [(source(arguments(norm)["x"]), [])]
         seen = set()
         while todo:
             node, terms = todo.pop()
@@ -100,5 +101,6 @@ class Means:
 
 def _fits(mean: Node, norm: Node) -> bool:
     """May ``mean`` be read where ``norm`` stands? In one checkpoint, and of as many rows."""
-    rows = math.prod(fake(norm.args[0]).shape[:-1])  # Size.numel() would make a size a number
+    shape = fake(arguments(norm)["x"]).shape
+    rows = math.prod(shape[:-1])  # Size.numel() would make a size a number
     return checkpoint(mean) == checkpoint(norm) and same(fake(mean).numel(), rows)

@@ -8,7 +8,6 @@ in the backward ``mm(dz, W.T)``, one term of the gradient of n, and ``mm(n.T, dz
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +15,10 @@ from torch.fx import Node
 
 from coda_inductor.graph.collectives import ahead, behind, between
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
-from coda_inductor.graph.nodes import aten, fake, is_transpose, renames_or_casts
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import chain, parts
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
 
@@ -50,14 +50,14 @@ class Uses:
     @property
     def early(self) -> bool:
         """Does a GEMM make every dz, so that its epilogue can scale it?"""
-        return all(producer(dgrad.args[0]) is not None for dgrad in self.dgrads)
+        return all(producer(gemm_inputs(dgrad)[0]) is not None for dgrad in self.dgrads)
 
     def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
         None where they cannot be told apart (a weight is used twice) or z is hidden by a bias."""
         found: dict[Node, Node] = {}
         for dgrad in self.dgrads:
-            dz, weight = dgrad.args
+            dz, weight = gemm_inputs(dgrad)
             base, turned = _matrix(weight)
             wanted = (base, not turned)
             same_weight = [g for g in self.gemms if _matrix(gemm_inputs(g)[1]) == wanted]
@@ -72,7 +72,7 @@ class Uses:
 
 def uses(norm: Node, scope: Scope) -> Uses | Refusal:
     """The readers of a norm's node, or the reason why it cannot be deferred."""
-    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+    outputs = parts(norm)
     if 0 not in outputs:
         return refuse("not-read", "its result is not read")
     found = Uses()
@@ -115,19 +115,16 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
 
 def _matrix(node: Node) -> tuple[Node, bool]:
     """What ``node`` is a transpose of, however often, and whether ``node`` is its transpose."""
-    turned = False
-    while is_transpose(node):
-        node, turned = node.args[0], not turned
-    return node, turned
+    turns = chain(node, is_transpose)
+    return turns[-1], len(turns) % 2 == 0
 
 
 def _is_wgrad(user: Node, node: Node) -> bool:
     """``mm(n.T, dz)`` for node = n.T, or ``mm(dz.T, n)`` for node = n."""
     if user.target is not aten.mm.default:
         return False
-    if is_transpose(node):
-        return user.args[0] is node
-    return user.args[1] is node and is_transpose(user.args[0])
+    left, right = gemm_inputs(user)
+    return left is node if is_transpose(node) else right is node and is_transpose(left)
 
 
 def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None:
@@ -139,11 +136,12 @@ def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None
     (found.backward, *others) = readers
     if others or found.backward.target is not rms_norm_backward:
         return refuse("norm-statistics-read", "its rstd is read")
-    found.dgrads = terms(found.backward.args[0]) or []
+    gradient = arguments(found.backward)["dy"]
+    found.dgrads = terms(gradient) or []
     if not found.dgrads:
-        if (collective := behind(found.backward.args[0])) is not None:
+        if (collective := behind(gradient)) is not None:
             return between(collective, "its gradient and the GEMMs that make it")
         return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
-    if len(found.backward.args[0].users) != 1:
+    if len(gradient.users) != 1:
         return refuse("norm-gradient", "its gradient is read elsewhere")
     return None

@@ -14,7 +14,7 @@ from harness import Harness, Stock
 from passes import codes
 from torch import nn
 
-from coda_inductor.graph.nodes import base
+from coda_inductor.graph.walk import base
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 
 ALL = {"gate": "always", "reference": True}

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node says, whatever its dialect: an op, and its arguments by the names of torch's schemas.
+
+Dynamo's graphs call functions and methods, joint graphs aten's overloads, both the project's own
+ops. All are read alike, an option that is left out as its default::
+
+    torch.sum(x, -1), x.sum(dim=-1), aten.sum.dim_IntList(x, -1)
+        sum: input=x, dim=-1, keepdim=False, dtype=None
+
+What a node calls says which signatures there are; of several, the first that its arguments fit
+counts. The tensor that schemas call ``self`` is ``input``, as in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.compat import OpOverload, OpOverloadPacket, schema
+
+aten = torch.ops.aten
+
+#: Other names of an op, and of an argument. Any other name is its own.
+_OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
+_ARGUMENTS = {
+    "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
+    "split_sizes": "split_size", "sections": "index", "indices": "index",
+}  # fmt: skip
+#: The first arguments of what tells no signature; the others are named by their number.
+_UNTOLD = ("input", "index")
+#: Of a literal's type, the types of arguments that it may be given for.
+_LITERALS: dict[type, tuple[str, ...]] = {
+    bool: ("bool", "number", "Tensor"),
+    int: ("int", "float", "number", "Tensor", "List[int]"),
+    float: ("float", "number", "Tensor"),
+    str: ("str", "Device"),
+    torch.dtype: ("ScalarType",),
+}
+
+
+@dataclass(slots=True)
+class Call:
+    """What ``node`` calls: ``op`` of ``args``, in the signature's order, defaults filled in."""
+
+    node: Node
+    op: str
+    args: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, name: str) -> Any:
+        """The argument of that name; None for a call that has none."""
+        return self.args.get(name)
+
+
+def read(node: Any) -> Call | None:
+    """What ``node`` calls; None for what calls nothing, or in a way that no signature allows."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return None
+    name, known = _told(node.target)
+    if not known:
+        names = (*_UNTOLD, *map(str, range(len(_UNTOLD), len(node.args))))
+        return Call(node, name, {**dict(zip(names, node.args, strict=False)), **node.kwargs})
+    kwargs = {_ARGUMENTS.get(key, key): item for key, item in node.kwargs.items()}
+    for signature in known:
+        if (given := signature.bind(node.args, kwargs, choose=len(known) > 1)) is not None:
+            return Call(node, name, given)
+    return None
+
+
+def target_name(node: Node) -> str:
+    """The name of the function or method that ``node`` calls; empty for what calls nothing. What
+    is neither torch's nor Python's has its module's name in front: a custom op may be called
+    ``chunk`` too."""
+    return str(node.target) if node.op == "call_method" else _function_name(node.target)
+
+
+def _function_name(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    return name if of_torch(function) else f"{getattr(function, '__module__', '')}.{name}"
+
+
+def of_torch(target: Any) -> bool:
+    """Is ``target`` a function of torch, of its aten ops, or of Python's operators?"""
+    module = getattr(target, "__module__", None) or "builtins"
+    custom = module.startswith("torch._ops.") and module != "torch._ops.aten"
+    return not custom and module.split(".")[0] in ("torch", "_operator", "builtins", "math")
+
+
+class _Signature:
+    """``parameters``, whose types are written as schemas write them, where they are known."""
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.types = {p.name: p.annotation for p in parameters}
+        self.defaults = {p.name: p.default for p in parameters}
+        self.needed = {p.name for p in parameters if p.default is p.empty}
+        self.several = bool(self.names) and self.types[self.names[-1]] == "List[int]"
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, choose: bool
+    ) -> dict[str, Any] | None:
+        """All arguments by name; None where they do not fit, to ``choose`` not by their types."""
+        last = len(self.names) - 1
+        if len(args) > last + 1:
+            if not self.several:
+                return None
+            args = (*args[:last], args[last:])  # sizes, one by one
+        given = dict(zip(self.names, args, strict=False), **kwargs)
+        if not self.needed <= given.keys() <= self.defaults.keys():
+            return None
+        if choose and not all(_fits(self.types[name], item) for name, item in given.items()):
+            return None
+        return {**self.defaults, **given}
+
+
+def _fits(kind: Any, given: Any) -> bool:
+    """May ``given`` stand for an argument of type ``kind``? Of nodes that is not asked further."""
+    if not isinstance(kind, str) or (given is None and kind.startswith("Optional[")):
+        return True
+    kind = kind.removeprefix("Optional[")
+    if isinstance(given, Node):
+        return not kind.startswith(("ScalarType", "Device"))
+    if isinstance(given, (list, tuple)):
+        return kind.startswith("List")
+    allowed = _LITERALS.get(type(given))
+    return given is not None and (allowed is None or kind.startswith(allowed))
+
+
+@functools.lru_cache(4096)
+def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
+    """The common name of a function, an op or the method of that name, and its signatures: none
+    where nobody tells."""
+    method = isinstance(target, str)
+    function = getattr(torch.Tensor, target, None) if method else target
+    name = target if method else _function_name(target)
+    if isinstance(target, OpOverload):
+        own = target.namespace in ("aten", "prims", "coda_inductor")
+        return target.overloadpacket.__name__ if own else name, (_of_schema(target),)
+    name = _OPS.get(name, name)
+    if isinstance(function, types.FunctionType):
+        found = inspect.signature(function).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
+            return name, ()
+        named = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in found]
+        return name, (_Signature(named),)
+    packet = function if isinstance(function, OpOverloadPacket) else getattr(aten, name, None)
+    overloads = () if packet is None else (getattr(packet, each) for each in packet.overloads())
+    written = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
+    return name, tuple(_of_schema(each, method) for each in written)
+
+
+def _of_schema(overload: Any, method: bool = False) -> _Signature:
+    """``method``: the tensor comes first, wherever the schema has it."""
+    found = []
+    for a in schema(overload).arguments:
+        default = a.default_value if a.has_default_value() else Parameter.empty
+        kind = Parameter.KEYWORD_ONLY if a.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
+        name, of = _ARGUMENTS.get(a.name, a.name), str(a.real_type).replace("SymInt", "int")
+        found.append(Parameter(name, kind, default=default, annotation=of))
+    return _Signature(sorted(found, key=lambda p: method and p.name != "input"))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks: from a node up to what it is another name of, or is made of; down to who reads it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.graph.nodes import (
+    arguments,
+    elementwise,
+    fake,
+    is_cast,
+    may_view,
+    renames,
+    renames_or_casts,
+)  # fmt: skip
+
+#: Nodes that are looked at behind one: a chain of elementwise ops may be very long.
+_FAR = 256
+
+
+def closure(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> dict[Any, None]:
+    """``start``, what ``step`` leads to from there, and so on."""
+    found = dict.fromkeys(start)
+    todo = list(found)
+    while todo:
+        new = [node for node in step(todo.pop()) if node not in found]
+        found.update(dict.fromkeys(new))
+        todo += new
+    return found
+
+
+def chain(node: Any, through: Callable[[Any], bool] = renames) -> list[Any]:
+    """``node``, what it is another name of, and so on, as ``through`` says: by default, the views
+    up to the tensor whose memory it is."""
+    found = [node]
+    while through(found[-1]):
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def base(node: Any, through: Callable[[Any], bool] = renames) -> Any:
+    """The last of the ``chain`` of ``node``."""
+    return chain(node, through)[-1]
+
+
+def bare(node: Any) -> Any:
+    """What ``node`` is a view or a cast of, or a view of a cast, and so on."""
+    return base(node, renames_or_casts)
+
+
+def sources(node: Node, through: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """``node``, and what it is computed from by ops that are ``through`` (elementwise ones).
+
+    The last one of the graph first: whatever is left when a reader has found what it looks for is
+    older. A residual stream leads back through all layers, whichever side of an addition it is on.
+    """
+    through, todo = through or elementwise, {node}
+    for _ in range(_FAR):
+        if not todo:
+            break
+        last = max(todo)
+        todo.remove(last)
+        yield last
+        if last.op == "call_function" and through(last):
+            todo.update(last.all_input_nodes)
+
+
+def source(node: Node) -> Node:
+    """The tensor that ``node`` is a view or a widened copy of: the epilogue widens by itself."""
+    return base(node, _renames_or_widens)
+
+
+def _renames_or_widens(node: Node) -> bool:
+    if not is_cast(node):
+        return renames(node)
+    before, after = fake(node.all_input_nodes[0]).dtype, fake(node).dtype
+    return torch.promote_types(before, after) == after
+
+
+def readers(node: Node, through: Callable[[Any], bool] = renames) -> tuple[list[Node], list[Node]]:
+    """(names, readers): ``node`` and the other names of it, as ``through`` says; and every other
+    node that reads one of these."""
+    names = [node]
+    for name in names:
+        names += [u for u in name.users if through(u) and u not in names]
+    return names, [u for name in names for u in name.users if u not in names]
+
+
+def leaves(node: Node) -> bool:
+    """Is ``node``, or a view of it, an output of the graph? Callers see its strides, and what it
+    shares memory with."""
+    names = closure([node], lambda n: [user for user in n.users if may_view(user)])
+    return any(user.op == "output" for name in names for user in name.users)
+
+
+def parts(node: Node) -> dict[int, Node]:
+    """The results of ``node`` that are read, by their place among all."""
+    return {arguments(u)["index"]: u for u in node.users if u.target is operator.getitem}

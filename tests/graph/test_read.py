@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call reads the same however it is written."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph
+
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.read import read
+from coda_inductor.semantic import rms_norm
+
+aten = torch.ops.aten
+DTYPE = torch.float16
+
+
+def call(function):
+    """The last call of ``function`` of two tensors, which is traced, as it is read."""
+    graph = torch.fx.symbolic_trace(function).graph
+    return read(list(graph.nodes)[-2])
+
+
+def said(function):
+    """The same as (op, arguments that are not None), nodes by their names."""
+    found = call(function)
+    args = torch.fx.node.map_arg({**found.args}, str)
+    return found.op, {name: item for name, item in args.items() if item is not None}
+
+
+SUM = ("sum", {"input": "x", "dim": -1, "keepdim": True})
+COLUMNS = ("sum", {"input": "x", "dim": [0], "keepdim": False})
+ADD = ("add", {"input": "x", "other": "y", "alpha": 1})
+VIEW = ("view", {"input": "x", "size": (2, -1)})
+WHERE = ("where", {"input": "x", "condition": "y", "other": 0.0})
+SPLIT = ("split", {"input": "x", "split_size": 2, "dim": -1})
+TENSOR_SPLIT = ("tensor_split", {"input": "x", "index": 2, "dim": 0})
+NORM = ("layer_norm", {"input": "x", "normalized_shape": (4,), "weight": "y", "eps": 1e-5})
+SPELLINGS = [
+    (lambda x, _: torch.sum(x, -1, True), SUM),
+    (lambda x, _: x.sum(dim=-1, keepdim=True), SUM),
+    (lambda x, _: aten.sum.dim_IntList(x, [0]), COLUMNS),
+    (lambda x, _: aten.sum(x, [0]), COLUMNS),
+    (lambda x, _: x.sum(), ("sum", {"input": "x"})),
+    (lambda x, y: x + y, ADD),
+    (lambda x, y: torch.add(x, other=y), ADD),
+    (lambda x, y: aten.add.Tensor(x, y, alpha=1), ADD),
+    (lambda x, y: torch.add(x, y, alpha=2), ("add", {**ADD[1], "alpha": 2})),
+    (lambda x, _: 1 / x, ("div", {"input": 1, "other": "x"})),
+    (lambda x, _: x.view(2, -1), VIEW),
+    (lambda x, _: x.reshape((2, -1)), VIEW),
+    (lambda x, _: torch.reshape(x, shape=(2, -1)), VIEW),
+    (lambda x, _: x.view(DTYPE), ("view", {"input": "x", "dtype": DTYPE})),
+    (lambda x, _: x.permute(0, 2, 1), ("permute", {"input": "x", "dims": (0, 2, 1)})),
+    (lambda x, y: x.where(y, 0.0), WHERE),
+    (lambda x, y: torch.where(y, x, 0.0), WHERE),
+    (lambda x, _: x.split(2, -1), SPLIT),
+    (lambda x, _: torch.split(x, split_size_or_sections=2, dim=-1), SPLIT),
+    (lambda x, _: x.tensor_split(2), TENSOR_SPLIT),
+    (lambda x, _: torch.tensor_split(x, sections=2), TENSOR_SPLIT),
+    (lambda x, y: F.layer_norm(x, (4,), y), NORM),
+    (lambda x, _: F.silu(x), ("silu", {"input": "x", "inplace": False})),
+    (lambda x, _: F.gelu(x), ("gelu", {"input": "x", "approximate": "none"})),
+    (lambda x, _: x[..., 0], ("getitem", {"input": "x", "index": (Ellipsis, 0)})),
+    (lambda x, _: x.float(), ("float", {"input": "x"})),
+    (lambda x, y: rms_norm(x, y, 1e-6, DTYPE),
+     ("rms_norm", {"x": "x", "weight": "y", "eps": 1e-6, "out_dtype": DTYPE})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "want"), SPELLINGS)
+def test_arguments_by_name(function, want):
+    assert said(function) == want
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x, _: x.var(False), "unbiased"),  # a bool is no dimension
+        (lambda x, _: x.var(-1), "dim"),
+        (lambda x, y: x.to(y), "other"),  # a tensor is no dtype
+        (lambda x, _: x.to(DTYPE), "dtype"),
+        (lambda x, _: x.to("cuda"), "device"),
+    ],
+)
+def test_types_choose_between_overloads(function, name):
+    given = call(function)
+    assert [*given.args][1] == name
+
+
+def test_what_no_signature_allows_is_not_read():
+    assert call(lambda x, _: x.sum(axis=1)) is None
+    assert call(lambda x, y: torch.add(x, y, out=y)) is None
+    graph = Graph()
+    assert read(graph.placeholder("x")) is None
+    assert read(1.0) is None
+
+
+def custom(*args, **kwargs):
+    return operator.add(*args, **kwargs)
+
+
+def test_what_tells_no_signature_is_read_by_place():
+    graph = Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(custom, (x, 1, 2), {"how": 3})
+    assert arguments(node) == {"input": x, "index": 1, "2": 2, "how": 3}
+    assert read(node).op == f"{custom.__module__}.custom"
+    assert read(node).get("alpha") is None
+
+
+def test_each_reading_is_its_own():
+    """Callers may change what they are given."""
+    graph = Graph()
+    node = graph.call_method("sum", (graph.placeholder("x"),))
+    arguments(node).clear()
+    assert arguments(node)["dtype"] is None
