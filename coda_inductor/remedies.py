@@ -111,8 +111,6 @@ _DO = {
     "rank where rows are not split.",
     "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
-    "fp8-weight": "Make it an nn.Linear, with the weight's transpose: torchao's recipes are of no "
-    "other layer.",
     "fp8-computed": "Multiply with a parameter as it is: merge what changes it (peft's "
     "merge_and_unload, torch.nn.utils.parametrize.remove_parametrizations).",
     "fp8-rows": "Use a recipe with scales of rows, or say before the layer that there are some: "

@@ -9,7 +9,6 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.compat import schema
 from coda_inductor.graph.nodes import aten, fake, is_cast, renames, sources
 from coda_inductor.graph.sizes import same
 from coda_inductor.refusal import Refusal
@@ -39,14 +38,8 @@ def scales_of(gemm: Node) -> tuple[Node, ...]:
 
 
 def fast_accumulation(gemm: Node) -> bool:
-    """Does ``gemm`` say that it may sum over K in fewer bits than float32? Only scaled ones of FP8
-    have an argument for it."""
-    said = schema(gemm.target)
-    names = [] if said is None else [argument.name for argument in said.arguments]
-    if "fast" not in names:
-        return False
-    place = names.index("fast")
-    return bool(gemm.args[place] if place < len(gemm.args) else gemm.kwargs.get("fast"))
+    """May ``gemm`` sum over K in fewer bits than float32? Only scaled products say so."""
+    return gemm.target is scaled_mm and bool(gemm.args[5])
 
 
 def multiplies_after(gemm: Node) -> bool:
