@@ -116,7 +116,6 @@ _DO = {
     "fp8-rows": "Use a recipe with scales of rows, or say before the layer that there are some: "
     "torch._check(x.shape[0] > 0).",
     "fp8-small": "options['fp8_small'] = True takes small layers too.",
-    "fp8-shape": "Give each linear layer a contiguous input: only matrices are quantized for it.",
     "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
     "and none for its result.",
     # the loss

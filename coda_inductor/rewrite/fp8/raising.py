@@ -46,7 +46,6 @@ from coda_inductor.graph.nodes import (
     is_transpose,
     place,
     renames,
-    row_major,
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
@@ -166,11 +165,12 @@ class _Factors:
         """``factor`` without what only lays it out anew, and what undoes its scale: 0-dim, or of
         the shape ``vector``. A copy stays where no cast of ours can write the factor so."""
         node, turned, copied = _lies(factor)
-        chain = chain_of(base(node)) if self.record.enabled("fp8_quantize") else None
+        q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
+        chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
         made = None if chain is None else self._quantized(chain, fake(node).shape)
         number = base(scale, relaid)
         if chain is None or made is None:
-            self._refuse(base(node), chain)
+            self._refuse(q)
             if copied:
                 node, turned = factor, False
         else:
@@ -184,16 +184,14 @@ class _Factors:
         return put.transpose(node) if turned else node, scale
 
     def _quantized(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
-        """The quantization, of a matrix as it lies in memory, and whether the chain's, which is
-        multiplied in ``shape``, is of its transpose; None where there is no such matrix."""
+        """The quantization, of a matrix, and whether the chain's, which is multiplied in ``shape``,
+        is of its transpose; None where there is no such matrix."""
         x, dims = chain.x, chain.dims
-        flipped = is_transpose(x) and row_major(fake(x.args[0]))
-        if flipped:
+        if flipped := is_transpose(x):
             x, dims = x.args[0], tuple(sorted(1 - d for d in dims))
-        *others, width = fake(x).shape
-        if len(others) != 1:
-            by_rows = row_major(fake(x)) and dims in ((), (len(others),))
-            if not by_rows or not isinstance(width, int):
+        rank, width = fake(x).dim(), fake(x).shape[-1]
+        if rank != 2:
+            if dims not in ((), (rank - 1,)) or not isinstance(width, int):
                 return None
             dims = dims and (1,)
         if not same(shape[0 if flipped else 1], width):
@@ -204,13 +202,13 @@ class _Factors:
         if key not in self.known:
             put = Put(self.graph, like=q)
             with self.graph.inserting_before(q):
-                x = x if len(others) == 1 else put.reshape(x, [-1, width])
+                x = x if rank == 2 else put.reshape(x, [-1, width])
                 both = put(quantize, x, list(dims), *chain.kind)
                 self.known[key] = put(operator.getitem, both, 0), put(operator.getitem, both, 1)
             self.record.fire("fp8_quantize", converts(q))
         return self.known[key], flipped
 
-    def _refuse(self, q: Node, chain: Chain | None) -> None:
+    def _refuse(self, q: Node) -> None:
         """Say, once, why ``q`` is no quantization of ours, if it casts to FP8 at all."""
         if q in self.refused or not converts(q):
             return
@@ -218,9 +216,7 @@ class _Factors:
         scaled = base(q.args[0], lambda n: n.target in _CLAMPS)
         numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
         collective = next((c for x in numbers if (c := behind(x)) is not None), None)
-        if chain is not None:
-            why = refuse("fp8-shape", f"it quantizes a tensor of shape {tuple(fake(q).shape)}")
-        elif collective is not None:
+        if collective is not None:
             text = f"{q.name} casts to FP8 by a maximum over all ranks ({collective.name})"
             why = refuse("fp8-ranks", text)
         else:

@@ -118,6 +118,23 @@ def test_a_copy_that_no_cast_of_the_graph_can_write_stays(given):
     assert product.args[1].meta["val"].stride() == ((1, 48) if given else (64, 1))
 
 
+def test_a_tensor_whose_rows_lie_apart_is_a_matrix_too():
+    def function(a, b):
+        q, s = quantize_definition(a.transpose(0, 1), [2], E4M3, True)
+        r, t = quantize_definition(b.t(), [0], E4M3, True)
+        rows = q.reshape(32, 64), s.reshape(32, 1)
+        return aten._scaled_mm(rows[0], r, rows[1], t, None, None, torch.bfloat16)
+
+    needs_scaled_mm()
+    a, b = matrices()
+    a = a.view(2, 16, 64)
+    graph = aten_graph(function, a, b)
+    assert run_pass(raise_fp8, graph).fired == {"fp8_quantize": 2, "fp8_product": 1}
+    (product,) = graph.find_nodes(op="call_function", target=scaled_mm)
+    assert product.args[0].args[0].target is quantize
+    assert_bits(torch.fx.GraphModule({}, graph)(a, b), function(a, b))
+
+
 def test_a_product_has_its_own_bias():
     needs_scaled_mm()
 
