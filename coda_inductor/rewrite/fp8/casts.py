@@ -91,23 +91,24 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
     """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
     alike in whether they divide."""
     x = nodes[0].args[0] if source.factor is None else source.read
-    before, plain, turned = nodes[0], [], []
+    put = Put(graph, like=nodes[0])
+    layouts: list[list[tuple[Any, Any]]] = [[], []]
     for node in nodes:
-        straight, transposed = _readers(node)
-        plain += [(node, straight)] if straight else []
-        turned += [(node, transposed)] if transposed else []
-    put = Put(graph, like=before)
-    for pair in itertools.zip_longest(plain, turned):
-        given = [(None, None) if one is None else (scale[one[0]], one[0].args[2]) for one in pair]
-        with graph.inserting_before(before):
-            how = [divides(nodes[0])] if divides(nodes[0]) or source.weight else []
-            how += [source.weight] if source.weight else []
+        for i, readers in enumerate(_readers(node)):
+            if readers:
+                layouts[i].append((node, readers))
+    how = [divides(nodes[0])] if divides(nodes[0]) or source.weight else []
+    how += [source.weight] if source.weight else []
+    for pair in itertools.zip_longest(*layouts, fillvalue=(None, ())):
+        given = [(None, None) if node is None else (scale[node], node.args[2]) for node, _ in pair]
+        with graph.inserting_before(nodes[0]):
             both = put(CAST, x, source.factor, *given[0], *given[1], *how)
-            made = [put(operator.getitem, both, i) if given[i][0] else None for i in range(2)]
-            back = put.transpose(made[1]) if made[1] is not None else None
-        for one, new in zip(pair, (made[0], back), strict=True):
-            for reader, old in one[1] if one is not None else ():
-                _read(reader, old, new)
+            for i, (node, readers) in enumerate(pair):
+                if node is not None:
+                    one = put(operator.getitem, both, i)
+                    other = put.transpose(one)
+                for reader, old in readers:
+                    reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
     for node in nodes:
         for inverse in [user for user in node.users if user.args[1] == 1]:
             undoes = scale[node]
@@ -117,24 +118,14 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
             inverse.replace_all_uses_with(undoes)
 
 
-def _readers(node: Node) -> tuple[list[tuple[Node, Node]], list[tuple[Node, Node]]]:
+def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
     """(reader, what it reads) of those that want rows of the result in FP8, and of those that want
     columns: products multiply along the dimension with stride one."""
-    plain: list[tuple[Node, Node]] = []
-    turned: list[tuple[Node, Node]] = []
+    found: list[list[tuple[Node, Node]]] = [[], []]
     for q in [user for user in node.users if user.args[1] == 0]:
         for name in (q, *filter(is_transpose, q.users)):
             for user in name.users:
                 right = user.target is scaled_mm and user.args[int(name is q)] is name
                 if not is_transpose(user):
-                    (turned if right else plain).append((user, name))
-    return plain, turned
-
-
-def _read(reader: Node, old: Node, new: Node) -> None:
-    """Let ``reader`` read ``new``, or its transpose where ``old`` is one, in place of ``old``."""
-    if is_transpose(old):
-        put = Put(old.graph, like=old)
-        with old.graph.inserting_before(reader):
-            new = new.args[0] if is_transpose(new) else put.transpose(new)
-    reader.replace_input_with(old, new)
+                    found[right].append((user, name))
+    return found
