@@ -42,11 +42,6 @@ def fast_accumulation(gemm: Node) -> bool:
     return gemm.target is scaled_mm and bool(gemm.args[5])
 
 
-def multiplies_after(gemm: Node) -> bool:
-    """Is ``gemm`` a scaled product whose scales another kernel would apply, were it not fused?"""
-    return gemm.target is scaled_mm and bool(gemm.args[6])
-
-
 def bias_of(gemm: Node) -> Node | None:
     """What a GEMM adds to its product, whatever its shape; None for one that adds nothing."""
     if gemm.target is scaled_mm:

@@ -124,6 +124,25 @@ def computed():
     return nn.Sequential(layer, nn.Linear(D, D))
 
 
+class Transformed(nn.Module):
+    """A layer that torch.func calls."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.layer, self.call = nn.Linear(D, D), call
+
+    def forward(self, x):
+        return self.call(self.layer, x)
+
+
+def mapped():
+    return Transformed(lambda layer, x: torch.func.vmap(layer)(x))
+
+
+def dual():
+    return Transformed(lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1])
+
+
 SMALL = {"fp8_small": True}
 #: Code -> (options, model, dtype, what stays, products in FP8).
 REFUSED = {
@@ -132,6 +151,8 @@ REFUSED = {
     "not-multiple-of-16": ({**SMALL, "fp8_skip": []}, lambda: Two(40), torch.bfloat16, "first", 0),
     "fp8-dtype": (SMALL, Two, torch.float32, "first", 0),
     "fp8-computed": (SMALL, computed, torch.bfloat16, "0", 3),
+    "not-recorded": (SMALL, mapped, torch.bfloat16, "layer", 0),
+    "forward-mode": (SMALL, dual, torch.bfloat16, "layer", 0),
 }
 
 

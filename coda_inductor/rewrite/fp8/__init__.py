@@ -5,6 +5,6 @@ chains    what one quantization looks like in an aten graph
 raising   the pass that makes quantizations and scaled products semantic ops, right after noops
 scales    a tensor's maxima, in the epilogue that makes it or read once; its scales
 casts     the pass that expands quantizations, behind that of the norms
-rest      maxima that no epilogue took, and products that stayed unfused, after fusing
+rest      scales of products that stayed unfused, after fusing
 norms     RMSNorm in front of a quantization waits for it
 """

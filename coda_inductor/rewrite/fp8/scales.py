@@ -21,9 +21,6 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.runtime.fp8_casts import AMAX
 from coda_inductor.semantic.fp8 import scale_of
 
-#: In the meta of the node of which an epilogue should make the maxima.
-MAXIMA = "coda_maxima"
-
 Kind = tuple[int, ...]
 ROW: Kind = (1,)
 COLUMN: Kind = (0,)
@@ -86,7 +83,6 @@ def _maxima(
     found: dict[Kind, Node] = {}
     if in_epilogue:
         magnitude = put(aten.abs.default, source.x)
-        magnitude.meta[MAXIMA] = True
         for kind in (ROW, COLUMN):
             if wanted[kind] and (kind == ROW or source.factor is None):
                 found[kind] = put(aten.amax.default, magnitude, list(kind), True)

@@ -14,7 +14,6 @@ import functools
 import pytest
 import torch
 from float8 import (
-    RECIPES,
     Packed,
     Stack,
     assert_exact,
@@ -128,12 +127,11 @@ def test_scales_are_the_first_thing_that_an_epilogue_does(recipe):
     assert dtypes == {(wide, "float8_e4m3fn")}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_where_torchao_multiplies_after_a_product_the_scales_alone_are_worth_it(recipe):
-    harness = compiled(recipe, layers=1)
-    alone = [s for s in harness.fused if s.absorbed == ("scales",)]
-    # Gate's product with the weight and, in FP8, all three gradients of weights.
-    assert len(alone) == {"tensorwise": 0, "rowwise": 4, "rowwise_with_gw_hp": 1}[recipe]
+def test_a_product_that_only_has_its_scales_is_cublas():
+    """Which multiplies with them: nothing is saved."""
+    harness = compiled("rowwise", layers=1)
+    assert not [s for s in harness.report.sites if s.fused and s.role == "weight gradient"]
+    assert harness.counts["epilogue"] == 0
 
 
 def test_sums_of_scaled_products_are_not_joined():
