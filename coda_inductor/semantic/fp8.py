@@ -93,7 +93,7 @@ def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
 
 
-def _quantize_fake(x, dims, dtype, power_of_two, divides=False):  # noqa: ARG001 (the schema)
+def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
     kept = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
     return torch.empty_like(x, dtype=dtype), x.new_empty(kept, dtype=torch.float32)
 
@@ -103,7 +103,7 @@ def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # n
 
 
 quantize = define(
-    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides=False) "
+    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides) "
     "-> (Tensor q, Tensor inverse)",
     quantize_definition,
     fake=_quantize_fake,

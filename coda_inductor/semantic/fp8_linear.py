@@ -97,8 +97,8 @@ def _product(
     fast: bool = False,
 ) -> Tensor:
     """Of a (M, K) and b (K, N); ``vectors``: whether each is scaled along K, or as a whole."""
-    q, inv_a = quantize(a, [1] if vectors[0] else [], dtypes[0], how.power_of_two)
-    r, inv_b = quantize(b, [0] if vectors[1] else [], dtypes[1], how.power_of_two)
+    q, inv_a = quantize(a, [1] if vectors[0] else [], dtypes[0], how.power_of_two, False)
+    r, inv_b = quantize(b, [0] if vectors[1] else [], dtypes[1], how.power_of_two, False)
     after = all(vectors) and not fast
     return scaled_mm(q, r, inv_a, inv_b, a.dtype, fast, after)
 

@@ -39,7 +39,7 @@ from coda_inductor.record import Record
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import make_again, wait
 from coda_inductor.rewrite.fp8.raising import origin
-from coda_inductor.rewrite.fp8.scales import ROW, Source, divides, scales
+from coda_inductor.rewrite.fp8.scales import ROW, Source, scales
 from coda_inductor.runtime.fp8_casts import CAST
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
@@ -75,13 +75,13 @@ def _quantizations(graph: Graph) -> list[Node]:
 def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope) -> None:
     x, gemm = source.x, producer(source.x)
     in_epilogue = gemm is not None and reaches(gemm, x, scope)
-    if not in_epilogue and all(divides(n) and tuple(n.args[1]) == ROW for n in nodes):
+    if not in_epilogue and all(n.args[4] and tuple(n.args[1]) == ROW for n in nodes):
         return  # one kernel of Inductor's makes the tensor, maxima of its rows, and the cast
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scale = scales(put, nodes, source, in_epilogue=in_epilogue, early=x not in scope.graded)
     places: dict[tuple, list[Node]] = {}
     for node in nodes:
-        key = (node in scope.forward, node in scope.graded, checkpoint(node), divides(node))
+        key = (node in scope.forward, node in scope.graded, checkpoint(node), node.args[4])
         places.setdefault(key, []).append(node)
     for same in places.values():
         _cast(graph, same, source, scale)
@@ -89,20 +89,18 @@ def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope) -> No
 
 def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
     """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
-    alike in whether they divide."""
-    x = nodes[0].args[0] if source.factor is None else source.read
-    put = Put(graph, like=nodes[0])
+    alike in whether they divide by their scales."""
+    put, divide = Put(graph, like=nodes[0]), nodes[0].args[4]
     layouts: list[list[tuple[Any, Any]]] = [[], []]
     for node in nodes:
         for i, readers in enumerate(_readers(node)):
             if readers:
                 layouts[i].append((node, readers))
-    how = [divides(nodes[0])] if divides(nodes[0]) or source.weight else []
-    how += [source.weight] if source.weight else []
     for pair in itertools.zip_longest(*layouts, fillvalue=(None, ())):
         given = [(None, None) if node is None else (scale[node], node.args[2]) for node, _ in pair]
         with graph.inserting_before(nodes[0]):
-            both = put(CAST, x, source.factor, *given[0], *given[1], *how)
+            how = source.factor, *given[0], *given[1], divide, source.weight
+            both = put(CAST, source.read, *how)
             for i, (node, readers) in enumerate(pair):
                 if node is not None:
                     one = put(operator.getitem, both, i)
@@ -112,7 +110,7 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
     for node in nodes:
         for inverse in [user for user in node.users if user.args[1] == 1]:
             undoes = scale[node]
-            if not divides(node):
+            if not divide:
                 with graph.inserting_before(inverse):
                     undoes = Put(graph, like=inverse)(aten.reciprocal.default, undoes)
             inverse.replace_all_uses_with(undoes)

@@ -48,7 +48,7 @@ class Chain:
     q: Node
     x: Node
     dims: tuple[int, ...]
-    kind: tuple[torch.dtype, bool, bool]
+    kind: tuple[Any, ...]
     scale: Node | None
     undone: bool
 
@@ -87,7 +87,7 @@ def chain_of(q: Node) -> Chain | None:
     if q.target is operator.getitem and q.args[0].target is quantize:
         x, dims, *kind = q.args[0].args
         scale = next((user for user in q.args[0].users if user.args[1] == 1), None)
-        return Chain(q, x, tuple(dims), (*kind, False)[:3], scale, True)
+        return Chain(q, x, tuple(dims), tuple(kind), scale, True)
     for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
         found: dict[Node, Any] = {}

@@ -62,18 +62,13 @@ def scales(
         dims, *kind = node.args[1:]
         if (key := str(node.args[1:])) not in made:
             amax = maxima[tuple(dims)]
-            if divides(node):
+            if node.args[4]:  # in the dtype of x, as its definition says
                 with graph.inserting_before(before):
                     amax = put.cast(amax, fake(x).dtype)
             made[key] = splice(graph, before, scale_of, [amax, *kind], like=put.like)
             if early:
                 made[key].meta[EARLY] = True
     return {node: made[str(node.args[1:])] for node in nodes}
-
-
-def divides(node: Node) -> bool:
-    """Does the quantization ``node`` divide by its scale?"""
-    return len(node.args) > 4 and bool(node.args[4])
 
 
 def _maxima(
