@@ -22,6 +22,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.likelihoods import gathered_losses
@@ -33,7 +34,7 @@ from coda_inductor.fuse.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
-from coda_inductor.matching import bodies, value
+from coda_inductor.matching import bodies
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
@@ -43,7 +44,6 @@ from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
-from coda_inductor.rewrite.fp8.linears import quantize_linears
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import finish_fp8
 from coda_inductor.rewrite.heads import rotate_rows
@@ -136,12 +136,12 @@ ON_DYNAMO = (
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
     Pass("late_gradients", late_gradients.separate, _wraps),
+    Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
 )
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("policy", _decide, needed=True),
     Pass("noops", remove_noops),
-    Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
@@ -194,8 +194,6 @@ def on_dynamo(gm: GraphModule, record: Record) -> Callable[[Callable[..., Any]],
         FallbackError: with ``strict``, when a pass or a pattern fails.
     """
     check_names(record)
-    given = enumerate(gm.graph.find_nodes(op="placeholder"))
-    record.tensors = frozenset(i for i, n in given if not isinstance(value(n), torch.nn.Parameter))
     _run(ON_DYNAMO, gm.graph, record)
     for body in bodies(gm.graph):
         body.module.recompile()

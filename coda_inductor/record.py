@@ -42,7 +42,6 @@ class Record:
         policy: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name that counters have for it.
-        tensors: which inputs of Dynamo's graph are no parameters, by their places.
         around: what to wrap around the compiled graph, first one innermost.
         failed: something that the next process may be able to do could not be done (a compiler that
             was killed, a full disk): the result must not be kept in torch's cache.
@@ -58,7 +57,6 @@ class Record:
     folder: DebugFolder = field(init=False)
     policy: Policy = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
-    tensors: frozenset[int] = frozenset()
     around: list[Around] = field(default_factory=list)
     failed: bool = False
 

@@ -111,14 +111,11 @@ _DO = {
     "rank where rows are not split.",
     "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
-    "fp8-weight": "Make it an nn.Linear, with the weight's transpose: torchao's recipes are of no "
-    "other layer.",
     "fp8-computed": "Multiply with a parameter as it is: merge what changes it (peft's "
     "merge_and_unload, torch.nn.utils.parametrize.remove_parametrizations).",
     "fp8-rows": "Use a recipe with scales of rows, or say before the layer that there are some: "
     "torch._check(x.shape[0] > 0).",
     "fp8-small": "options['fp8_small'] = True takes small layers too.",
-    "fp8-shape": "Give each linear layer a contiguous input: only matrices are quantized for it.",
     "fp8-form": "Give torch._scaled_mm one scale a row and a column, or one a tensor, in float32, "
     "and none for its result.",
     # the loss

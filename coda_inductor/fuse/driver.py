@@ -23,7 +23,6 @@ from coda_inductor.graph.gemms import (
     GEMMS,
     WEIGHT_GRADIENT,
     gemm_inputs,
-    multiplies_after,
     producer,
 )
 from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path
@@ -155,7 +154,7 @@ class _Planner:
                 region = self._grown(make)
                 if region is None:
                     continue
-                if region.idle and not any(map(multiplies_after, region.anchors)):
+                if region.idle:
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
             except NoRegionError as error:
@@ -283,7 +282,7 @@ def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
 def _absorbed(region: Region) -> tuple[str, ...]:
     """What an epilogue computes, for people."""
     names = tuple(_short(node) for node in region.work if not is_cast(node))
-    return names or (("cast",) if region.work else ("scales",))
+    return names or ("cast",)
 
 
 def _name(anchors: tuple[Node, ...]) -> str:

@@ -42,14 +42,8 @@ def scales_of(gemm: Node) -> tuple[Node, ...]:
 
 
 def fast_accumulation(gemm: Node) -> bool:
-    """Does ``gemm`` say that it may sum over K in fewer bits than float32? Only scaled ones of FP8
-    have an argument for it."""
-    return bool(arguments(gemm).get("fast"))
-
-
-def multiplies_after(gemm: Node) -> bool:
-    """Is ``gemm`` a scaled product whose scales another kernel would apply, were it not fused?"""
-    return gemm.target is scaled_mm and bool(arguments(gemm)["after"])
+    """May ``gemm`` sum over K in fewer bits than float32? Only scaled products say so."""
+    return gemm.target is scaled_mm and bool(arguments(gemm)["fast"])
 
 
 def bias_of(gemm: Node) -> Node | None:

@@ -130,15 +130,7 @@ def _outputs(
     scale_t: Tensor | None,
     dtype_t: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialised results of :func:`fp8_cast`.
-
-    Raises:
-        ValueError: one has a scale and no dtype, or a dtype and no scale.
-    """
-    if (scale is None) != (dtype is None) or (scale_t is None) != (dtype_t is None):
-        raise ValueError(
-            "fp8_cast: a result that is wanted has a scale and a dtype, others neither"
-        )
+    """Uninitialised results of :func:`fp8_cast`."""
     m, k = x.shape
     q = x.new_empty(0 if scale is None else (m, k), dtype=dtype or _NONE)
     return q, x.new_empty(0 if scale_t is None else (k, m), dtype=dtype_t or _NONE)

@@ -21,7 +21,8 @@ EPS = 1e-12
 def quantize_definition(
     x: Tensor, dims: list[int], dtype: torch.dtype, power_of_two: bool, divides: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``q = cast(x * scale)`` in FP8 ``dtype``, shaped and laid out like x, and the scale, float32.
+    """``q = cast(x * scale)`` in FP8 ``dtype``, shaped and laid out like x, and ``1 / scale``,
+    float32, which undoes it in a product.
 
     ``scale = max / amax(|x|)`` over ``dims``, which stay with size 1; over everything, with a
     0-dim scale, where there are none. ``power_of_two``: rounded down to one. Op for op what torchao
@@ -29,18 +30,19 @@ def quantize_definition(
     and inf come out the same.
 
     ``divides``, which inference does (``_choose_scale_float8``, ``_quantize_affine_float8``):
-    ``q = cast(x / scale)``, ``scale = amax(|x|) / max`` in the dtype of x. Zeros alone have the
-    scale 0 then, and become NaN.
+    ``q = cast(x / scale)`` and the scale itself, ``amax(|x|) / max`` in the dtype of x. Zeros alone
+    have the scale 0 then, and become NaN.
     """
     magnitude = torch.abs(x)
     amax = torch.amax(magnitude, dim=dims, keepdim=True) if dims else torch.max(magnitude)
-    return quantize_by(x.to(torch.float32), amax, dtype, power_of_two, divides)
+    q, scale = quantize_by(x.to(torch.float32), amax, dtype, power_of_two, divides)
+    return q, scale if divides else scale.reciprocal()
 
 
 def quantize_by(
     wide: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, divides: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same of float32 ``wide``, whose maxima are ``amax``."""
+    """The same of float32 ``wide``, whose maxima are ``amax``; and the scale."""
     scale = scale_of(amax, dtype, power_of_two, divides)
     limit = torch.finfo(dtype).max
     return (wide / scale if divides else wide * scale).clamp(min=-limit, max=limit).to(dtype), scale
@@ -91,7 +93,7 @@ def _row_major(matrix: Tensor) -> bool:
     return matrix.stride(0) > matrix.stride(1) and matrix.stride(1) == 1
 
 
-def _quantize_fake(x, dims, dtype, power_of_two, divides=False):  # noqa: ARG001 (the schema)
+def _quantize_fake(x, dims, dtype, power_of_two, divides):  # noqa: ARG001 (the schema)
     kept = [1 if i in dims else size for i, size in enumerate(x.shape)] if dims else []
     return torch.empty_like(x, dtype=dtype), x.new_empty(kept, dtype=torch.float32)
 
@@ -101,8 +103,8 @@ def _scaled_mm_fake(a, b, inv_a, inv_b, out_dtype, fast, after, bias=None):  # n
 
 
 quantize = define(
-    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides=False) "
-    "-> (Tensor q, Tensor scale)",
+    "quantize(Tensor x, int[] dims, ScalarType dtype, bool power_of_two, bool divides) "
+    "-> (Tensor q, Tensor inverse)",
     quantize_definition,
     fake=_quantize_fake,
     counted_by_rewrite=True,

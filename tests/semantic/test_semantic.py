@@ -13,6 +13,7 @@ from float8 import needs_scaled_mm
 
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8_linear import fp8_linear
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import layer_norm, rms_norm, rms_norm_backward
 from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_heads, rotate_pairs
@@ -123,16 +124,17 @@ def test_fp8_ops_are_what_torch_asks_of_one():
     checks = ["test_faketensor", "test_autograd_registration"]
     x, e4m3 = randn(32, 64, dtype=torch.bfloat16), torch.float8_e4m3fn
     for dims in ([], [0], [1]):
-        torch.library.opcheck(quantize, (x, dims, e4m3, True), test_utils=checks)
+        torch.library.opcheck(quantize, (x, dims, e4m3, True, False), test_utils=checks)
     needs_scaled_mm()
-    a, scale = quantize(x, [1], e4m3, True)
-    inverse = scale.reciprocal()
+    a, inverse = quantize(x, [1], e4m3, True, False)
     for after in (False, True):
         given = (a, a.t(), inverse, inverse.t(), torch.bfloat16, not after, after)
         torch.library.opcheck(scaled_mm, given, test_utils=checks)
+    layer = x, randn(48, 64, dtype=torch.bfloat16), None, "rowwise", torch.bfloat16
+    torch.library.opcheck(fp8_linear, layer, test_utils=checks)
 
 
-WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm)]
+WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, fp8_linear)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

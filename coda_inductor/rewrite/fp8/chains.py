@@ -7,6 +7,7 @@ is another function. What it is of is read by hand: ``abs(x)``, and a maximum of
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import select_decomp_table, to_copy, unset_fake_temporarily
-from coda_inductor.graph.nodes import aten, fake, prims
+from coda_inductor.graph.nodes import aten, fake, is_transpose, prims, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
-from coda_inductor.semantic.fp8 import FP8, quantize_by
+from coda_inductor.semantic.fp8 import quantize, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the last does
 #: not matter, for they are cast to float64.
@@ -29,6 +30,7 @@ _KINDS = (
     (False, True, torch.float32),
     (False, True, torch.bfloat16),
 )
+_REPEATS = (aten.repeat.default, aten.expand.default, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -36,62 +38,70 @@ class Chain:
     """One quantization.
 
     Attributes:
+        q: the last node.
         x: what is quantized, as the chain reads it.
         dims: what the amax is taken over, counted from the front; none: everything.
-        dtype: of the result, in FP8.
-        power_of_two: whether the scale is rounded down to one.
-        divides: whether x is divided by the scale, as in inference.
-        magnitude: the first node, ``abs(x)``.
+        kind: the other arguments of ``quantize``.
         scale: the node that holds the scale.
-        q: the last node.
+        undone: is it the scale itself that undoes it in a product, and not its reciprocal?
     """
 
+    q: Node
     x: Node
     dims: tuple[int, ...]
-    dtype: torch.dtype
-    power_of_two: bool
-    divides: bool
-    magnitude: Node
-    scale: Node
-    q: Node
+    kind: tuple[Any, ...]
+    scale: Node | None
+    undone: bool
+
+    def is_undone_by(self, node: Node) -> bool:
+        """Is ``node`` what undoes the scale, laid out in some way?"""
+        node = base(node, relaid)
+        if not self.undone and node.target is aten.reciprocal.default:
+            return base(node.args[0], relaid) is self.scale
+        return self.undone and node is self.scale
 
 
-def is_fp8(node: Any) -> bool:
-    """Is ``node`` a tensor in FP8?"""
-    return isinstance(fake(node), torch.Tensor) and fake(node).dtype in FP8
+def relaid(node: Any) -> bool:
+    """Are the elements of ``node``, a vector or a number that is repeated, those it reads?"""
+    if isinstance(node, Node) and node.target in _REPEATS:
+        return single(node.args[0])
+    return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
 
-def casts_to_fp8(node: Node) -> bool:
-    """Does ``node`` cast to FP8?"""
-    return converts(node) and is_fp8(node) and not is_fp8(node.args[0])
+def single(node: Node) -> bool:
+    """Is ``node`` one number, whatever its shape?"""
+    return all(isinstance(size, int) and size == 1 for size in fake(node).shape)
 
 
 def converts(node: Any) -> bool:
     """Does ``node`` change the dtype of what it reads, and nothing else? As ``is_cast``, for every
     dtype."""
-    if not isinstance(node, Node) or node.target not in (
-        prims.convert_element_type.default,
-        to_copy,
-    ):
+    casts = (prims.convert_element_type.default, to_copy)
+    if not isinstance(node, Node) or node.target not in casts:
         return False
     before, after = fake(node.args[0]), fake(node)
     return before.device == after.device and before.dtype != after.dtype
 
 
 def chain_of(q: Node) -> Chain | None:
-    """The quantization that ends in the cast ``q``; None if it is not one of torchao's."""
-    for power_of_two, divides, dtype in _KINDS:
+    """The quantization that ends in ``q``, one of torchao's or of ours; None if it is neither."""
+    if q.target is operator.getitem and q.args[0].target is quantize:
+        x, dims, *kind = q.args[0].args
+        scale = next((user for user in q.args[0].users if user.args[1] == 1), None)
+        return Chain(q, x, tuple(dims), tuple(kind), scale, True)
+    for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
         found: dict[Node, Any] = {}
         if not _alike(end, q, found) or (maximum := _maximum(found[amax])) is None:
             continue
-        magnitude, dims = maximum
-        x, source = magnitude.args[0], found[wide]
+        x, dims = maximum
+        source = found[wide]
         if converts(source) and source is not base(x):
             source = base(source.args[0])
         if source is base(x) and same(fake(x).shape, fake(q).shape):
             dims = _all_but_ones(dims, fake(x).shape) if divides else dims
-            return Chain(x, dims, fake(q).dtype, power_of_two, divides, magnitude, found[scale], q)
+            kind = fake(q).dtype, power_of_two, divides
+            return Chain(q, x, dims, kind, found[scale], divides)
     return None
 
 
@@ -133,22 +143,10 @@ def _all_but_ones(dims: tuple[int, ...], shape: Any) -> tuple[int, ...]:
 
 
 def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
-    """(abs(x), dims) of the node that holds its maximum over ``dims``."""
-    magnitude = amax.args[0] if isinstance(amax, Node) and amax.args else None
-    if not isinstance(magnitude, Node) or magnitude.target is not aten.abs.default:
+    """(x, dims) of the node that holds the maximum of abs(x) over ``dims``, and keeps these."""
+    if not isinstance(amax, Node) or amax.target not in (aten.max.default, aten.amax.default):
         return None
-    dims = _dims(amax, fake(magnitude).dim())
-    return None if dims is None else (magnitude, dims)
-
-
-def _dims(amax: Node, rank: int) -> tuple[int, ...] | None:
-    """What ``amax`` is the maximum over; None if it is none, or does not keep its dimensions."""
-    if amax.target is aten.max.default:
-        return ()
-    if amax.target is not aten.amax.default:
+    magnitude, dims, keep = (*amax.args, [], False)[:3]
+    if magnitude.target is not aten.abs.default or bool(dims) != keep:
         return None
-    dims = amax.args[1] if len(amax.args) > 1 else []
-    keep = len(amax.args) > 2 and amax.args[2]
-    if bool(dims) != keep:  # all of them: torch keeps none; some: torchao keeps them
-        return None
-    return tuple(sorted(d % rank for d in dims))
+    return magnitude.args[0], tuple(sorted(d % fake(magnitude).dim() for d in dims))

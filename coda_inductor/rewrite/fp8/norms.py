@@ -25,7 +25,6 @@ Refuses, beside what ``rewrite.norm`` refuses: another reader in the forward pas
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -36,39 +35,13 @@ from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.rewrite.fp8.scales import Source
 from coda_inductor.rewrite.norm.forward import statistics
 from coda_inductor.rewrite.norm.inputs import input_refusal
 from coda_inductor.semantic.norms import rms_norm
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """What a norm's result is made of: ``x`` (M, K) times the ``factor`` (M, 1) and the ``weight``
-    (1, K) or None; without the factor it is ``h``. ``others``: what reads it in the backward pass
-    beside quantizations, each with the name that it reads."""
-
-    x: Node
-    h: Node
-    factor: Node
-    weight: Node | None
-    others: list[tuple[Node, Node]]
-
-    def make_again(self, graph: Graph) -> None:
-        """Let the others read the result made anew, once a checkpoint."""
-        made: dict[tuple, Node] = {}
-        for user, name in sorted(self.others):
-            if (key := checkpoint(user)) not in made:
-                put = Put(graph, like=user)
-                with graph.inserting_before(user):
-                    dtype = fake(self.factor).dtype
-                    wide = put.mul(put.cast(self.x, dtype), self.factor)
-                    if self.weight is not None:
-                        wide = put.mul(wide, put.cast(self.weight, dtype))
-                    made[key] = put.cast(wide, fake(name).dtype)
-            user.replace_input_with(name, made[key])
-
-
-def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiting | None:
+def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     """Let the norm whose result ``nodes``, all its quantizations, read, wait for them; None where
     there is none, or it stays."""
     quantized = fake(nodes[0].args[0]).dtype
@@ -96,7 +69,22 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Waiti
     with graph.inserting_before(norm):
         x = put.reshape(norm.args[0], [-1, fake(norm.args[0]).shape[-1]])
         weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
-    return Waiting(x, made.h, made.flat, weight, others)
+    return Source(made.h, x, made.flat, weight, others)
+
+
+def make_again(graph: Graph, source: Source) -> None:
+    """Let the others read the norm's result made anew, once a checkpoint."""
+    made: dict[tuple, Node] = {}
+    for user, name in sorted(source.others):
+        if (key := checkpoint(user)) not in made:
+            put = Put(graph, like=user)
+            with graph.inserting_before(user):
+                dtype = fake(source.factor).dtype
+                wide = put.mul(put.cast(source.read, dtype), source.factor)
+                if source.weight is not None:
+                    wide = put.mul(wide, put.cast(source.weight, dtype))
+                made[key] = put.cast(wide, fake(name).dtype)
+        user.replace_input_with(name, made[key])
 
 
 def _reads(result: Node) -> list[tuple[Node, Node]]:

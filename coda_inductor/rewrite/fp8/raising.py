@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's FP8, in a joint graph or one for inference, becomes two semantic ops
-(``semantic.fp8``).
+"""Scaled products, and the quantizations of their factors, become two semantic ops
+(``semantic.fp8``): those of torchao's modules, those of ``options["fp8"]``.
 
-Before (one Linear, forward)::
+Before (one Linear, forward; the second product where torchao's rowwise kernel would be slow)::
 
     m = amax(abs(x)); s = float32(448 / max(float64(m), eps)); q = float8(clamp(x * s)); ... of W
-    y = _scaled_mm(q, r, 1 / s, 1 / t, None, None, bfloat16, True)
+    y = _scaled_mm(q, clone(r.t()), 1 / s, 1 / t, None, None, bfloat16, True)
+    y = bfloat16(_scaled_mm(q, r.t(), one, one, None, None, bfloat16) * (1 / s * 1 / t))
 
 After::
 
-    q, s = quantize(x, [1], float8_e4m3fn, True); r, t = quantize(W, [1], ...)
-    y = scaled_mm(q, r.t(), 1 / s, 1 / t, bfloat16, True, False)
+    q, i = quantize(x, [1], float8_e4m3fn, True); r, j = quantize(W, [1], ...)
+    y = scaled_mm(q, r.t(), i, j.t(), bfloat16, True, after)
 
 Valid because the ops are defined as these very chains: decomposed, they are what was there, bit for
-bit. Equal quantizations become one (``merge``); copies that only change a factor's layout go, and
-come back with the decomposition (``products``).
+bit, copies of factors that ``_scaled_mm`` wants included. Equal quantizations become one, wherever
+they lie and whichever view or transpose they are of, where the graph would compute them in the same
+pass (forward, backward, or recomputed there) and in the same checkpoint. One scale that torchao
+repeats for every column stays one number.
 
 Refuses what it does not know: a cast to FP8 by another chain (a maximum over all ranks; bounds for
 it; a scale that is given), whose product is raised all the same; a product with a scale for its
@@ -23,60 +26,214 @@ result.
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.graph.collectives import behind
-from coda_inductor.graph.nodes import aten, fake, place
+from coda_inductor.graph.edit import Put
+from coda_inductor.graph.gemms import WEIGHT_GRADIENT
+from coda_inductor.graph.nodes import (
+    aten,
+    constant,
+    fake,
+    is_cast,
+    is_transpose,
+    place,
+    renames,
+)
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.fp8.chains import Chain, casts_to_fp8, chain_of
-from coda_inductor.rewrite.fp8.merge import Quantized, merge
-from coda_inductor.rewrite.fp8.products import product_of, raise_product
+from coda_inductor.rewrite.fp8.chains import Chain, chain_of, converts, relaid, single
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
+_NAMES = (
+    "a", "b", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum",
+)  # fmt: skip
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def raise_fp8(graph: Graph, record: Record) -> None:
-    """Apply the rewrite, in place, where there is a scaled product at all."""
-    if not _products(graph):
+    """Apply the rewrite, in place. What is torchao's counts."""
+    products = [n for n in graph.nodes if n.target in (aten_scaled_mm, scaled_mm)]
+    if not products or not record.enabled("fp8_product"):
         return
-    known: dict[Node, Quantized] = {}
-    if record.enabled("fp8_quantize"):
-        known = merge(graph, _chains(graph, record))
-        record.fire("fp8_quantize", len(known))
-    for node in _products(graph) if record.enabled("fp8_product") else ():
-        found = product_of(node)
+    factors = _Factors(graph, record)
+    for node in products:
+        found = _product(node)
         if isinstance(found, Refusal):
             record.refuse("fp8", place(node), found)
         else:
-            raise_product(graph, found, known)
-            record.fire("fp8_product")
+            _raise(graph, node, found, factors)
+            record.fire("fp8_product", node.target is aten_scaled_mm)
     graph.eliminate_dead_code()
 
 
-def _products(graph: Graph) -> list[Node]:
-    return list(graph.find_nodes(op="call_function", target=aten_scaled_mm))
+def origin(node: Node) -> Any:
+    """Equal for nodes that hold the same elements in the same order: the tensor that both are views
+    of, and through which dtypes it went."""
+    node = base(node)
+    if is_cast(node):
+        return (origin(node.args[0]), fake(node).dtype)
+    return node
 
 
-def _chains(graph: Graph, record: Record) -> list[Chain]:
-    found = []
-    for cast in [n for n in graph.nodes if n.op == "call_function" and casts_to_fp8(n)]:
-        if (chain := chain_of(cast)) is not None:
-            found.append(chain)
+@dataclass(frozen=True)
+class _Product:
+    """A product: the node that ``end`` s it, what multiplies ``rows`` and ``columns``, ``after`` it
+    or in it; ``extra``: its bias, if any."""
+
+    end: Node
+    rows: Node
+    columns: Node
+    fast: bool
+    after: bool
+    extra: tuple[Node, ...]
+
+
+def _product(node: Node) -> _Product | Refusal:
+    """What the product ``node`` means, or why it stays as it is."""
+    if node.target is scaled_mm:
+        rows, columns, _, fast, after, *extra = node.args[2:]
+        return _Product(node, rows, columns, fast, after, tuple(extra))
+    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    if given.get("scale_result") is not None:
+        return refuse("fp8-form", f"{node.name} has a scale_result")
+    if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return refuse("fp8-form", f"{node.name} makes {fake(node).dtype}")
+    rows, columns = fake(node).shape
+    if not isinstance(columns, int):
+        return refuse("symbolic-features", f"{node.name} has a symbolic width")
+    scales, bias = (given["scale_a"], given["scale_b"]), given.get("bias")
+    fast, extra = bool(given.get("use_fast_accum")), () if bias is None else (bias,)
+    ones = bias is None and constant(scales[0]) == constant(scales[1]) == 1
+    if ones and (found := _multiplied(node)) is not None:
+        return _Product(*found, fast, True, extra)
+    for scale, wanted in zip(scales, ((rows, 1), (1, columns)), strict=True):
+        alike = single(scale) or same(fake(scale).shape, wanted)
+        if fake(scale).dtype != torch.float32 or not alike:
+            text = f"{scale.name} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
+            return refuse("fp8-form", f"{node.name}: {text}, no scale of rows or columns")
+    return _Product(node, *scales, fast, False, extra)
+
+
+def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
+    """(the result, rows' factors, columns' factors) where the product is multiplied with both, and
+    rounded again."""
+    scaled = next(iter(node.users), node)
+    end = next(iter(scaled.users), node)
+    if scaled.target is not aten.mul.Tensor or len(node.users) != 1 or len(scaled.users) != 1:
+        return None
+    outer = next((x for x in scaled.args if x is not node), None)
+    if not is_cast(end) or fake(end).dtype != fake(node).dtype:
+        return None
+    if not isinstance(outer, Node) or outer.target is not aten.mul.Tensor:
+        return None
+    m, n = fake(node).shape
+    shapes = [fake(x).shape for x in outer.args if isinstance(x, Node)]
+    return (end, *outer.args) if same(shapes, [(m, 1), (1, n)]) else None
+
+
+def _raise(graph: Graph, node: Node, found: _Product, factors: _Factors) -> None:
+    """Put the semantic op in place of the product ``node``, which is ``found``."""
+    put, out = Put(graph, like=node), fake(node).dtype
+    with graph.inserting_before(found.end):
+        a, rows = factors(put, node.args[0], found.rows, [-1, 1])
+        b, columns = factors(put, node.args[1], found.columns, [1, -1])
+        new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *found.extra)
+    if _lies(a)[1]:
+        new.meta[WEIGHT_GRADIENT] = True
+    found.end.replace_all_uses_with(new)
+
+
+class _Factors:
+    """The factors of a graph's products; what is quantized alike is so once."""
+
+    def __init__(self, graph: Graph, record: Record):
+        self.graph, self.record, self.scope = graph, record, Scope(graph)
+        self.known: dict[tuple, tuple[Node, Node]] = {}
+        self.refused: set[Node] = set()
+
+    def __call__(self, put: Put, factor: Node, scale: Node, vector: list[int]) -> tuple[Node, Node]:
+        """``factor`` without what only lays it out anew, and what undoes its scale: 0-dim, or of
+        the shape ``vector``. A copy stays where no cast of ours can write the factor so."""
+        node, turned, copied = _lies(factor)
+        q = base(node, lambda n: renames(n) or n.target is aten.clone.default)
+        chain = chain_of(q) if self.record.enabled("fp8_quantize") else None
+        made = None if chain is None else self._quantized(chain, fake(node).shape)
+        number = base(scale, relaid)
+        if chain is None or made is None:
+            self._refuse(q)
+            if copied:
+                node, turned = factor, False
         else:
-            record.refuse("fp8", place(cast), _stays(cast))
-    return found
+            (node, inverse), flipped = made
+            turned ^= flipped
+            scale = number = inverse if chain.is_undone_by(scale) else scale
+        if single(number):
+            scale, vector = number, []
+        if fake(scale).dim() != len(vector) or (vector and fake(scale).shape[vector.index(1)] != 1):
+            scale = put.reshape(scale, vector)
+        return put.transpose(node) if turned else node, scale
+
+    def _quantized(self, chain: Chain, shape: Any) -> tuple[tuple[Node, Node], bool] | None:
+        """The quantization, of a matrix, and whether the chain's, which is multiplied in ``shape``,
+        is of its transpose; None where there is no such matrix."""
+        x, dims = chain.x, chain.dims
+        if flipped := is_transpose(x):
+            x, dims = x.args[0], tuple(sorted(1 - d for d in dims))
+        rank, width = fake(x).dim(), fake(x).shape[-1]
+        if rank != 2:
+            if dims not in ((), (rank - 1,)) or not isinstance(width, int):
+                return None
+            dims = dims and (1,)
+        if not same(shape[0 if flipped else 1], width):
+            return None
+        q = chain.q
+        side = q in self.scope.forward, q in self.scope.graded, checkpoint(q)
+        key = origin(x), str(width), dims, chain.kind, side
+        if key not in self.known:
+            put = Put(self.graph, like=q)
+            with self.graph.inserting_before(q):
+                x = x if rank == 2 else put.reshape(x, [-1, width])
+                both = put(quantize, x, list(dims), *chain.kind)
+                self.known[key] = put(operator.getitem, both, 0), put(operator.getitem, both, 1)
+            self.record.fire("fp8_quantize", converts(q))
+        return self.known[key], flipped
+
+    def _refuse(self, q: Node) -> None:
+        """Say, once, why ``q`` is no quantization of ours, if it casts to FP8 at all."""
+        if q in self.refused or not converts(q):
+            return
+        self.refused.add(q)
+        scaled = base(q.args[0], lambda n: n.target in _CLAMPS)
+        numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
+        collective = next((c for x in numbers if (c := behind(x)) is not None), None)
+        if collective is not None:
+            text = f"{q.name} casts to FP8 by a maximum over all ranks ({collective.name})"
+            why = refuse("fp8-ranks", text)
+        else:
+            text = f"{q.name} casts to FP8, and not as torchao's dynamic scaling does"
+            why = refuse("fp8-cast", text)
+        self.record.refuse("fp8", place(q), why)
 
 
-def _stays(cast: Node) -> Refusal:
-    """Why ``cast``, to FP8, is none that the pass knows."""
-    scaled = base(cast.args[0], lambda n: n.target in _CLAMPS)
-    numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
-    collective = next((c for x in numbers if (c := behind(x)) is not None), None)
-    if collective is not None:
-        text = f"{cast.name} casts to FP8 by a maximum over all ranks ({collective.name})"
-        return refuse("fp8-ranks", text)
-    text = f"{cast.name} casts to FP8, and not as torchao's dynamic scaling does"
-    return refuse("fp8-cast", text)
+def _lies(node: Node) -> tuple[Node, bool, bool]:
+    """(what ``node`` is laid out anew of, whether it is its transpose, whether it is a copy)."""
+    turned = copied = False
+    while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
+        turned ^= is_transpose(node)
+        copied |= node.target is aten.clone.default
+        node = node.args[0]
+    return node, turned, copied
+
+
+def _same_view(node: Node) -> bool:
+    return renames(node) and same(fake(node).shape, fake(node.args[0]).shape)

@@ -9,21 +9,17 @@ all its maxima. A tensor's own maximum is that of its rows' or its columns'.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import aten
+from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
 from coda_inductor.runtime.fp8_casts import AMAX
 from coda_inductor.semantic.fp8 import scale_of
-
-#: In the meta of the node of which an epilogue should make the maxima.
-MAXIMA = "coda_maxima"
 
 Kind = tuple[int, ...]
 ROW: Kind = (1,)
@@ -41,73 +37,63 @@ class Source:
         read: (M, K), what is in memory.
         factor: None, or (M, 1), positive.
         weight: None, or (1, K).
-        in_epilogue: whether a GEMM's epilogue makes x.
-        early: whether the forward pass has it.
-        dtype: of what is quantized.
+        others: (reader, what it reads) of the norm's result beside quantizations.
     """
 
     x: Node
     read: Node
-    factor: Node | None
-    weight: Node | None
-    in_epilogue: bool
-    early: bool
-    dtype: torch.dtype
+    factor: Node | None = None
+    weight: Node | None = None
+    others: Sequence[tuple[Node, Node]] = ()
 
 
-class Scales:
-    """The scales of one source, each made once, at the insertion point of the first."""
+def scales(
+    put: Put, nodes: list[Node], source: Source, *, in_epilogue: bool, early: bool
+) -> dict[Node, Node]:
+    """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
+    0-dim, made in front of the first. ``in_epilogue``: of a GEMM, which makes the source;
+    ``early``: the forward pass has it."""
+    graph, before, x = put.graph, nodes[0], nodes[0].args[0]
+    with graph.inserting_before(before):
+        kinds = {tuple(node.args[1]) for node in nodes}
+        maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
+    made: dict[str, Node] = {}
+    for node in nodes:
+        dims, *kind = node.args[1:]
+        if (key := str(node.args[1:])) not in made:
+            amax = maxima[tuple(dims)]
+            if node.args[4]:  # in the dtype of x, as its definition says
+                with graph.inserting_before(before):
+                    amax = put.cast(amax, fake(x).dtype)
+            made[key] = splice(graph, before, scale_of, [amax, *kind], like=put.like)
+            if early:
+                made[key].meta[EARLY] = True
+    return {node: made[str(node.args[1:])] for node in nodes}
 
-    def __init__(self, put: Put, before: Node, source: Source, kinds: Collection[Kind]):
-        self.put, self.before, self.source = put, before, source
-        with put.graph.inserting_before(before):
-            self.maxima = self._maxima(kinds)
-        self.made: dict[tuple, Node] = {}
 
-    def __call__(
-        self, dims: Kind, dtype: torch.dtype, power_of_two: bool, divides: bool = False
-    ) -> Node:
-        """(M, 1), (1, K) or 0-dim, float32."""
-        key = dims, dtype, power_of_two, divides
-        if key not in self.made:
-            amax = self.maxima[dims]
-            if divides:
-                with self.put.graph.inserting_before(self.before):
-                    amax = self.put.cast(amax, self.source.dtype)
-            arguments = [amax, dtype, power_of_two, divides]
-            scale = splice(self.put.graph, self.before, scale_of, arguments, like=self.put.like)
-            if self.source.early:
-                scale.meta[EARLY] = True
-            self.made[key] = scale
-        return self.made[key]
-
-    def _maxima(self, kinds: Collection[Kind]) -> dict[Kind, Node]:
-        rows = ROW in kinds or COLUMN not in kinds
-        found: dict[Kind, Node] = {}
-        if self.source.in_epilogue:
-            magnitude = self.put(aten.abs.default, self.source.x)
-            magnitude.meta[MAXIMA] = True
-            if rows:
-                found[ROW] = self._scaled(self.put(aten.amax.default, magnitude, [1], True))
-            if COLUMN in kinds and self.source.factor is None:
-                found[COLUMN] = self.put(aten.amax.default, magnitude, [0], True)
-        missing = [kind for kind in (ROW, COLUMN) if kind in (*kinds, *[ROW] * rows)]
-        missing = [kind for kind in missing if kind not in found]
-        if missing:
-            wanted = [kind in missing for kind in (ROW, COLUMN)]
-            alone = ROW not in missing  # a weight is a factor of maxima of columns
-            x = self.source.read if alone else self.source.x
-            parts = self.put(AMAX, x, self.source.factor, *wanted)
-            for kind in missing:
-                part = self.put(operator.getitem, parts, 1 - kind[0])
-                found[kind] = self.put(aten.amax.default, part, list(kind), True)
-            if alone and self.source.weight is not None:
-                size = self.put(aten.abs.default, self.source.weight)
-                found[COLUMN] = self.put.mul(found[COLUMN], size)
-        if ALL in kinds:
-            found[ALL] = self.put(aten.amax.default, found[ROW if rows else COLUMN])
-        return found
-
-    def _scaled(self, amax: Node) -> Node:
-        factor = self.source.factor
-        return amax if factor is None else self.put.mul(amax, factor)
+def _maxima(
+    put: Put, source: Source, kinds: Collection[Kind], *, in_epilogue: bool
+) -> dict[Kind, Node]:
+    wanted = {ROW: ROW in kinds or COLUMN not in kinds, COLUMN: COLUMN in kinds}
+    found: dict[Kind, Node] = {}
+    if in_epilogue:
+        magnitude = put(aten.abs.default, source.x)
+        for kind in (ROW, COLUMN):
+            if wanted[kind] and (kind == ROW or source.factor is None):
+                found[kind] = put(aten.amax.default, magnitude, list(kind), True)
+        if source.factor is not None and ROW in found:
+            found[ROW] = put.mul(found[ROW], source.factor)
+    missing = [kind for kind in wanted if wanted[kind] and kind not in found]
+    if missing:
+        alone = missing == [COLUMN]  # a weight is a factor of maxima of columns
+        x = source.read if alone else source.x
+        parts = put(AMAX, x, source.factor, ROW in missing, COLUMN in missing)
+        for kind in missing:
+            part = put(operator.getitem, parts, 1 - kind[0])
+            found[kind] = put(aten.amax.default, part, list(kind), True)
+        if alone and source.weight is not None:
+            size = put(aten.abs.default, source.weight)
+            found[COLUMN] = put.mul(found[COLUMN], size)
+    if ALL in kinds:
+        found[ALL] = put(aten.amax.default, next(iter(found.values())))
+    return found

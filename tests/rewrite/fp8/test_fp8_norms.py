@@ -57,7 +57,7 @@ def test_the_factor_is_that_of_the_cast(recipe, gamma):
     casts = harness.graph.find_nodes(op="call_function", target=CAST)
     factors = {n.args[1] for n in casts if n.args[1] is not None}
     assert len(factors) == 1
-    weights = {base(n.args[7]) for n in casts if len(n.args) > 7}
+    weights = {base(n.args[7]) for n in casts if n.args[7] is not None}
     assert len(weights) == gamma
     # The norm's input is in memory, once, and nothing else: h never leaves the tile.
     (first,) = [s for s in harness.fused if s.site == "first" and s.role == "forward"]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of an unmodified model in FP8: ``options={"fp8": RECIPE}``.
+
+Before::
+
+    y = linear(x, W, b)
+
+After::
+
+    y = coda_inductor.fp8_linear(x, W, b, RECIPE, bfloat16)
+
+AOTAutograd traces it, and its gradients, to what torchao's own modules become (``rewrite.fp8``
+raises both): the numbers are torchao's, and everything that follows is the same.
+
+Not valid: FP8 has 3 or 2 bits of mantissa. It is what the option asks for.
+
+Refuses layers that ``options["fp8_skip"]`` names, such that are too small to gain (``too_small``;
+``options["fp8_small"]`` takes them), features that are no multiples of 16, weights that are
+computed, tensors that are no plain ones (DTensor), products in another dtype than bfloat16, and
+inputs without rows (an expert that no token chose). The gradient of a weight, which sums over rows,
+stays in bfloat16 where M is no multiple of 16.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.nodes import of_linear, place
+from coda_inductor.graph.read import read, target_name
+from coda_inductor.graph.sizes import at_least_one, same
+from coda_inductor.graph.walk import base
+from coda_inductor.matching import bodies, forward_mode, is_cast, value
+from coda_inductor.options import Options
+from coda_inductor.record import Record
+from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.report import Float8Layers
+from coda_inductor.semantic.fp8_linear import MULTIPLE, RECIPES, fp8_linear, multiplies, too_small
+
+#: What peft calls a layer that it wraps, behind the layer's own name.
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)$")
+
+
+def quantize_linears(graph: Graph, record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its regions, in place, where ``options["fp8"]`` asks for
+    it. Each layer counts, or has its reason."""
+    options, dual = record.options, forward_mode(graph)
+    if not options.fp8 or not record.enabled("fp8_linear"):
+        return
+    chosen, kept = set(), set()
+    for node in [n for body in bodies(graph) for n in body.graph.nodes]:
+        if (layer := _layer(node)) is None:
+            continue
+        why = _refusal(node, layer, options)
+        if dual is not None:
+            why = refuse("forward-mode", f"{dual} differentiates forward, and FP8 goes backward")
+        if why is not None:
+            kept.add(place(node))
+            record.refuse("fp8_linear", place(node), why)
+            continue
+        chosen.add(place(node))
+        record.fire("fp8_linear")
+        node.target, node.kwargs = fp8_linear, {}
+        node.args = (*layer, options.fp8, value(node).dtype)
+        trained = value(node).requires_grad and value(layer[1]).requires_grad
+        why = _odd({"M": _rows(layer[0])}) if trained else None
+        if why is not None and RECIPES[options.fp8].wgrad is not None:
+            record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
+    hit = {p for p in options.fp8_skip if any(skips(p, path) for path in chosen | kept)}
+    own = options.fp8_skip if options.fp8_skip != Options.fp8_skip else ()
+    record.report.float8.add(Float8Layers(options.fp8, own, chosen, kept - chosen, hit))
+
+
+def skips(pattern: str, path: str) -> bool:
+    """Does ``pattern``, one of ``options["fp8_skip"]``, name the layer at ``path``? It may leave
+    out first parts of the path, and what peft puts behind it."""
+    names = {path, _WRAPPED.sub("", path)}
+    parts = [name.split(".") for name in names]
+    ends = {".".join(part[i:]) for part in parts for i in range(len(part))}
+    return any(fnmatch.fnmatchcase(end, pattern) for end in ends)
+
+
+def _layer(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """The input, weight and bias of a linear layer: a product with a parameter, or an nn.Linear's.
+    What the caller hands over, be it another graph's result, is no weight."""
+    call = read(node) if target_name(node) == "linear" else None
+    if call is None or value(call["weight"]).dim() != 2:
+        return None
+    parameter = isinstance(value(base(call["weight"], is_cast)), torch.nn.Parameter)
+    if not parameter and not of_linear(node):
+        return None
+    return call["input"], call["weight"], call["bias"]
+
+
+def _rows(x: Node) -> Any:
+    return math.prod(value(x).shape[:-1])
+
+
+def _refusal(node: Node, layer: tuple[Any, ...], options: Options) -> Refusal | None:
+    path, recipe = place(node), RECIPES[options.fp8]
+    for pattern in options.fp8_skip:
+        if skips(pattern, path):
+            return refuse("fp8-skipped", f"options['fp8_skip'] has {pattern!r}")
+    if base(layer[1], is_cast).op not in ("placeholder", "get_attr"):
+        return refuse("fp8-computed", "its weight is computed")
+    known = [value(n) for n in (node, *layer[:2])]
+    if not all(hasattr(tensor, "fake_mode") for tensor in known):
+        return refuse("not-recorded", "not all of its tensors are plain ones")
+    if known[0].dtype != torch.bfloat16:
+        return refuse("fp8-dtype", f"it multiplies {known[0].dtype}, not bfloat16")
+    n, k = known[2].shape
+    if (why := _odd({"N": n, "K": k})) is not None:
+        return why
+    if too_small(options.fp8, n, k) and not options.fp8_small:
+        text = f"N={n}, K={k} is too small to gain from {options.fp8}"
+        return refuse("fp8-small", text)
+    rows = _rows(layer[0])
+    if same(rows, 0):
+        return refuse("empty", "it multiplies no rows")
+    if all(recipe.forward) or at_least_one(rows):
+        return None
+    return refuse("fp8-rows", f"M={rows} may be 0, and a tensor without elements has no maximum")
+
+
+def _odd(sizes: dict[str, Any]) -> Refusal | None:
+    """Why FP8 does not multiply these sizes, or None."""
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            return refuse("symbolic-features", f"{name} is symbolic")
+        if not multiplies(size):
+            return refuse("not-multiple-of-16", f"{name}={size} is no multiple of {MULTIPLE}")
+    return None
