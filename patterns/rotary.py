@@ -11,7 +11,6 @@ Before::
 
     first, second = x.chunk(2, -1)                               # one angle a pair: GPT-OSS, vLLM
     y = torch.cat((first * c - second * s, second * c + first * s), -1)
-    y = torch.cat((first * c + second * s, second * c - first * s), -1)    # back: nanochat
 
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)          # torchtune, gpt-fast
     y = torch.stack((first * c - second * s, second * c + first * s), -1).flatten(-2)
@@ -47,40 +46,16 @@ def turned_pairs(x, cos, sin):
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
-def _forward(a, b, c, s):
+def _products(a, b, c, s):
     return a * c - b * s, b * c + a * s
 
 
-def _back(a, b, c, s):
-    return a * c + b * s, b * c - a * s
-
-
-def _negated(a, b, c, s):
-    return a * c + b * s, b * c + a * -s
-
-
 def halves(x, c, s, half):
-    return torch.cat(_forward(x[..., :half], x[..., half:], c, s), -1)
-
-
-def halves_back(x, c, s_back, half):
-    return torch.cat(_back(x[..., :half], x[..., half:], c, s_back), -1)
-
-
-def halves_negated(x, c, s_back, half):
-    return torch.cat(_negated(x[..., :half], x[..., half:], c, s_back), -1)
+    return torch.cat(_products(x[..., :half], x[..., half:], c, s), -1)
 
 
 def pairs(x, c, s):
-    return torch.stack(_forward(x[..., ::2], x[..., 1::2], c, s), -1).flatten(-2)
-
-
-def pairs_back(x, c, s_back):
-    return torch.stack(_back(x[..., ::2], x[..., 1::2], c, s_back), -1).flatten(-2)
-
-
-def pairs_negated(x, c, s_back):
-    return torch.stack(_negated(x[..., ::2], x[..., 1::2], c, s_back), -1).flatten(-2)
+    return torch.stack(_products(x[..., ::2], x[..., 1::2], c, s), -1).flatten(-2)
 
 
 def partial_turned_halves(x, cos, sin, half, width):
@@ -91,35 +66,19 @@ def partial_turned_pairs(x, cos, sin, width):
     return torch.cat((turned_pairs(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
-def partial_halves(x, c, s, half, width):
-    return torch.cat((halves(x[..., :width], c, s, half), x[..., width:]), -1)
-
-
-def partial_halves_beside(x, c, s, half, width):
-    part = x[..., :width]
-    return torch.cat((*_forward(part[..., :half], part[..., half:], c, s), x[..., width:]), -1)
-
-
-def partial_pairs(x, c, s, width):
-    return torch.cat((pairs(x[..., :width], c, s), x[..., width:]), -1)
-
-
 def _tables(match: Match):
-    """Cosines, sines, whether they hold one angle a pair, whether they turn back."""
-    bound = match.bound
-    if "cos" in bound:
-        return bound["cos"], bound["sin"], False, False
-    back = "s_back" in bound
-    return bound["c"], bound["s_back" if back else "s"], True, back
+    """Cosines, sines, whether they hold one angle a pair."""
+    paired = "c" in match.bound
+    return match.bound["c" if paired else "cos"], match.bound["s" if paired else "sin"], paired
 
 
 def _arguments(match: Match):
     bound = match.bound
-    cos, sin, paired, back = _tables(match)
+    cos, sin, paired = _tables(match)
     distance = int(number(match, "half")) if "half" in bound else 1
     joined = paired or "width" in bound  # laid out by a cat or a stack, else like x
     dtype = value(match.root).dtype
-    return (bound["x"], cos, sin, distance, paired, back, joined, dtype)
+    return (bound["x"], cos, sin, distance, paired, False, joined, dtype)
 
 
 def _numbers(match: Match):
@@ -127,27 +86,24 @@ def _numbers(match: Match):
 
 
 def _shapes(match: Match):
-    cos, sin, paired, _ = _tables(match)
+    cos, sin, paired = _tables(match)
     return rotation(match, cos, sin, paired=paired)
 
 
-_EACH, _PAIRS, _BACK = (
-    {"cos": (3, 4), "sin": (3, 4)},
-    {"c": (3, 2), "s": (3, 2)},
-    {"c": (3, 2), "s_back": (3, 2)},
+_EACH, _PAIRS = {"cos": (3, 4), "sin": (3, 4)}, {"c": (3, 2), "s": (3, 2)}
+_EXAMPLES = (
+    {"x": (2, 3, 4), **_EACH},
+    {"x": (2, 3, 4), **_PAIRS},
+    {"x": (2, 3, 6), "width": 4, **_EACH},
 )
-_WHOLE = [{"x": (2, 3, 4), **tables} for tables in (_EACH, _PAIRS, _BACK)]
-_PART = [{"x": (2, 3, 6), "width": 4, **tables} for tables in (_EACH, _PAIRS)]
 PATTERN = Pattern(
     name="rotary",
     idioms=(
         *(partial_turned_halves, partial_turned_pairs),
-        *(partial_halves, partial_halves_beside, partial_pairs),
-        *(turned_halves, turned_pairs, halves, halves_back, halves_negated),
-        *(pairs, pairs_back, pairs_negated),
+        *(turned_halves, turned_pairs, halves, pairs),
     ),
     op=rotate,
     arguments=_arguments,
     conditions=(_numbers, _shapes),
-    example=tuple(e | half for e in (*_WHOLE, *_PART) for half in ({"half": 2}, {})),
+    example=tuple(e | half for e in _EXAMPLES for half in ({"half": 2}, {})),
 )

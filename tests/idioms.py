@@ -93,13 +93,6 @@ def rotated(q, x):
     return q * cos + torch.cat((-second, first), -1) * sin
 
 
-def turned_apart(x, w):
-    (q,), table = heads(x, w), angles(x)[:, : HEAD // 2]
-    first, second = q[..., ::2], q[..., 1::2]
-    cos, sin = table.cos(), table.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
 def turned_complex(x, w):
     q, table = F.linear(x, w).view(*x.shape[:2], -1, HEAD), angles(x)[:, None, : HEAD // 2]
     turns = torch.polar(torch.ones_like(table), table)

@@ -25,7 +25,7 @@ from coda_inductor.rewrite import embedding, tables
 from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
-from coda_inductor.semantic.rotary import rotate_apart, rotate_pairs
+from coda_inductor.semantic.rotary import rotate_pairs
 
 B, T, D, WIDE, HEADS = 2, 6, 16, 24, 2
 
@@ -162,9 +162,6 @@ CASES = {
     ),
     "tables": Case(
         of.rotary_in_kernels, ROTARY, kept, "tables", ("tables",), often=2,
-    ),
-    "interleaved_rotary": Case(
-        of.turned_apart, ROTARY, found(rotate_apart), "idioms", ("interleaved_rotary",),
     ),
     "rotary_complex": Case(
         of.turned_complex, ROTARY, found(rotate_pairs), "idioms", ("rotary_complex",),

@@ -10,6 +10,6 @@ its flags say which gradients are wanted, so that frozen weights need no pattern
 
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import layer_norm, rms_norm
-from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
-__all__ = ["cross_entropy", "layer_norm", "rms_norm", "rotate", "rotate_apart", "rotate_pairs"]
+__all__ = ["cross_entropy", "layer_norm", "rms_norm", "rotate", "rotate_pairs"]

@@ -112,28 +112,6 @@ rotate_pairs = compose(
 )
 
 
-def rotate_apart_composition(
-    x: Tensor, cos: Tensor, sin: Tensor, paired: bool, out_dtype: torch.dtype
-) -> Tensor:
-    """Neighbouring pairs of ``x`` (..., D), turned, and put apart: first all first columns, then
-    all second ones, as one contiguous tensor.
-
-    ``paired``: the tables (..., D / 2) hold one angle a pair; else (..., D), in the order of the
-    result. Source: DeepSeek-V3's ``apply_rotary_emb``, with the halves of Hugging Face's.
-    """
-    if not paired:
-        cos, sin = (t.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for t in (cos, sin))
-    turned = rotate(x, cos, sin, 1, paired, False, False, out_dtype)
-    return turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2).contiguous()
-
-
-rotate_apart = compose(
-    "rotate_apart(Tensor x, Tensor cos, Tensor sin, bool paired, ScalarType out_dtype) -> Tensor",
-    rotate_apart_composition,
-    name="rotary",
-)
-
-
 def rotate_heads_definition(
     x: Tensor,
     cos: Tensor,

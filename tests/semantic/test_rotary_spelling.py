@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings as people's models spell them become one op: by tables of all columns of a head
-or one angle a pair, of halves, of pairs, of pairs put apart (DeepSeek-V3), by complex numbers. What
-only looks like one stays, with a reason."""
+or one angle a pair, of halves, of pairs, by complex numbers. What only looks like one stays, with a
+reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import transformers as hf
 from checking import check, check_gradients, raised, randn
-from harness import Harness
 from passes import codes
 
-from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
-HEADS, TURNED = (B, T, H, D), (B, H, T, D)
+HEADS = (B, T, H, D)
 
 
 def rotate_half(x):
@@ -57,14 +55,6 @@ def plain(a, b, c, s):
     return a * c - b * s, b * c + a * s
 
 
-def turned_back(a, b, c, s):
-    return a * c + b * s, b * c - a * s
-
-
-def negated(a, b, c, s):
-    return a * c + b * s, a * (-s) + b * c
-
-
 def products(take, turn, put):
     """The two columns of each pair, turned by one angle, put together again."""
     return lambda x, cos, sin: put(turn(*take(x), cos[:, None], sin[:, None]))
@@ -94,17 +84,6 @@ def stacked(y):
     return torch.stack(y, -1).flatten(-2)
 
 
-def of_part(function, beside=False):
-    """Of the first half of the columns; ``beside``: all are put together at once."""
-
-    def whole(x, cos, sin):
-        part, rest = x.split(D // 2, -1)
-        turned = function(part, cos[:, : D // 4], sin[:, : D // 4])
-        return torch.cat((*turned, rest) if beside else (turned, rest), -1)
-
-    return whole
-
-
 def torchtune(x, cos, sin):
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], -1, 2)
     table = torch.stack([cos, sin], -1).view(1, T, 1, D // 2, 2)
@@ -129,25 +108,6 @@ def einops(x, cos, sin):
     first, second = halves[..., 0, :], halves[:, :, :, 1]
     cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
     return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def interleave(x, cos, sin):
-    """As in transformers 5.23, of tables with one angle a pair."""
-    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def viewed(x, cos, sin):
-    """As before that, and in DeepSeek's own: tables of all columns, in the result's order."""
-    b, h, s, d = x.shape
-    x = x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d)
-    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
-
-
-def halves(x, cos, sin):
-    """What is not put apart."""
-    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
 def torchtitan(x, cos, sin):
@@ -177,25 +137,19 @@ WHOLE = {
 #: By tables (T, D / 2).
 ANGLES = {
     **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, einops)},
-    "nanochat": products(slices, negated, lambda y: torch.cat(y, 3)),
-    "modded": products(chunks, turned_back, joined),
+    "slices": products(slices, plain, lambda y: torch.cat(y, 3)),
     "vllm": products(every_second, plain, stacked),
     "unbound": products(
-        lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), turned_back,
+        lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), plain,
         lambda y: torch.stack(y, -1).reshape(HEADS),
     ),
-    "selected": products(selected, negated, lambda y: torch.stack(y, -1).view(HEADS)),
+    "selected": products(selected, plain, lambda y: torch.stack(y, -1).view(HEADS)),
     "stacked halves": products(
         lambda x: x.unflatten(-1, (2, -1)).unbind(-2), plain,
         lambda y: torch.stack(y, -2).flatten(-2),
     ),
-    "partial": of_part(products(chunks, plain, joined)),
-    "partial, pairs": of_part(products(every_second, plain, stacked)),
-    "partial, at once": of_part(
-        products(lambda x: (x.narrow(-1, 0, D // 4), x[..., -D // 4 :]), plain, tuple), True
-    ),
 }  # fmt: skip
-NARROW = ("modded", "vllm", "torchtune", "lucidrains")  # in 16 bits too
+NARROW = ("vllm", "torchtune", "lucidrains")  # in 16 bits too
 COMPLEX = (
     torchtitan,
     complex_numbers(lambda x: x.unflatten(-1, (-1, 2)), lambda y, x: y.reshape(x.shape)),
@@ -207,8 +161,6 @@ CASES = [
     *((f, rotate, HEADS, (B, T, width), torch.float64) for f, width in WHOLE.values()),
     *((f, rotate, HEADS, (T, D // 2), torch.float64) for f in ANGLES.values()),
     *((f, rotate_pairs, HEADS, (T, D // 2), torch.float64) for f in COMPLEX),
-    *((f, rotate_apart, TURNED, (1, T, D), torch.float64) for f in (interleave, viewed)),
-    *((f, rotate_apart, TURNED, (1, T, D), torch.bfloat16) for f in (interleave, viewed)),
     *((ANGLES[name], rotate, HEADS, (T, D // 2), torch.bfloat16) for name in NARROW),
 ]  # fmt: skip
 
@@ -222,8 +174,8 @@ def inputs(shape, tables, dtype=torch.float64):
 @pytest.mark.parametrize(("function", "op", "shape", "tables", "dtype"), CASES)
 def test_fires_and_agrees(function, op, shape, tables, dtype):
     harness = check_gradients(function, *inputs(shape, tables, dtype))
-    assert [raised(harness, each) for each in (rotate, rotate_apart, rotate_pairs)] == [
-        op is each for each in (rotate, rotate_apart, rotate_pairs)
+    assert [raised(harness, each) for each in (rotate, rotate_pairs)] == [
+        op is each for each in (rotate, rotate_pairs)
     ]
     left = {getattr(n.target, "__name__", n.target) for n in harness.raised.nodes}
     assert not {"sub", "neg", "chunk", "unbind", "view_as_complex"} & left
@@ -323,7 +275,6 @@ OTHERS = {
     "read elsewhere": (both, HEADS, (T, 1, D), "intermediate-used"),
     "unequal parts": (uneven, HEADS, (T, 1, D), "rotary-width"),
     "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
-    "narrow tables of pairs": (interleave, TURNED, (1, T, 1), "rotary-width"),
     "another shape": (llama, ONE, (B, T, D), "rotary-shape"),
     "complex halves": (paired_halves, HEADS, SMALL, ""),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "rotary-shape"),
@@ -331,7 +282,7 @@ OTHERS = {
 
 
 def found(harness):
-    return sum(raised(harness, each) for each in (rotate, rotate_apart, rotate_pairs))
+    return sum(raised(harness, each) for each in (rotate, rotate_pairs))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -343,8 +294,7 @@ def test_what_only_looks_like_one_stays(name):
 
 
 LEARNED = {
-    "llama": (llama, HEADS, (1, T, D)), "interleave": (interleave, TURNED, (1, T, D)),
-    "viewed": (viewed, TURNED, (1, T, D)), "complex": (torchtitan, HEADS, SMALL),
+    "llama": (llama, HEADS, (1, T, D)), "complex": (torchtitan, HEADS, SMALL),
     "one without": (table_without_gradient, HEADS, SMALL),
 }  # fmt: skip
 
@@ -358,22 +308,6 @@ def test_learned_tables_are_left_alone(name):
     assert name == "one without" or "turns-gradient" in codes(harness)
 
 
-def test_a_copy_of_halves_is_no_pair():
-    """Halves as a matrix that is transposed are pairs: the other way round."""
-
-    def together(x, cos, sin):
-        return halves(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), cos, sin)
-
-    def other_dimensions(x, cos, sin):
-        turned = x.unflatten(-1, (-1, 2)).transpose(-2, -3).transpose(-2, -3).flatten(-2)
-        return halves(turned, cos, sin)
-
-    for function in (together, other_dimensions):
-        harness = check_gradients(function, *inputs(TURNED, (1, T, D)))
-        assert not raised(harness, rotate_apart)
-        assert raised(harness, rotate)
-
-
 @pytest.mark.parametrize("index", [(), True, (True, Ellipsis), (None, Ellipsis), (0, Ellipsis)])
 def test_indices_that_take_no_columns(index):
     def function(x, scale):
@@ -381,19 +315,3 @@ def test_indices_that_take_no_columns(index):
         return torch.cat((x * scale[index], x), -1).sum()[()]
 
     assert not check(function, randn(2, 3), randn(1, 3)).report.near_misses
-
-
-def test_deepseek():
-    config = hf.DeepseekV3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=8,
-    )  # fmt: skip
-    model = hf.DeepseekV3ForCausalLM(config).double().eval()
-    ids = torch.randint(0, 64, (2, 12))
-    harness = Harness()
-    ours = harness.run(lambda ids: model(ids, use_cache=False).logits, ids)
-    with torch.no_grad():
-        torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-6, atol=1e-6)
-    assert raised(harness, rotate_apart) == 2
-    assert not harness.counts["rotary"]  # queries are cut out of their projection

@@ -16,7 +16,7 @@ from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import fp8_linear
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
 from coda_inductor.semantic.norms import layer_norm, rms_norm, rms_norm_backward
-from coda_inductor.semantic.rotary import rotate, rotate_apart, rotate_heads, rotate_pairs
+from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
 swiglu_backward = DEFINITIONS[swiglu].gradient
@@ -98,7 +98,6 @@ def examples(dtype):
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         **loss_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
-        rotate_apart: (x, *randn(2, 3, D, dtype=dtype), False, dtype),
         rotate_heads: (
             x.detach(),
             *randn(2, 2, 3, 1, D, dtype=dtype),
