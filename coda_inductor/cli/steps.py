@@ -120,7 +120,8 @@ def _result(pattern: Pattern, check: str, ok: bool, detail: str) -> Result:
 
 
 def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """The epilogue programs in bfloat16 and the source of their kernels."""
+    """The epilogue programs in bfloat16, the source of their kernels, and that GEMMs move no more
+    and absorb no less than without the pattern, whose work then is ops like any other."""
     ours, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16)
     listings = tuple(
         (f"{' + '.join(site.patterns)} at {site.site}, in bfloat16", render(site.program))
@@ -130,6 +131,10 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     said = f"{len(listings)} epilogues render, as shown" if listings else "no GEMM absorbs it"
     outcome = "pass" if listings else _fired(pattern, ours)[0]
     yield Result(pattern.name, "kernel source", outcome, said, listings)
+    bare, _ = try_out(pattern, path, idiom, dtype=torch.bfloat16, disable=(pattern.name,))
+    worse = ours.moved > bare.moved or (ours.left and ours.absorbed < bare.absorbed)
+    each = (f"GEMMs move {t.moved} bytes and absorb {t.absorbed} ops" for t in (ours, bare))
+    yield _result(pattern, "plan", not worse, "; without the pattern ".join(each))
 
 
 def _on_gpu(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:

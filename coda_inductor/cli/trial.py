@@ -94,11 +94,27 @@ class Trial:
     left: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
+    @property
+    def moved(self) -> int:
+        """Bytes that GEMMs read and write."""
+        return sum(site.bytes_after for site in self.sites)
+
+    @property
+    def absorbed(self) -> int:
+        """Ops that run in their epilogues."""
+        return sum(len(site.absorbed) for site in self.sites)
+
 
 def try_out(
-    pattern: Pattern, path: str, idiom: Callable[..., Tensor], *, dtype: torch.dtype
+    pattern: Pattern,
+    path: str,
+    idiom: Callable[..., Tensor],
+    *,
+    dtype: torch.dtype,
+    disable: tuple[str, ...] = (),
 ) -> tuple[Trial, Trial]:
-    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``.
+    """(rewritten, eager): output and gradients of the example with ``idiom``, in ``dtype``, without
+    what ``disable`` names.
 
     Raises:
         CodaError: whatever fails inside the passes.
@@ -106,15 +122,13 @@ def try_out(
     torch.manual_seed(0)
     model = Example(idiom, example_of(pattern), K, N).to(dtype)
     x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
-    backend = _Passes(pattern, path)
+    backend = _Passes(pattern, path, disable)
     torch.compiler.reset()
     counters["coda"].clear()
     results = step(torch.compile(model, backend=backend), model, x, dy)
     report, counts = backend.record.report, dict(counters["coda"])
-    rewritten = Trial(
-        results, backend.raised, counts, report.sites, backend.left, report.near_misses
-    )
-    return rewritten, Trial(step(model, model, x, dy))
+    found = counts, report.sites, backend.left, report.near_misses
+    return Trial(results, backend.raised, *found), Trial(step(model, model, x, dy))
 
 
 def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -127,10 +141,11 @@ def step(function: Callable[..., Tensor], model: nn.Module, x: Tensor, dy: Tenso
 class _Passes:
     """A torch.compile backend: the passes of ``backend="coda"``, then aten graphs as they are."""
 
-    def __init__(self, pattern: Pattern, path: str):
+    def __init__(self, pattern: Pattern, path: str, disable: tuple[str, ...]):
         self.pattern, self.raised = pattern, 0
         self.left: list[str] = []
-        self.record = Record(parse(None, {"strict": True, "patterns": [path]}), "check")
+        options = {"strict": True, "patterns": [path], "disable": list(disable)}
+        self.record = Record(parse(None, options), "check")
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         around = on_dynamo(gm, self.record)

@@ -162,11 +162,16 @@ def _backward_definition(
             given = (given,) if isinstance(given, Tensor) else given
             found = dict(zip(signature.tensors, given, strict=True))
         elif wanted:
-            pull = torch.func.vjp(
-                lambda *tensors: meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))}),
-                *(bound[n] for n in wanted),
-            )[1]
-            found = dict(zip(wanted, pull(dy), strict=True))
+
+            def of(*tensors: Tensor) -> Tensor:
+                return meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))})
+
+            # Of clamp torch has a gradient that writes in place, which no epilogue does.
+            @torch.func.functionalize
+            def pull(dy: Tensor, *tensors: Tensor) -> Any:
+                return torch.func.vjp(of, *tensors)[1](dy)
+
+            found = dict(zip(wanted, pull(dy, *(bound[n] for n in wanted)), strict=True))
         results = tuple(
             found[n].to(bound[n].dtype) if n in wanted else bound[n].new_empty(0)
             for n in signature.tensors

@@ -33,7 +33,7 @@ def test_good_file_passes_every_check(text, tmp_path, capsys):
     failed = {name: r["detail"] for name, r in found.items() if r["outcome"] == "fail"}
     assert not failed
     kinds = {name.split()[0] for name in found}
-    assert kinds >= {"proof", "match", "fires", "float64", "kernel", "GPU"} - (
+    assert kinds >= {"proof", "match", "fires", "float64", "kernel", "plan", "GPU"} - (
         {"GPU"} if torch.cuda.is_available() else set()
     )
     sources = [source for _, source in found["kernel source"]["listings"]]
@@ -96,6 +96,17 @@ def test_rewriting_that_changes_a_number_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "try_out", off_by_little)
     path = write(tmp_path, SQUARED_SIGMOID)
     assert outcomes(load(path), path)["float64 squared_sigmoid"].outcome == "fail"
+
+
+def test_a_plan_that_is_worse_than_without_the_pattern_fails(tmp_path):
+    """A gradient that is given has a power that is no epilogue step."""
+    given = "s = torch.sigmoid(x)\n    return 2 * dy * s**5 / s**3 * (1 - s)"
+    given = f"def gradient(dy, x):\n    {given}\n\nPATTERN ="
+    text = SQUARED_SIGMOID.replace("PATTERN =", given)
+    path = write(tmp_path, text.replace("meaning=", "gradient=gradient, meaning="))
+    found = outcomes(load(path), path)["plan"]
+    assert found.outcome == "fail"
+    assert "; without the pattern " in found.detail
 
 
 def test_what_gemms_do_not_absorb_is_said(tmp_path):
