@@ -192,7 +192,7 @@ _PLAIN = (
     "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
     "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
     "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",
-    "mask-lengths", "mask-bias", "mask-gradient", "mask-head", "mask-random", "mask-large",
+    "mask-lengths", "mask-bias", "mask-head", "mask-random", "mask-large",
     "mask-unknown",
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 
 constants     what a tensor's values are, where sizes are numbers
 calls         masks become flags, repeated heads become grouped ones
-additive      what a mask of 0 and -inf was made of
 blocks        a mask's blocks, and the call of FlexAttention that walks along them
 block_masks   which calls it takes
 """

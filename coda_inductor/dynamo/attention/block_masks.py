@@ -14,18 +14,16 @@ After::
 Why it is valid: whatever the mask holds. The lists are computed at every call from the mask
 itself: a block of scores is left out where the mask is False all over it, and no mask is applied
 where it is True all over; elsewhere it is read. A row that sees nothing is zero, and so are its
-gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all). A mask of 0 and
--inf says what the boolean one said that it is made of.
+gradients, as in SDPA's kernels but cuDNN's for boolean masks (which show it all).
 
 Why it pays: SDPA's kernels for masks compute every score, add a bias to it, and read that bias for
 each head; ``docs/attention.md`` has measurements.
 
-Refuses: dropout; a mask for each head; numbers that are added (ALiBi; also a dtype's lowest number
-in place of -inf, by which a row that sees nothing sees all); symbolic sizes; a mask that is written
-to after it was made; a region that is called several times, where lists cannot be handed in; heads
-of less than 16 or more than 256 values, or no multiple of 8; other devices and dtypes than
-``DEVICE`` and ``DTYPES``; and less work, over all calls of one mask, than ``LEAST``, unless the
-gate is "always".
+Refuses: dropout; a mask for each head; masks of numbers, which are added (ALiBi; 0 and -inf too);
+symbolic sizes; a mask that is written to after it was made; a region that is called several times,
+where lists cannot be handed in; heads of less than 16 or more than 256 values, or no multiple of 8;
+other devices and dtypes than ``DEVICE`` and ``DTYPES``; and less work, over all calls of one mask,
+than ``LEAST``, unless the gate is "always".
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import virtualized
-from coda_inductor.dynamo.attention.additive import condition
 from coda_inductor.dynamo.attention.blocks import attend, block_lists, put
 from coda_inductor.dynamo.attention.calls import arguments_of, repetition, widened
-from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.matching import Body, bodies, forward_mode, value, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
@@ -70,7 +66,6 @@ class _Scope:
 
     body: Body
     around: _Scope | None
-    constants: Constants
     given: dict[Node, Node] = field(default_factory=dict)
 
     def take(self, node: Node, home: _Scope) -> Node:
@@ -96,14 +91,12 @@ def _calls(node: Node, module: GraphModule) -> bool:
 
 @dataclass(frozen=True)
 class _Site:
-    """An attention call; ``mask``, a boolean one of the graph ``home``, hides what it is True for
-    where ``hides``, and shows it otherwise."""
+    """An attention call, and its boolean mask in the graph ``home``."""
 
     call: Node
     scope: _Scope
     home: _Scope
     mask: Node
-    hides: bool
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -128,8 +121,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(graph):
         around = None if body.around is None else scopes[id(body.around)]
-        constants = Constants(body.graph, body.outer, around.constants if around else None)
-        scope = scopes[id(body)] = _Scope(body, around, constants)
+        scope = scopes[id(body)] = _Scope(body, around)
         for call in body.graph.nodes:
             if call.target is _MODULE and any(map(call.kwargs.get, _MODULE_MASKS)):
                 text = "nn.MultiheadAttention is one call here, with its attention inside"
@@ -141,7 +133,7 @@ def skip_blocks(graph: Graph, record: Record) -> None:
             if isinstance(found, Refusal):
                 record.refuse(NAME, call.name, found)
             else:
-                groups.setdefault((found.mask, found.hides, *found.lengths), []).append(found)
+                groups.setdefault((found.mask, *found.lengths), []).append(found)
     for group in groups.values():
         if (why := _too_small(group, record)) is None:
             _rewrite(group, record)
@@ -167,6 +159,8 @@ def _why_not(call: Node, arguments: Mapping[str, Any], dual: str | None) -> Refu
         return refuse("mask-size", "its scale is symbolic")
     if query.device.type != DEVICE or mask.device != query.device:
         return refuse("mask-device", f"on {query.device.type} FlexAttention has no backward pass")
+    if mask.dtype != torch.bool:
+        return refuse("mask-bias", f"it adds numbers of {mask.dtype} to the scores")
     if result.dtype not in DTYPES:
         return refuse("mask-dtype", f"in {result.dtype} FlexAttention is not known to be faster")
     if arguments.get("dropout_p"):
@@ -199,16 +193,12 @@ def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Re
         mask, home = home.body.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
         return refuse("mask-region", "it is handed to a region that is called several times")
-    found = condition(mask, home.constants)
-    if isinstance(found, Refusal):
-        return found
-    seen, hides, steps = found
-    if any(_written_to(node, home.body.graph) for node in steps):
+    if _written_to(mask, home.body.graph):
         return refuse("mask-mutated", "an in-place op changes it")
-    known = value(seen)
+    known = value(mask)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
         return refuse("mask-heads", "each head has a mask of its own")
-    site = _Site(call, scope, home, seen, hides)
+    site = _Site(call, scope, home, mask)
     if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
         return refuse("mask-large", f"it has more than {INDICES} elements")
     return site
@@ -232,11 +222,11 @@ def _too_small(group: list[_Site], record: Record) -> Refusal | None:
 
 def _rewrite(group: list[_Site], record: Record) -> None:
     """Make the lists once, and use them in each call of ``group``."""
-    mask, hides, lengths = group[0].mask, group[0].hides, group[0].lengths
+    mask, lengths = group[0].mask, group[0].lengths
     before = mask.next
     while before.op == "placeholder":
         before = before.next
-    plane = put(lambda mask: _plane(mask, value(group[0].mask), hides, lengths), mask, before)
+    plane = put(lambda mask: _plane(mask, value(group[0].mask), lengths), mask, before)
     batch = len(value(plane)) if value(plane).dim() == 3 else 1
     lists = put(lambda plane: block_lists(plane, batch, *lengths), plane, before)
     for site in group:
@@ -248,14 +238,13 @@ def _rewrite(group: list[_Site], record: Record) -> None:
         record.fire(NAME)
 
 
-def _plane(mask: Any, known: torch.Tensor, hides: bool, lengths: tuple[int, int]) -> Any:
+def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     """``mask``, which ``known`` describes, as (Tq, Tk), or (B, Tq, Tk) where that makes a
-    difference; True is seen."""
+    difference."""
     sizes = (1,) * (4 - known.dim()) + tuple(known.shape)
     batched = sizes[0] > 1 and known.stride(0) > 0
     wide = mask.expand(*sizes[:2], *lengths)
-    plane = wide[:, 0] if batched else wide[0, 0]
-    return plane.logical_not() if hides else plane
+    return wide[:, 0] if batched else wide[0, 0]
 
 
 def _grouped(site: _Site, record: Record) -> tuple[Node, Node, Node]:

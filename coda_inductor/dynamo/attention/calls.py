@@ -87,17 +87,14 @@ class _Masks:
             return self.around.verdict(self.body.outer[mask], queries, keys)
         key = (mask, str(queries), str(keys))  # SymInts have no hash
         if key not in self.known:
+            sized = isinstance(queries, int) and isinstance(keys, int)
+            symbolic = refuse("mask-size", "its size is symbolic")
             try:
-                self.known[key] = self._classify(mask, queries, keys)
+                known = self.constants.value(mask)
+                self.known[key] = classify(known, queries, keys) if sized else symbolic
             except NotConstantError as error:
                 self.known[key] = error.refusal
         return self.known[key]
-
-    def _classify(self, mask: Node, queries: Any, keys: Any) -> Verdict:
-        known = self.constants.value(mask)
-        if not isinstance(queries, int) or not isinstance(keys, int):
-            return refuse("mask-size", "its size is symbolic")
-        return classify(known, queries, keys)
 
 
 def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
