@@ -26,32 +26,15 @@ def grpo(logits, labels):
     return -(each - each.detach()).exp().mean()
 
 
-def picked(logits, labels):
-    return logits.gather(-1, labels[..., None]).squeeze(-1)
-
-
-def megatron(logits, labels):
-    """Of logits that are widened where they are read, with a dimension of one."""
-    picked = logits.double().gather(2, labels[..., None])
-    return (torch.logsumexp(logits.double(), dim=(-1,), keepdim=True) - picked)[..., 0]
-
-
-def with_z_loss(logits, labels):
-    total = torch.logsumexp(logits, -1)
-    return (total - picked(logits, labels) + 1e-3 * total.square()).mean()
-
-
 def openrlhf(logits, labels):
     chances = F.log_softmax(logits, dim=-1)
     return chances.gather(dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
 
 
 LOSSES = {
-    **{f.__name__: f for f in (openrlhf, dpo, grpo, megatron, with_z_loss)},
+    **{f.__name__: f for f in (openrlhf, dpo, grpo)},
     "flat": lambda z, y: z.reshape(-1, V).log_softmax(1).gather(1, y.reshape(-1, 1)).mean(),
     "along": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).mean(),
-    "difference": lambda z, y: (torch.logsumexp(z, -1) - picked(z, y)).mean(),
-    "trl": lambda z, y: picked(z, y) - z.logsumexp(dim=-1),
 }
 
 
@@ -95,27 +78,12 @@ def changed_between(logits, labels):
     return chances.gather(-1, labels[..., None])
 
 
-def difference_changed_between(logits, labels):
-    logits = logits.detach().clone()
-    total, target = torch.logsumexp(logits, -1), picked(logits, labels)
-    logits.zero_()
-    return total - target
-
-
 OTHERS = {
-    **{f.__name__: f for f in (entropy, changed_between, difference_changed_between)},
+    **{f.__name__: f for f in (entropy, changed_between)},
     "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),
     "across": lambda z, y: z.log_softmax(-1).gather(1, y[..., None] % T),
-    "sum of both": lambda z, y: torch.logsumexp(z, -1) + picked(z, y),
-    "of other logits": lambda z, y: torch.logsumexp(z * 2, -1) - picked(z, y),
-    "over positions": lambda z, y: (
-        torch.logsumexp(z[:, :1], 1, keepdim=True) - z[:, :1].gather(-1, y[:, :1, None])
-    ),
-    # (B, T, 1) against (B, T) is (B, T, T) for B of 1.
-    "every pair": lambda z, y: torch.logsumexp(z[:1], -1) - z[:1].gather(-1, y[:1, :, None]),
-    "scaled": lambda z, y: torch.sub(torch.logsumexp(z, -1), picked(z, y), alpha=0.5),
 }
 
 
