@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,6 @@ class Pattern:
         conditions: checked in order; the first reason wins and is shown to the user.
         result: index of the op's output that replaces the idiom, or None for a single output.
         priority: patterns with a higher number are tried first.
-        identities: returns sympy pairs (left, right), expressions or matrices, that must be equal.
         meaning: an elementwise torch function of tensors of one shape, and of numbers where a
             parameter is annotated ``float``; instead of ``op`` and ``arguments``.
         gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
@@ -54,7 +53,6 @@ class Pattern:
     conditions: tuple[Condition, ...] = ()
     result: int | None = None
     priority: int = 0
-    identities: Callable[[], Sequence[tuple[Any, Any]]] | None = None
     meaning: Callable[..., Any] | None = None
     gradient: Callable[..., Any] | None = None
     example: Mapping[str, Any] | tuple[Mapping[str, Any], ...] = field(default_factory=dict)

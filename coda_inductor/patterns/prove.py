@@ -4,7 +4,6 @@
 - Each idiom equals the meaning; or, for each element of the tensors of its examples, the definition
   of the semantic op.
 - A gradient that is given equals the derivative of the meaning, wherever that has one.
-- The pairs that ``identities`` returns are equal.
 
 Nothing here looks at the side conditions: that they suffice for what the op cannot know (shapes,
 dtypes) is the author's claim, which ``python -m coda_inductor check`` tries on the example.
@@ -29,15 +28,6 @@ from coda_inductor.patterns.formulas import called, expression
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.semantic.define import DEFINITIONS, parameters
-
-#: Functions and methods whose result at one place depends on other places; max and min too, unless
-#: they are given two tensors.
-_REDUCTIONS = frozenset({
-    "all", "amax", "amin", "any", "argmax", "argmin", "cat", "cummax", "cummin", "cumprod",
-    "cumsum", "getitem", "group_norm", "layer_norm", "log_softmax", "logsumexp", "mean",
-    "median", "norm", "normalize", "prod", "rms_norm", "softmax", "softmin", "sort", "stack",
-    "std", "std_mean", "sum", "topk", "var", "var_mean", "vector_norm",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ def prove(pattern: Pattern, step: Callable[[str], None] = lambda _: None) -> lis
     if not proven:
         raise PatternError(
             f"pattern {pattern.name}: nothing to prove. Give example, so that the idioms are "
-            "compared with the definition of the op, or identities"
+            "compared with the definition of the op"
         )
     return proven
 
@@ -83,14 +73,11 @@ def claims(pattern: Pattern) -> Iterator[Claim]:
     """
     functions = pattern.idioms if pattern.meaning is None else (pattern.meaning, *pattern.idioms)
     for function in dict.fromkeys(functions):
-        _check_matchable(function, elementwise=pattern.meaning is not None)
+        _check_matchable(function)
     if pattern.meaning is not None:
         yield from _of_meaning(pattern)
     elif pattern.examples:
         yield from _of_op(pattern)
-    if pattern.identities is not None:
-        for i, (left, right) in enumerate(pattern.identities(), 1):
-            yield Claim(f"identity {i}", left, right)
 
 
 def _of_meaning(pattern: Pattern) -> Iterator[Claim]:
@@ -203,7 +190,7 @@ def stand_in(given: Mapping[str, Any]) -> tuple[Match, dict[Node, str]]:
     return Match(next(iter(nodes), None), bound), nodes
 
 
-def _check_matchable(idiom: Callable[..., Any], *, elementwise: bool) -> None:
+def _check_matchable(idiom: Callable[..., Any]) -> None:
     """An idiom that the matcher cannot read would never fire, silently."""
     try:
         graph = torch.fx.symbolic_trace(idiom).graph
@@ -215,8 +202,6 @@ def _check_matchable(idiom: Callable[..., Any], *, elementwise: bool) -> None:
         raise PatternError(f"idiom {idiom.__name__} must return one tensor")
     for node in graph.nodes:
         call = node.op in ("call_function", "call_method")
-        if call and elementwise and (why := _not_elementwise(node)) is not None:
-            raise PatternError(f"idiom {idiom.__name__} uses {called(node)}, which {why}")
         if call and normalize(node) is None:
             raise PatternError(
                 f"idiom {idiom.__name__} uses {called(node)}, which the matcher cannot read: "
@@ -224,20 +209,3 @@ def _check_matchable(idiom: Callable[..., Any], *, elementwise: bool) -> None:
             )
         if node.op == "placeholder" and not node.users:
             raise PatternError(f"idiom {idiom.__name__} does not use its parameter {node.target}")
-
-
-def _not_elementwise(node: Node) -> str | None:
-    """Why this call has no place in an elementwise function, or None."""
-    name = getattr(node.target, "__name__", str(node.target))
-    tensors = sum(isinstance(a, Node) for a in (*node.args, *node.kwargs.values()))
-    if name in _REDUCTIONS or (name in ("max", "min") and tensors < 2):
-        return (
-            "is not elementwise: it reads more than one element of a row. Reductions and norms do "
-            "not belong in a pattern with a meaning"
-        )
-    if node.target is getattr or name in ("size", "dim", "numel"):
-        return (
-            "is not elementwise: it is no function of a tensor's values. A number that varies is a "
-            "parameter annotated float"
-        )
-    return None

@@ -100,7 +100,7 @@ def _prove_elsewhere(source: Source) -> str | None:
         answer = child.ask({"path": str(source.path), "digest": source.digest}, deadline)
         return answer["refused"]
     except LateError:
-        return f"{source.path}: {too_slow('it did not answer')}"
+        return f"{source.path}: {too_much('it did not answer')}"
     except EndedError as error:
         how = f"ended with {error.code}: {error.words or 'nothing'}"
         return f"{source.path}: the process that proves it {how}"
@@ -124,19 +124,13 @@ def time_limit() -> float:
     return seconds
 
 
-def too_slow(doing: str) -> str:
-    """The refusal of a file that takes too long."""
+def too_much(doing: str, *, memory: bool = False) -> str:
+    """The refusal of a file that takes too long, or too much memory."""
+    gib, seconds = f"more than {MEMORY / 2**30:g} GiB of memory", f"longer than {time_limit():g} s"
+    more = "" if memory else ", or give a slow machine more: CODA_PROOF_SECONDS"
     return (
-        f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the "
-        "meaning with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
-    )
-
-
-def too_large(doing: str) -> str:
-    """The refusal of a file that takes too much memory."""
-    return (
-        f"loading and proving it takes more than {MEMORY / 2**30:g} GiB of memory ({doing}). Write "
-        "the meaning with fewer functions"
+        f"loading and proving it takes {gib if memory else seconds} ({doing}). Write the meaning "
+        f"with fewer functions{more}"
     )
 
 

@@ -18,7 +18,7 @@ from coda_inductor.errors import PatternError
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.source import Source, read, run
-from coda_inductor.patterns.verdict import MEMORY, time_limit, too_large, too_slow
+from coda_inductor.patterns.verdict import MEMORY, time_limit, too_much
 from coda_inductor.processes.start import Messages
 
 
@@ -60,10 +60,10 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
                 raise PatternError(f"{source.path}: {error}") from error
         return found
     except _TooSlowError:
-        raise PatternError(f"{source.path}: {too_slow(doing)}") from None
+        raise PatternError(f"{source.path}: {too_much(doing)}") from None
     except Exception as error:
         if _of_memory(error):  # whatever it was taken for on its way here
-            raise PatternError(f"{source.path}: {too_large(doing)}") from None
+            raise PatternError(f"{source.path}: {too_much(doing, memory=True)}") from None
         if isinstance(error, PatternError):
             raise
         raise PatternError(

@@ -74,8 +74,8 @@ SLOW = {
         "running the file",
     ),
     "in its proof": (
-        GATE + "\ndef forever():\n    while True:\n        pass\n"
-        "PATTERN = Pattern(name='slow', meaning=meaning, identities=forever)\n",
+        GATE + "\ndef forever(gate, up):\n    while True:\n        pass\n"
+        "PATTERN = Pattern(name='slow', meaning=meaning, gradient=forever)\n",
         "proving slow: meaning has a formula",
     ),
 }
