@@ -34,7 +34,8 @@ not all of it; an input that is not floating.
 import torch
 
 from coda_inductor import Match, Pattern, value
-from coda_inductor.patterns.conditions import constant, number, rotation
+from coda_inductor.patterns.conditions import constant, number
+from coda_inductor.refusal import refuse
 from coda_inductor.semantic import rotate
 
 
@@ -87,7 +88,21 @@ def _numbers(match: Match):
 
 def _shapes(match: Match):
     cos, sin, paired = _tables(match)
-    return rotation(match, cos, sin, paired=paired)
+    x, y, *tables = (value(node) for node in (match.bound["x"], match.root, cos, sin))
+    if not all(isinstance(t, torch.Tensor) for t in (x, y, *tables)):
+        return refuse("not-recorded", "the shape of an input is unknown")
+    if x.shape != y.shape or not all(t.is_floating_point() for t in (x, *tables)):
+        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
+        return refuse("rotary-shape", said)
+    if any(t.requires_grad for t in tables):
+        return refuse("turns-gradient", "a gradient of the tables is wanted")
+    width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
+    half = int(number(match, "half")) if "half" in match.bound else width // 2
+    have = [t.shape[-1] for t in tables]
+    if any(count != (half if paired else width) for count in have) or 2 * half != width:
+        said = f"tables of {have[0]} and {have[1]} columns for {width} that are rotated"
+        return refuse("rotary-width", said)
+    return None
 
 
 _EACH, _PAIRS = {"cos": (3, 4), "sin": (3, 4)}, {"c": (3, 2), "s": (3, 2)}

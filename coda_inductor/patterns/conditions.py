@@ -60,28 +60,6 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     return condition
 
 
-def rotation(match: Match, cos: Node, sin: Node, *, paired: bool) -> Refusal | None:
-    """``x`` (..., D) is rotated, in its shape, by tables that are no parameters: of all D columns,
-    or of the first ``width`` that the spelling has, in halves or, without ``half``, in pairs.
-    ``paired``: a table holds one angle a pair."""
-    x, y = value(match.bound["x"]), value(match.root)
-    tables = value(cos), value(sin)
-    if not all(isinstance(t, torch.Tensor) for t in (x, y, *tables)):
-        return refuse("not-recorded", "the shape of an input is unknown")
-    if x.shape != y.shape or not all(t.is_floating_point() for t in (x, *tables)):
-        said = f"the result {tuple(y.shape)} is not shaped like the input {tuple(x.shape)}"
-        return refuse("rotary-shape", said)
-    if any(t.requires_grad for t in tables):
-        return refuse("turns-gradient", "a gradient of the tables is wanted")
-    width = min(int(number(match, "width")), x.shape[-1]) if "width" in match.bound else x.shape[-1]
-    half = int(number(match, "half")) if "half" in match.bound else width // 2
-    have = [t.shape[-1] for t in tables]
-    if any(count != (half if paired else width) for count in have) or 2 * half != width:
-        said = f"tables of {have[0]} and {have[1]} columns for {width} that are rotated"
-        return refuse("rotary-width", said)
-    return None
-
-
 def _is_row(vector: torch.Tensor, x: torch.Tensor) -> bool:
     return vector.shape[-1:] == x.shape[-1:] and all(n == 1 for n in vector.shape[:-1])
 
