@@ -74,7 +74,7 @@ SLOW = {
         "running the file",
     ),
     "in its proof": (
-        GATE + "\ndef forever(gate, up):\n    while True:\n        pass\n"
+        GATE + "\ndef forever(dy, gate, up):\n    while True:\n        pass\n"
         "PATTERN = Pattern(name='slow', meaning=meaning, gradient=forever)\n",
         "proving slow: meaning has a formula",
     ),

@@ -213,7 +213,7 @@ REFUSED = {
     ),
     "largest of a row": (
         {"idioms": (lambda gate, up: gate - up.max(-1, keepdim=True).values,)},
-        "uses .max(..., keepdim=True), which the matcher cannot read",
+        "uses .max(..., keepdim=True), for which the prover has no formula",
     ),
     "shape": (
         {"idioms": (lambda gate, up: gate * up.shape[-1],)}, "which the matcher cannot read"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from checking import assert_same, randn, swiglu
 from float8 import needs_scaled_mm
 
+from coda_inductor import patterns
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import fp8_linear
@@ -20,6 +21,8 @@ from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
 swiglu_backward = DEFINITIONS[swiglu].gradient
+clamped = patterns.load_file(patterns.builtin_folder() / "clamped_swiglu.py")[0].op
+clamped_backward = DEFINITIONS[clamped].gradient
 
 
 GRADED = {
@@ -96,6 +99,8 @@ def examples(dtype):
         swiglu: (x, up.requires_grad_()),
         rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
+        clamped: (x, up, 1.7, 7.0),
+        clamped_backward: (up.detach(), x.detach(), up.detach(), 1.7, 7.0, [True, False]),
         **loss_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
         rotate_heads: (
