@@ -29,7 +29,6 @@ _HOUR = 3600.0
 _STAMP = ".tidied"
 _log = logging.getLogger("coda_inductor")
 
-_KERNEL = r"kernels/(?:[^/]+/)?[0-9a-f]{64}/"
 #: What a file that may go is called, relative to the cache folder -> its kind. Measurements are
 #: small, and dear: they stay.
 _KINDS = {
@@ -37,8 +36,7 @@ _KINDS = {
     for kind, pattern in {
         "temporary": r"(?:.*/)?(?:\.[^/]+\.[0-9a-f]{16}\.tmp|tmp[^/.]{8}\.tmp"
         r"|[0-9a-f]{64}\.o\.tmp\.\d+)",
-        "kernel": _KERNEL + r"[0-9a-f]{64}\.(?:o|sum|lock)",
-        "marker": _KERNEL + r"coda_[0-9a-f]{16}/[0-9a-f]{32}",
+        "kernel": r"kernels/(?:[^/]+/)?[0-9a-f]{64}/[0-9a-f]{64}\.(?:o|lock)",
         "source": r"epilogues/[0-9a-f]+[a-z_]*_v\d+\.py",
         "proof": r"proofs/[0-9a-f]{64}",
     }.items()
@@ -50,9 +48,8 @@ class Entry:
     """One thing that is kept, with the files it consists of.
 
     Attributes:
-        kind: "kernel", "marker" (where a kernel is), "source", "proof" or "temporary" (what a
-            killed process left).
-        files: of a kernel the object, its checksum and its lock.
+        kind: "kernel", "source", "proof" or "temporary" (what a killed process left).
+        files: of a kernel the object and its lock.
         size: bytes.
         used: when it was last used, in seconds since the epoch.
     """
@@ -106,8 +103,7 @@ def _shrink(base: Path, most: int | None, now: float) -> None:
     for entry in kept:
         if now - entry.used < _HOUR:
             return
-        stale = entry.kind == "temporary" or _leads_nowhere(entry)
-        if (stale or (most is not None and total > most)) and remove(entry):
+        if (entry.kind == "temporary" or (most is not None and total > most)) and remove(entry):
             total -= entry.size
 
 
@@ -163,15 +159,6 @@ def _folders(base: Path) -> list[Path]:
     """Our folders in ``base``, at any depth; links are not followed."""
     tops = (base / name for name in ("kernels", "epilogues", "proofs", "measured"))
     return [Path(folder) for top in tops if not top.is_symlink() for folder, _, _ in os.walk(top)]
-
-
-def _leads_nowhere(entry: Entry) -> bool:
-    """Is it a marker of a kernel that is gone?"""
-    if entry.kind != "marker":
-        return False
-    with contextlib.suppress(OSError):
-        return not Path(entry.files[0].read_text()).exists()
-    return False
 
 
 def _age(path: Path, now: float) -> float:

@@ -25,7 +25,7 @@ def main(parent, *arguments):
 QUICK = f"""
 import os, sys, time, types
 
-def compile_kernel(request, marker, folder):
+def compile_kernel(request, folder):
     exec(request.program)
     return os.environ.get("ANSWER")
 

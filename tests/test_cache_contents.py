@@ -13,9 +13,9 @@ from programs import kinds
 
 from coda_inductor import OptionError, cache_contents, cache_dir
 from coda_inductor.cache_contents import entries, limit, remove, tidy
+from coda_inductor.locks import held
 from coda_inductor.select.device import H100
 from coda_inductor.select.store import Store
-from coda_inductor.tune.lock import held
 
 HOUR = 3600.0
 NOW = time.time()
@@ -32,7 +32,6 @@ def put(path: Path, hours: float, size: int = 100) -> Path:
 def kernel(base: Path, digit: str, hours: float, size: int = 1000, version: str = VERSION) -> Path:
     path = base / "kernels" / version / ("f" * 64) / f"{digit * 64}.o"
     put(path.with_suffix(".lock"), hours, 0)
-    put(path.with_suffix(".sum"), hours, 64)
     return put(path, hours, size)
 
 
@@ -42,9 +41,6 @@ def base(tmp_path):
     base = tmp_path / "coda_inductor"
     one = kernel(base, "a", 2)
     kernel(base, "b", 2, version="")
-    marker = put(one.parent / f"coda_{'0' * 16}" / ("1" * 32), 2)
-    marker.write_text(str(one))
-    os.utime(marker, (NOW - 2 * HOUR, NOW - 2 * HOUR))
     put(base / "epilogues" / "0123abcd_crossed_v7.py", 2)
     put(base / "proofs" / ("2" * 64), 2)
     put(one.with_suffix(".o.tmp.17"), 2)
@@ -59,14 +55,13 @@ def base(tmp_path):
 def test_every_kind_is_recognised_and_nothing_else(base):
     found = entries(base)
     assert sorted((e.kind, len(e.files)) for e in found) == [
-        ("kernel", 3),
-        ("kernel", 3),
-        ("marker", 1),
+        ("kernel", 2),
+        ("kernel", 2),
         ("proof", 1),
         ("source", 1),
         *[("temporary", 1)] * 3,
     ]
-    assert {e.size for e in found if e.kind == "kernel"} == {1064}
+    assert {e.size for e in found if e.kind == "kernel"} == {1000}
     assert all(abs(e.used - (NOW - 2 * HOUR)) < 1 for e in found)
 
 
@@ -78,9 +73,9 @@ def test_the_real_files_are_recognised(tmp_path, monkeypatch):
     from coda_inductor.patterns.source import Source
 
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
-    for swap in (False, True):
-        cache_dir.write(mod.source_path(kinds()["swiglu"], swap), "text")
-    cache_dir.write(mod.source_path(kinds()["norm_bwd"], False, "straight"), "text")
+    for variant in ("", "swapped"):
+        cache_dir.write(mod.source_path(kinds()["swiglu"], variant), "text")
+    cache_dir.write(mod.source_path(kinds()["norm_bwd"], "straight"), "text")
     verdict.record(Source(Path("a.py"), "", "0" * 64))
     temporary = cache_dir.temporary(mod.source_path(kinds()["swiglu"]))
     temporary.touch()
@@ -92,7 +87,6 @@ def test_least_recently_used_goes_first(tmp_path):
     old, middle, new = (kernel(tmp_path, d, h) for d, h in (("a", 30), ("b", 20), ("c", 10)))
     cache_contents._shrink(tmp_path, 2500, NOW)
     assert [p.exists() for p in (old, middle, new)] == [False, True, True]
-    assert not old.with_suffix(".sum").exists()
     assert not old.with_suffix(".lock").exists()
     cache_contents._shrink(tmp_path, None, NOW)
     assert middle.exists()
@@ -141,16 +135,11 @@ def test_the_real_measurements_stay(tmp_path):
     assert not entries(tmp_path)
 
 
-def test_old_temporaries_and_markers_of_nothing_are_swept(base):
-    gone = put(base / "kernels" / VERSION / ("f" * 64) / f"coda_{'0' * 16}" / ("4" * 32), 2)
-    gone.write_text("/no/such/kernel.o")
-    os.utime(gone, (NOW - 2 * HOUR, NOW - 2 * HOUR))
+def test_old_temporaries_are_swept(base):
     young = put(base / "kernels" / VERSION / ("f" * 64) / f"{'c' * 64}.o.tmp.18", 0.1)
     cache_contents._shrink(base, None, NOW)
-    assert not gone.exists()
     assert young.exists()
     assert [e.kind for e in entries(base) if e.kind == "temporary"] == ["temporary"]
-    assert sum(e.kind == "marker" for e in entries(base)) == 1
 
 
 def test_tidying_happens_once_an_hour(tmp_path, monkeypatch):

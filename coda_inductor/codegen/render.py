@@ -79,11 +79,11 @@ TEMPLATES: dict[str, str] = {
 }
 
 
-def render(program: EpilogueProgram, *, swap_lanes: bool = False) -> str:
+def render(program: EpilogueProgram, variant: str = "") -> str:
     """Source of a module with the function ``epilogue``.
 
-    ``swap_lanes`` (paired programs only): the second weight lies at the lower address, so the
-    first lane of each pair is ``acc1``.
+    ``variant`` "swapped" (paired programs only): the second weight lies at the lower address, so
+    the first lane of each pair is ``acc1``.
 
     Raises:
         KernelError: if a name of the program clashes with one that the source uses itself.
@@ -93,7 +93,7 @@ def render(program: EpilogueProgram, *, swap_lanes: bool = False) -> str:
         raise KernelError(f"the program uses the reserved name {min(clash)!r}: rename that value")
     mapping = ports(program)
     lines = _header(program)
-    lines += _signature(program, mapping, swap_lanes)
+    lines += _signature(program, mapping, variant)
     used, across = _used(program, mapping), {s.name for s in mapping.across}
     lines += [f"    {_step(s)}" for s in program.steps if s.name in used - across]
     lines += ["    return {", *_results(program, mapping), "    }"]
@@ -113,14 +113,14 @@ def _header(program: EpilogueProgram) -> list[str]:
     return lines
 
 
-def _signature(program: EpilogueProgram, mapping: Ports, swap_lanes: bool) -> list[str]:
+def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[str]:
     names = ["acc"] + (["c"] if mapping.c else [])
     names += [o.name for o in program.operands if o.name != mapping.c]
     names += [s.name for s in mapping.across]
     lines = ["", f"def epilogue({', '.join(names)}):"]
     lines += [f"    # {_across(s)}" for s in mapping.across]
     if program.paired:
-        lines.append(f"    {'acc1, acc0' if swap_lanes else 'acc0, acc1'} = unpack(acc)")
+        lines.append(f"    {'acc1, acc0' if variant == 'swapped' else 'acc0, acc1'} = unpack(acc)")
         # A row vector lies under both accumulators, every value twice: either lane has it.
         rows = [o.name for o in program.operands if o.kind == "row"]
         lines += [f"    {name} = unpack({name})[0]" for name in rows]

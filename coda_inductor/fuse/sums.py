@@ -10,9 +10,9 @@ After::
     dh = [dg | du] @ [Wg ; Wu]
 
 Valid for every sum of products of one shape; the sum is then rounded once instead of each product.
-Two terms of equal K are read where they lie (``runtime.launch``). Others would have to be copied
-together, which pays where elementwise kernels write the left operands anyway, so that only the
-weights are copied, or at least read them anyway: the gradients of q, k and v.
+Two terms of equal K are read where they lie (``mainloop.readings.join``). Others would have to be
+copied together, which pays where elementwise kernels write the left operands anyway, so that only
+the weights are copied, or at least read them anyway: the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.program.ir import EpilogueProgram
-from coda_inductor.runtime.tensors import unjoinable
 from coda_inductor.select.site import Site
 
 

@@ -9,27 +9,19 @@ import platform
 
 #: The parts of nvidia-cutlass-dsl: which CUDA it compiles for is a matter of what is installed.
 _VARIANTS = tuple(f"nvidia-cutlass-dsl-libs-{name}" for name in ("base", "core", "cu12", "cu13"))
-#: Options of CuTeDSL that say where files go or what is printed, not what is compiled. ARCH is a
-#: compile worker's; QuACK's keys hold the architecture. LIBS is set by CuTeDSL itself.
-_HARMLESS = frozenset(
-    f"CUTE_DSL_{name}"
-    for name in (
-        "ARCH", "LIBS", "CACHE_DIR", "DUMP_DIR", "NO_CACHE", "DISABLE_FILE_CACHING",
-        "JIT_CACHE_MAX_ELEMS", "JIT_TIME_PROFILING", "LOG_TO_CONSOLE", "LOG_TO_FILE", "LOG_LEVEL",
-        "PRINT_IR", "PRINT_AFTER_PREPROCESSOR", "SHOW_STACKTRACE", "FILTER_STACKTRACE",
-        "WARNINGS_IGNORE", "KEEP", "KEEP_IR", "KEEP_PTX", "KEEP_CUBIN", "KEEP_SASS",
-    )
-)  # fmt: skip
+#: No options of a user's: the first is a compile worker's, and QuACK's keys hold the architecture;
+#: the second is set by CuTeDSL itself.
+_OWN = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
 
 
 def environment() -> tuple[str, ...]:
-    """The machine type, CuTeDSL's CUDA variants with their versions, and the ``CUTE_DSL_*`` options
-    that change code. Part of every kernel's key: hosts that share a home share no kernels that only
+    """The machine type, CuTeDSL's CUDA variants with their versions, and the ``CUTE_DSL_*``
+    options. Part of every kernel's key: hosts that share a home share no kernels that only
     one of them can load."""
     options = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()
-        if name.startswith("CUTE_DSL_") and name not in _HARMLESS
+        if name.startswith("CUTE_DSL_") and name not in _OWN
     )
     return (platform.machine(), *_variants(), *options)
 

@@ -10,36 +10,30 @@ name and therefore the same on-disk kernel key.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import linecache
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileLoad
+from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
 from quack.epilogue.rotary import RotaryCosSinTMALoad
 from quack.gemm_runtime.identity import TORCH_OP_EPI_MODS
 
 from coda_inductor.cache_dir import cache_dir, write
 from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import RENDERER_VERSION, render
-from coda_inductor.mainloop import join, pair, store
+from coda_inductor.mainloop import store
 from coda_inductor.mainloop.environment import environment
-from coda_inductor.mainloop.fast import FastAccumulation
 from coda_inductor.mainloop.heads import HeadAccumulator, Swap
 from coda_inductor.mainloop.lean import LeanEpilogue
-from coda_inductor.mainloop.resources import DeviceScalar, reduction
+from coda_inductor.mainloop.readings import reading_with
+from coda_inductor.mainloop.resources import DeviceScalar, Distance, reduction
 from coda_inductor.program import EpilogueProgram
-
-#: How a kernel reads A and B -> the mixins that lay them out, and its launch arguments.
-_READINGS: dict[str, tuple[tuple[type, ...], tuple[EpiOp, ...]]] = {
-    "": ((), ()),
-    "pair": ((pair.PairedWeights,), (pair.DISTANCE,)),
-    "straight": ((join.JoinedTerms,), join.DISTANCES),
-    "crossed": ((join.CrossedTerms,), join.DISTANCES),
-}
 
 _LOADS = {
     "tile": TileLoad,
@@ -58,11 +52,10 @@ class CodaEpiMod(EpiMod):
     a step came from) do not cause recompilation.
     """
 
-    def __init__(self, function, program: EpilogueProgram, swap_lanes: bool, joined: str):
+    def __init__(self, function, program: EpilogueProgram, variant: str):
         mapping = ports(program)
-        self._mixins, self.distances = _READINGS["pair" if program.paired else joined]
-        if program.fast:
-            self._mixins = (FastAccumulation, *self._mixins)
+        self.reading = reading_with(program, variant)
+        self._mixins = self.reading.mixins(program, variant)
         if mapping.across:
             self._mixins = (HeadAccumulator, *self._mixins)
         ops = {o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c}
@@ -72,10 +65,10 @@ class CodaEpiMod(EpiMod):
             ops=ops | {step.name: Swap(step) for step in mapping.across},
             outs={sink.name: reduction(sink) for sink in mapping.sinks},
             mode="acc_pair" if program.paired else None,
-            extra_ops=self.distances,
+            extra_ops=tuple(map(Distance, self.reading.distances)),
         )
         self.program = program
-        self.semantic_key = ("coda_inductor", program.key, swap_lanes, joined, codegen_hash())
+        self.semantic_key = ("coda_inductor", program.key, variant, codegen_hash())
         self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
         self._ident = f"coda_{self.semantic_digest[:16]}"
         TORCH_OP_EPI_MODS[self.semantic_digest] = self
@@ -94,33 +87,43 @@ class CodaEpiMod(EpiMod):
 
 
 @functools.cache
-def load(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> CodaEpiMod:
+def load(program: EpilogueProgram, variant: str = "") -> CodaEpiMod:
     """The EpiMod of ``program``; renders, writes and runs its source on first use.
 
-    ``swap_lanes`` and ``joined`` as ``build`` takes them.
+    Raises:
+        ValueError: no reading of it has this ``variant``.
     """
-    assert not (program.paired and joined), "a paired program reads one A"
-    path = source_path(program, swap_lanes, joined)
-    source = render(program, swap_lanes=swap_lanes)
+    path = source_path(program, variant)
+    source = render(program, variant)
     with contextlib.suppress(OSError):  # nothing but a reader misses it
         if not path.is_file() or path.read_text() != source:
             write(path, source)
-    module = types.ModuleType(f"{store.PREFIX}{path.stem}")
+    module = types.ModuleType(f"coda_inductor_epilogue_{path.stem}")
     module.__file__ = str(path)
     # Without a time, the entry is what linecache shows, whatever the file says.
     linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
     sys.modules[module.__name__] = module
     code = compile(source, str(path), "exec", dont_inherit=True)
     exec(code, vars(module))  # noqa: S102 (rendered just now)
-    mod = CodaEpiMod(module.epilogue, program, swap_lanes, joined)
+    mod = CodaEpiMod(module.epilogue, program, variant)
     vars(module)["kernel"] = mod  # QuACK finds the mod through a global of the function's module
     return mod
 
 
-def source_path(program: EpilogueProgram, swap_lanes: bool = False, joined: str = "") -> Path:
+def source_path(program: EpilogueProgram, variant: str = "") -> Path:
     """Where the source of ``program`` is, or will be once it has been loaded."""
-    variant = "s" if swap_lanes else f"_{joined}" if joined else ""
-    return cache_dir() / "epilogues" / f"{program.key}{variant}_v{RENDERER_VERSION}.py"
+    name = f"{program.key}_{variant}" if variant else program.key
+    return cache_dir() / "epilogues" / f"{name}_v{RENDERER_VERSION}.py"
+
+
+def kernel_name(
+    program: EpilogueProgram, config: Any, a_major: str, b_major: str, variant: str, arch: str
+) -> str:
+    """What the file of a kernel is called; arguments as ``build`` takes them, ``arch`` is the
+    compute capability, e.g. "90". ``swizzle`` is an argument of its launches."""
+    config = dataclasses.replace(config, swizzle=1)
+    key = program.key, str(config), a_major, b_major, variant, arch, codegen_hash()
+    return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1)
@@ -130,10 +133,9 @@ def codegen_hash() -> str:
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{RENDERER_VERSION} {environment()}".encode())
     for folder in ("mainloop", "codegen"):
-        for path in sorted((package / folder).glob("*.py")):
+        for path in sorted((package / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 store.use()
-store.copy_markers(codegen_hash())

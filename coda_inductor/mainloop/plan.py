@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching a plan: the memory that it needs.
+"""Launching QuACK's plans: any (:func:`run`), and one from which everything that is the same at
+each call has been taken out (:func:`ready`).
 
+``run_gemm_epi_plan`` makes the epilogue's arguments by name, asks every resource for its own, and
+looks at options that a plain GEMM does not have. ``ready`` does that once: what a call brings
+stands in a list in an order that is agreed on, one C function picks the kernel's arguments out of
+it, and the kernel's own entry point checks their dtypes, shapes, strides, alignment and device,
+enters the device, and takes PyTorch's current stream.
 
-- the dynamic scheduler of Hopper counts the tiles that were handed out;
-- a product whose K is split keeps each tile's sum so far, and whose turn it is to add to it.
-
-Both start at zero. They are allocated and cleared for each launch, on its stream: two launches at
-the same time, on two streams or of two replays of CUDA graphs, share nothing, and a graph that was
-captured clears them itself at each replay.
-
-A kernel leaves the counter at zero, so that one a stream would do without clearing. But a replay
-runs on any stream, and while CUDA graphs are captured, or warmed up for it, what is allocated is
-the graphs' to hand out again: there is no moment at which memory to keep could be had for sure.
+Hopper's dynamic scheduler counts the tiles that were handed out; a product whose K is split keeps
+each tile's sum so far, and whose turn it is. Both start at zero, and are allocated and cleared for
+each launch, on its stream: two launches at the same time share nothing, and a CUDA graph clears
+them itself at each replay. There is no moment at which memory to keep could be had for sure.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
+
 import torch
 from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
+from quack.gemm_tvm_ffi_utils import launch_gemm, plan_scheduler_args
+from torch import Tensor
 
 
-def counter(a: torch.Tensor) -> torch.Tensor:
+def counter(a: Tensor) -> Tensor:
     """The dynamic scheduler's, for one launch with ``a``: (1,) int32."""
     return a.new_zeros(1, dtype=torch.int32)
 
@@ -32,3 +37,54 @@ def run(plan: GemmEpiPlan, a, b, d, c, values) -> None:
     """
     semaphore = counter(a) if plan.scheduler_uses_semaphore else None
     run_gemm_epi_plan(plan, a, b, d, c, values, tile_count_semaphore=semaphore)
+
+
+#: (A, B, D, C, the epilogue's values) -> None
+Launch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, list], None]
+
+
+def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
+    """A function that launches ``plan`` as ``run_gemm_epi_plan`` does. ``names`` are those of the
+    epilogue's values, which each call gives in this order, and None as the last.
+
+    Returns None where a launch needs the workspace of a split K.
+    """
+    scheduler = plan.scheduler_static
+    if plan.split_k > 1 or (scheduler is None and not plan.scheduler_uses_semaphore):
+        return None
+    active = {name for name, _, _ in plan.call_ops}
+    places = [
+        names.index(name) if name in active and name in names else len(names)
+        for name in plan.arg_template
+    ]
+    pick = _picker(places)
+    converted = [
+        (names.index(name), convert, key)
+        for name, convert, key in plan.call_ops
+        if convert is not None and name in names
+    ]
+
+    def launch(a, b, d, c, values) -> None:
+        launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
+
+    others = plan_scheduler_args(plan, None)
+
+    def launch_dynamic(a, b, d, c, values) -> None:
+        own = counter(a)  # the kernel is told where it is: it lives until that is launched
+        counted = others._replace(tile_count_semaphore=own.data_ptr())
+        launch_gemm(plan, a, b, d, c, pick(values), counted, None)
+
+    chosen = launch_dynamic if scheduler is None else launch
+
+    def launch_converted(a, b, d, c, values) -> None:
+        for place, convert, key in converted:
+            values[place] = convert(values[place], key)
+        chosen(a, b, d, c, values)
+
+    return launch_converted if converted else chosen
+
+
+def _picker(places: list[int]) -> Callable[[list], tuple]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)

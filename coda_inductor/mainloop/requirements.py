@@ -35,16 +35,3 @@ QUACK = Range("quack-kernels", "0.6.5", "0.7")
 CUTEDSL = Range("nvidia-cutlass-dsl", "4.8", "4.9")
 #: The releases of torch that the tests are run with, oldest first.
 TESTED_TORCH = ("2.11", "2.13", "2.15")
-
-
-def untested_torch(version: str) -> str | None:
-    """Why a torch of this version may behave as no test has seen, or None."""
-    found, (major, minor) = TorchVersion(version), TESTED_TORCH[-1].split(".")
-    newer = found >= f"{major}.{int(minor) + 1}.dev0"
-    if not newer and found >= f"{TESTED_TORCH[0]}.dev0":
-        return None
-    age = "newer" if newer else "older"
-    return (
-        f"torch {version} is {age} than the versions that coda_inductor is tested with "
-        f"({', '.join(TESTED_TORCH)})"
-    )

@@ -18,9 +18,7 @@ from cutlass import Int64, const_expr
 from quack.epilogue.ops import ColVecReduce, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, VecReduce
 
 from coda_inductor.codegen.ports import Sink
-
-#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
-DELTA_DIVISOR = 8
+from coda_inductor.mainloop.tensors import DELTA_DIVISOR
 
 
 class _MaskedSum(VecReduce):
@@ -84,7 +82,7 @@ class DeviceScalar(Scalar):
 
 
 class Distance(EpiOp):
-    """How far apart two allocations are, in elements, as a launch argument (see ``pair``)."""
+    """How far apart two allocations are, in elements, as a launch argument (``readings.pair``)."""
 
     def host_arg_key(self, value):
         return None if value is None else ("int64",)

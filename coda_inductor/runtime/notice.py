@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user should hear once a process, before a model compiles: that no kernel will run, that
-this torch is one that nobody tested, and that DistributedDataParallel takes the model apart.
+"""What a user should hear once a process, before a model compiles: that no kernel will run, and
+that DistributedDataParallel takes the model apart.
 
 None is an error, also not with ``strict``: that is about a site that fails where others work.
 Where there are no kernels at all, programs run as plain torch ops, and that is how models are
@@ -17,14 +17,13 @@ from torch.fx import GraphModule
 
 from coda_inductor.log import logger
 from coda_inductor.mainloop import availability
-from coda_inductor.mainloop.requirements import untested_torch
 from coda_inductor.matching import bodies
 from coda_inductor.options import Options
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 
-#: What this process was told already: "torch", "kernels", "ddp".
+#: What this process was told already: "kernels", "ddp".
 told: set[str] = set()
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
@@ -32,12 +31,6 @@ _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 
 def before_compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
     """Warn where that is due, once a process; ``gm`` and ``inputs`` are Dynamo's."""
-    if (why := untested_torch(torch.__version__)) is not None:
-        _tell(
-            "torch",
-            f"{why}. A pass that meets something new leaves its graph to Inductor; should numbers "
-            "be wrong, please report it, and compare with backend='inductor'",
-        )
     if cut_by_ddp(gm):
         _tell(
             "ddp",

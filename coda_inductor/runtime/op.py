@@ -26,11 +26,12 @@ from torch import Tensor
 from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.tensors import UnpairableError
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.runtime.launch import kernel
-from coda_inductor.runtime.tensors import UnpairableError
 from coda_inductor.select import legality
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
@@ -62,7 +63,7 @@ def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tens
     m, n = a.shape[0], bs[0].shape[1]
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
-    tile_n = config.tile_n // 2 if program.paired else config.tile_n
+    tile_n = config.tile_n // len(program.accs)
     wide = reference.compute_dtype(program)
     return [
         a.new_empty(shape, dtype=getattr(torch, o.dtype) if isinstance(o, Store) else wide)
@@ -105,8 +106,8 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
     b, terms = bs[0], len(as_)
-    dtypes = a.dtype, b.dtype
-    why = _unsupported(program, b.shape[1], k, dtypes, b.stride(1) == 1, terms, a.device)
+    majors = reading_of(entry.program, terms).kernels(as_, bs)[0][:2]
+    why = _unsupported(program, b.shape[1], k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
     outputs = _allocate(entry.program, entry.config, a, bs)
@@ -128,7 +129,7 @@ def _unsupported(
     n: int,
     k: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    n_major: bool,
+    majors: tuple[str, str],
     terms: int,
     device: torch.device | None,
 ) -> Refusal | None:
@@ -138,10 +139,8 @@ def _unsupported(
         these, those = (" and ".join(dict.fromkeys(map(str, pair))) for pair in (wanted, dtypes))
         text = f"the program is for {these} inputs, they are {those}"
         return refuse("kernel-dtype", text, failure=True)
-    copied = parsed.fp8 and not parsed.paired  # at the launch, where it is not K-major
-    b_major = "n" if n_major and not copied else "k"
     return availability.kernel_stack(device) or legality.unsupported(
-        parsed, n, k, b_major=b_major, device=device, terms=terms
+        parsed, n, k, *majors, device=device, terms=terms
     )
 
 

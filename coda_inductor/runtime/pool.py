@@ -4,8 +4,7 @@
 A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to a
 compile server (``client``, ``server``), ``wait`` collects the outcome, and the first launch then
 loads the object file that a worker left in QuACK's on-disk cache (a few milliseconds). Kernels that
-are on disk are not submitted: each has a small marker beside it, written by the worker that
-compiled it.
+are on disk are not submitted.
 
 Nothing here can hang: every wait has a deadline, after which the work is dropped and its worker
 killed. Nothing outlives this process, and nothing raises: what cannot be compiled has a reason.
@@ -19,8 +18,6 @@ import atexit
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
-import json
 import multiprocessing
 import os
 import threading
@@ -32,7 +29,7 @@ from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
-from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.runtime.worker import KernelRequest, how, parsed
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}  # by architecture
@@ -89,8 +86,7 @@ def warm_up() -> None:
 def warm_up_early() -> None:
     """The same where no kernel was compiled yet, so that some will be, before a graph is looked at.
     Asks no library: importing them takes as long."""
-    folder = Path(os.environ.get("QUACK_CACHE_DIR") or cache_dir() / "kernels" / label())
-    if not any(folder.glob("*/coda_*")):
+    if not any((cache_dir() / "kernels" / label()).glob("*/*.o")):
         warm_up()
 
 
@@ -106,11 +102,7 @@ def shutdown() -> None:
 
 def is_ready(request: KernelRequest) -> bool:
     """Is the kernel of ``request`` in the on-disk cache?"""
-    marker = _marker(_resolved(request))
-    try:
-        return Path(marker.read_text()).exists()
-    except OSError:
-        return False
+    return _file(_resolved(request)).exists()
 
 
 def _outcome(request: KernelRequest, deadline: float) -> str | None:
@@ -140,11 +132,7 @@ def _start(request: KernelRequest) -> None:
     from coda_inductor.mainloop.ahead import cache_folder
 
     assert request.arch is not None
-    job = {
-        "request": dataclasses.asdict(request),
-        "marker": str(_marker(request)),
-        "folder": cache_folder(),
-    }
+    job = {"request": dataclasses.asdict(request), "folder": cache_folder()}
     server = _server(request.arch)
     _jobs[request] = server, server.submit(job)
 
@@ -173,19 +161,13 @@ def _after_fork() -> None:
     _jobs.clear()
 
 
-def _marker(request: KernelRequest) -> Path:
-    from coda_inductor.mainloop.ahead import marker_folder
+def _file(request: KernelRequest) -> Path:
+    from coda_inductor.mainloop.ahead import kernel_file
 
-    return marker_folder() / _request_hash(request)
+    return kernel_file(*_parsed(request), *how(request))
 
 
-@functools.lru_cache(maxsize=4096)
-def _request_hash(request: KernelRequest) -> str:
-    from coda_inductor.program import EpilogueProgram
-
-    fields = dataclasses.asdict(request)
-    fields["program"] = EpilogueProgram.from_json(request.program).key
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+_parsed = functools.lru_cache(maxsize=4096)(parsed)
 
 
 def _machine_arch() -> str:

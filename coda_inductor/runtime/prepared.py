@@ -20,24 +20,16 @@ from torch import Tensor
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.compat import empty_strided_cuda
+from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.readings.plain import Read
+from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import EpilogueProgram, Operand, Store
-from coda_inductor.runtime.tensors import (
-    UnpairableError,
-    distance,
-    foreign_view,
-    pair_order,
-    readable,
-    unjoinable,
-)
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
 
-_MOST_VIEWS = 1024
 #: (as_, bs, operands) -> the outputs, or None for a call that has to go the long way. It raises
 #: whatever the kernel's entry point raises.
 Prepared = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor] | None]
-#: (A, B, the launch, distances): how a call's A and B are read
-_Reading = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, Callable, tuple]]
 
 
 def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple:
@@ -55,7 +47,7 @@ def alike(as_: Sequence[Tensor], bs: Sequence[Tensor], operands: Sequence[Tensor
 def prepare(
     program: EpilogueProgram,
     config: Config,
-    plan: Callable[[str, str, bool, str], object],
+    plan: Callable[[str, str, str], object],
     as_: Sequence[Tensor],
     bs: Sequence[Tensor],
     operands: Sequence[Tensor],
@@ -63,45 +55,35 @@ def prepare(
     """What serves all calls like this one, which has been launched, or None: something is copied or
     converted, or a launch takes more than arguments.
 
-    ``plan`` gives QuACK's: of A's major, B's, whether lanes are swapped, how two terms are read.
+    ``plan`` gives QuACK's: of A's major, B's, and the reading's variant.
+
+    Raises:
+        UnpairableError: this call was copied; one like it may not be.
     """
     a, b = as_[0], bs[0]
     outputs = _outputs(program, config, a, b)
     if outputs is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
-    if not readable(a, either_major=True) or not readable(b, either_major=True):
+    reading = reading_of(program, len(as_))
+    read = reading.in_place(as_, bs)
+    if read is None:
         return None
-    if program.fp8 and (a.stride(1) != 1 or b.stride(0) != 1):
-        return None
-    majors = "k" if a.stride(1) == 1 else "m", "n" if b.stride(1) == 1 else "k"
-    ways: tuple[tuple[bool, str], ...] = ((False, ""),)
-    distances: tuple[str, ...] = ()
-    if program.paired:
-        pair_order(*bs)
-        ways, distances = ((False, ""), (True, "")), ("pair_delta",)
-    elif len(as_) > 1:
-        if unjoinable(as_, bs) is not None:
-            return None
-        ways = (False, "straight"), (False, "crossed")
-        distances = "join_delta_a", "join_delta_b"
-    names = [o.name for o in program.operands] + [o.name for o in program.outputs] + [*distances]
-    launches = [_ready()(plan(*majors, swap, way), names) for swap, way in ways]
-    if None in launches:
+    names = [x.name for x in (*program.operands, *program.outputs)] + [*reading.distances]
+    kernels = reading.kernels(as_, bs)
+    launches = {how[-1]: _ready()(plan(*how), names) for how in kernels}
+    if None in launches.values():
         return None
     mapping, names = ports(program), [o.name for o in program.operands]
-    if program.paired:
-        reading = _pair(launches, b)
-    else:
-        reading = _terms(launches) if len(as_) > 1 else _one(launches[0])
     c = None if mapping.c is None else names.index(mapping.c)
     d = None if mapping.d is None else program.outputs.index(mapping.d)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
-    return _call(reading, outputs, c, d, scalars, most_rows, a.get_device())
+    return _call(read, launches, outputs, c, d, scalars, most_rows, a.get_device())
 
 
 def _call(
-    reading: _Reading,
+    read: Read,
+    launches: dict[str, Callable],
     shapes: list[tuple[int, int, torch.dtype]],
     c: int | None,
     d: int | None,
@@ -124,7 +106,7 @@ def _call(
             if operands[i].get_device() != index:
                 return None
         try:
-            a, b, launch, distances = reading(as_, bs)
+            a, b, variant, distances = read(as_, bs)
         except UnpairableError:
             return None
         outputs = [
@@ -132,7 +114,7 @@ def _call(
             for rows, n, dtype in shapes
         ]
         its_c, its_d = None if c is None else operands[c], None if d is None else outputs[d]
-        launch(a, b, its_d, its_c, [*operands, *outputs, *distances, None])
+        launches[variant](a, b, its_d, its_c, [*operands, *outputs, *distances, None])
         return outputs
 
     return call
@@ -142,7 +124,7 @@ def _outputs(program, config, a, b) -> list[tuple[int, int, torch.dtype]] | None
     """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
     tile (tiles, columns). None if one of them is copied after the launch."""
     n = b.shape[1]
-    tile_n = config.tile_n // 2 if program.paired else config.tile_n
+    tile_n = config.tile_n // len(program.accs)
     found = []
     for spec in program.outputs:
         if isinstance(spec, Store):
@@ -172,45 +154,8 @@ def current_device() -> int:
     return torch.cuda.current_device()
 
 
-def _one(launch: Callable) -> _Reading:
-    """A product of two matrices."""
-    return lambda as_, bs: (as_[0], bs[0], launch, ())
-
-
-def _pair(launches: Sequence[Callable], b: Tensor) -> _Reading:
-    """Two weights like ``b`` as one operand: ``launches`` is of the order of their addresses."""
-    k, n = b.shape
-    views: dict[int, Tensor] = {}
-
-    def read(as_, bs):
-        swapped, delta = distance(bs[0], bs[1], "paired weights")
-        lower = bs[swapped].data_ptr()
-        view = views.get(lower)
-        if view is None:
-            if len(views) >= _MOST_VIEWS:
-                views.clear()
-            view = foreign_view(lower, 2 * n, k, b.stride(1), b.dtype, b.device).t()
-            views[lower] = view
-        return as_[0], view, launches[swapped], (delta,)
-
-    return read
-
-
-def _terms(launches: Sequence[Callable]) -> _Reading:
-    """Two terms of one sum in place: ``launches`` is of terms in the same order, and crossed."""
-
-    def read(as_, bs):
-        if torch.are_deterministic_algorithms_enabled():
-            raise UnpairableError("the order of the sum is the allocator's choice")
-        a, delta_a = distance(as_[0], as_[1], "left operands")
-        b, delta_b = distance(bs[0], bs[1], "right operands")
-        return as_[a], bs[b], launches[a != b], (delta_a, delta_b)
-
-    return read
-
-
 @functools.lru_cache(maxsize=1)
 def _ready():
-    from coda_inductor.mainloop.ready import ready
+    from coda_inductor.mainloop.plan import ready
 
     return ready

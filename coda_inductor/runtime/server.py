@@ -3,8 +3,8 @@
 
 It imports torch and CuTeDSL once, cannot see the GPU, and is sent messages:
 
-- ``{"id": 1, "request": {...}, "marker": ..., "folder": ...}`` is compiled by a worker; the answer
-  is ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
+- ``{"id": 1, "request": {...}, "folder": ...}`` is compiled by a worker; the answer is
+  ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
 - ``{"cancel": 1}`` ends the worker that has it.
 
 It ends, and its workers with it, when its parent does, and after two idle minutes. It starts no
@@ -22,7 +22,6 @@ import signal
 import sys
 import warnings
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any, NoReturn
 
 from coda_inductor.processes.start import Messages
@@ -75,7 +74,7 @@ def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
             while True:
                 job = requests.recv()
                 request = KernelRequest(**job["request"])
-                requests.send(compile_kernel(request, Path(job["marker"]), job["folder"]))
+                requests.send(compile_kernel(request, job["folder"]))
     except EOFError:
         code = 0
     finally:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, replace
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.errors import KernelError
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import WIDTHS
 from coda_inductor.select.device import H100
@@ -144,22 +146,6 @@ HOPPER_MORE = (
 )
 
 
-def _fp8(text: str) -> tuple[Config, ...]:
-    """Each lean and not, then their dynamic twins. The first one runs until a site is measured."""
-    still = [config for each in text.split() for more in (":lean", "")
-             for config in _configs(each, more=more)]  # fmt: skip
-    return (*still, *(config.dynamic_twin() for config in still))
-
-
-#: In FP8. An accumulator that is added up in float32 at each step of K has twice the registers:
-#: larger tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
-HOPPER_FP8 = _fp8("128x128:2x1:co 128x128:1x2:co 128x128:1x1:co")
-#: Where fast accumulation is allowed: the larger ones need no more registers than in 16 bits then
-#: (``mainloop.fast``).
-HOPPER_FP8_FAST = _fp8(
-    "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
-    "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
-)
 #: On data-centre Blackwell, the first until someone measures.
 BLACKWELL = _configs(
     "256x256:2x1:co 256x224:2x1:co 256x192:2x1:co 256x160:2x1:co",
@@ -201,7 +187,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     tiles = config.cta_tile_m(arch) * config.tile_n // (rows * columns)
     load_stages = 2 if config.lean else min(tiles, 4 if arch == 9 else 2)
     store_stages = 2 if config.lean else min(tiles, 4 if columns <= 16 else 2)
-    stored = sum(WIDTHS[s.dtype] for s in program.stores) / (2 if program.paired else 1)
+    stored = sum(WIDTHS[s.dtype] for s in program.stores) / len(program.accs)
     loaded = sum(WIDTHS[o.dtype] for o in program.loads)
     tile_bytes = rows * columns * (store_stages * stored + load_stages * loaded)
     vectors = sum(
@@ -228,7 +214,7 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
         fits = [c for c in _CANDIDATES.get(arch, ()) if _suits(program, c, terms, arch)]
         return tuple(_deepest(program, fits, 1, arch))
     fits = [c for c in _on_hopper(program) if _suits(program, c, terms)]
-    if program.fp8:
+    if _own(program):
         # Until a site is measured the first one runs: not one with few stages.
         configs = _deepest(program, fits, 2)
         return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
@@ -252,11 +238,27 @@ def every_config(program: EpilogueProgram, arch: int = 9) -> tuple[Config, ...]:
 
 
 def _on_hopper(program: EpilogueProgram) -> tuple[Config, ...]:
-    candidates = HOPPER + HOPPER_LEAN + HOPPER_MORE
-    if program.fp8:
-        candidates = HOPPER_FP8_FAST if program.fast else HOPPER_FP8
+    candidates = _own(program) or HOPPER + HOPPER_LEAN + HOPPER_MORE
     lean = _may_be_lean(program)
     return tuple(c for c in candidates if lean or not c.lean)
+
+
+def _own(program: EpilogueProgram) -> tuple[Config, ...]:
+    """Those of its reading alone, if any: each lean and not, then their dynamic twins. The first
+    one runs until a site is measured."""
+    return _own_of(reading_of(program).configs(program))
+
+
+@functools.cache
+def _own_of(text: str) -> tuple[Config, ...]:
+    still = [config for each in text.split() for more in (":lean", "")
+             for config in _configs(each, more=more)]  # fmt: skip
+    return (*still, *(config.dynamic_twin() for config in still))
+
+
+def usual(program: EpilogueProgram, arch: int) -> frozenset[Config]:
+    """Configs of which one runs where nothing alike was measured; none: the first legal one."""
+    return frozenset() if arch != 9 or _own(program) else DEFAULTS
 
 
 def _may_be_lean(program: EpilogueProgram) -> bool:
@@ -278,12 +280,7 @@ def _suits(program: EpilogueProgram, config: Config, terms: int, arch: int = 9) 
     """Can ``program`` be divided so?"""
     if program.head and not whole_heads(program, config, arch):
         return False
-    # Measured: a log-sum-exp is further off than may be. And terms whose addresses have opposite
-    # orders are walked half a turn apart: half of a part of K is not half of K.
-    whole = terms > 1 or any(reduce.combine == "logsumexp" for reduce in program.reduces)
-    if whole and config.split_k > 1:
+    # Measured: a log-sum-exp is further off than may be.
+    if config.split_k > 1 and any(reduce.combine == "logsumexp" for reduce in program.reduces):
         return False
-    if not program.paired:
-        return True
-    # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has none.
-    return config.tile_n % 32 == 0 and config.tile_m != 192 and config.split_k == 1
+    return reading_of(program, terms).suits(program, config)

@@ -7,6 +7,7 @@ import torch
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.mainloop.availability import unsupported_gpu
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import FP8, HALF_NAMES
 from coda_inductor.refusal import Refusal, refuse
@@ -41,26 +42,8 @@ def unsupported(
     ``a_major`` and ``b_major`` are the dimensions of A and B with stride 1: "k" or "m", "k" (a
     linear layer's weight) or "n". ``terms``: how many products the accumulator is the sum of.
     """
-    arch = arch_of(device)
-    why = _fp8(program, a_major, b_major, terms, arch) if program.fp8 else None
-    why = why or _unsupported(program, n, k, b_major, arch)
+    why = _unsupported(program, n, k, (a_major, b_major), terms, arch_of(device))
     return None if why is None else refuse(*why, failure=True)
-
-
-def _fp8(
-    program: EpilogueProgram, a_major: str, b_major: str, terms: int, arch: int
-) -> tuple[str, str] | None:
-    """A reason's code and text, of what FP8 alone cannot do."""
-    for name, major, other in (("left", a_major, "M"), ("right", b_major, "N")):
-        if major != "k":
-            text = f"its {name} operand is contiguous along {other}: FP8 is read along K alone"
-            return "fp8-layout", text
-    if terms > 1:
-        return "fp8-terms", f"a sum of {terms} FP8 products, each with scales of its own"
-    if arch in (10, 11) and program.a_dtype != program.b_dtype:
-        text = f"{program.a_dtype} times {program.b_dtype} has no kernel on data-centre Blackwell"
-        return "fp8-mixed", text
-    return None
 
 
 def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | None:
@@ -80,14 +63,16 @@ def _heads(program: EpilogueProgram, n: int, arch: int) -> tuple[str, str] | Non
 
 
 def _unsupported(
-    program: EpilogueProgram, n: int, k: int, b_major: str, arch: int
+    program: EpilogueProgram, n: int, k: int, majors: tuple[str, str], terms: int, arch: int
 ) -> tuple[str, str] | None:
     """A reason's code and text."""
-    if program.a_dtype not in HALF_NAMES and not program.fp8:
+    if program.a_dtype not in (*HALF_NAMES, *FP8):
         dtype = program.a_dtype
         text = f"a {dtype} GEMM has no kernel: only bfloat16 and float16 have, and scaled FP8"
         return "kernel-dtype", text
-    narrow = program.fp8 or any(s.dtype in FP8 for s in program.stores)
+    if (why := reading_of(program, terms).refuses(program, majors, terms, arch)) is not None:
+        return why
+    narrow = any(dtype in FP8 for dtype in (program.a_dtype, *(s.dtype for s in program.stores)))
     step = 16 if narrow else 8
     if n % step or k % step or not k or not n:
         text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
@@ -101,14 +86,6 @@ def _unsupported(
     same = next((o.value for o in program.outputs if o.value in mapping.uniform), None)
     if same is not None:
         return "constant-tile", f"{same!r} is one value for the whole tile: nothing to fuse"
-    if program.paired:
-        wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
-        if wide is not None:
-            text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
-            return "paired-store-wide", text
-        if b_major != "k":
-            text = "paired weights must be K-major (out_features x in_features)"
-            return "paired-weight-layout", text
     if (old := unsupported_gpu(arch)) is not None:
         return old.code, old.text
     if program.head and (why := _heads(program, n, arch)) is not None:

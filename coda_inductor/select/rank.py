@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from coda_inductor.select.config import DEFAULTS, Config, legal_configs
+from coda_inductor.select.config import Config, legal_configs, usual
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.site import Site
@@ -24,14 +24,14 @@ def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config
         best = near.best(map(str, legal))  # of equals the first in order
         measured.sort(key=lambda c: str(c) != best)
     wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
-    usual = [c for c in wasted if c in DEFAULTS] if gpu.arch == 9 and not site.program.fp8 else []
-    return list(dict.fromkeys((*measured, *(usual[:1] or legal[:1]), *wasted)))
+    default = [c for c in wasted if c in usual(site.program, gpu.arch)][:1]
+    return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
 
 
 def _waste(site: Site, config: Config, gpu: Gpu) -> float:
     """Accumulator elements that the busiest processor computes, with what loading a tile's operands
     costs: the wider a tile, the more multiplications for each element of A and B."""
-    columns = site.n * (2 if site.program.paired else 1)
+    columns = site.n * len(site.program.accs)
     tiles = math.ceil(site.m / config.tile_m) * math.ceil(columns / config.tile_n)
     each = config.tile_m * config.tile_n
     loads = 1 + 64 * (1 / config.tile_m + 1 / config.tile_n)

@@ -3,7 +3,7 @@
 
 Those of this user are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the
 tables under ``select/tables``, and a folder that ``CODA_CACHE_DIR`` names and that can only be read
-is looked into as well. Files are replaced as a whole, under a lock (``tune.lock``), and never
+is looked into as well. Files are replaced as a whole, under a lock (``locks``), and never
 trusted: a line that is no measurement is skipped.
 """
 
@@ -90,7 +90,7 @@ class Store:
         return self._own
 
     def add(self, found: Mapping[str, Figures]) -> None:
-        """Keep measurements; whoever calls holds the lock (``tune.lock``).
+        """Keep measurements; whoever calls holds the lock (``locks``).
 
         Raises:
             OSError: the file cannot be written; they are known in this process all the same.

@@ -3,7 +3,6 @@
 
 tuner    what a compilation asks: measure these sites, within so many seconds
 rank     which configs are worth a measurement
-lock     one process at a time, for all ranks of a host
 client   the measuring process as this one sees it: started, asked, ended
 worker   that process: it may crash, hang or run out of memory, and costs nobody anything
 timing   interleaved, from a cold cache, with the clock warm

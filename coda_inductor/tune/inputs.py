@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
@@ -20,37 +23,28 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
     normal = torch.randn if values else torch.empty
     program, m, n = site.program, site.m, site.n
 
-    def matrix(rows: int, columns: int, row_major: bool, dtype: str, scale: float = 1.0) -> Tensor:
-        shape = (rows, columns) if row_major else (columns, rows)
-        made = (normal(shape, device=device) * scale).to(getattr(torch, dtype))
-        return made if row_major else made.t()
+    def made(dtype: str, scale: float) -> Callable[..., Tensor]:
+        return lambda *shape: (normal(shape, device=device) * scale).to(getattr(torch, dtype))
 
-    as_ = [matrix(m, k, site.a_major == "k", program.a_dtype) for k in site.ks]
-    weights = [k for k in site.ks for _ in program.accs]
-    # In FP8 small weights are mostly zeros, which heat nothing: one of the scales is small instead.
-    scale = [1.0 if program.fp8 else k**-0.5 for k in weights]
-    bs = [
-        matrix(k, n, site.b_major == "n", program.b_dtype, s)
-        for k, s in zip(weights, scale, strict=True)
-    ]
+    as_, bs = reading_of(program, len(site.ks)).inputs(site, made)
     small = {next(iter(found.names), None) for found in scaled(program).values()}
     operands = []
     for operand in program.operands:
         kind = getattr(torch, operand.dtype)
         if operand.kind == "tile":
-            made = normal(m, n, device=device)
+            value = normal(m, n, device=device)
         elif operand.kind == "row":
-            made = 1 + 0.1 * torch.randn(n, device=device)
-            made = made.repeat_interleave(2) if program.paired else made
+            value = 1 + 0.1 * torch.randn(n, device=device)
+            value = value.repeat_interleave(len(program.accs))
         elif operand.kind == "col":  # a statistic of a row: positive, as most are
-            made = 0.5 + torch.rand(m, device=device)
+            value = 0.5 + torch.rand(m, device=device)
         elif operand.kind == "table":  # cosines and sines
-            made = normal(m, program.head, device=device).clamp(-1, 1)
+            value = normal(m, program.head, device=device).clamp(-1, 1)
         else:
-            made = torch.ones((), device=device)
+            value = torch.ones((), device=device)
         if operand.name in small:
-            made = made * site.ks[0] ** -0.5
-        operands.append(made.to(kind))
+            value = value * site.ks[0] ** -0.5
+        operands.append(value.to(kind))
     return _by_address(as_), _by_address(bs), operands
 
 

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
@@ -30,7 +31,7 @@ from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store
-from coda_inductor.tune import inputs, lock
+from coda_inductor.tune import inputs
 from coda_inductor.tune.client import DeadError, Process
 from coda_inductor.tune.worker import site_text
 
@@ -72,7 +73,7 @@ class Tuner:
             self.left |= wanted
             return False
         start = time.monotonic()
-        with lock.held(self.store.path, self._seconds + _SLACK) as got:
+        with locks.held(self.store.path, self._seconds + _SLACK) as got:
             waited = time.monotonic() - start
             missing = {k: s for k, s in wanted.items() if self.store.find(s) is None}
             if got and not (waited > 1.0 and _others()):

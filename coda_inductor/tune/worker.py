@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor import locks
 from coda_inductor.cache_dir import private_dir
 from coda_inductor.errors import KernelError
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.processes.start import Messages
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
 from coda_inductor.select.site import Site
-from coda_inductor.tune import inputs, load, lock, timing
+from coda_inductor.tune import inputs, load, timing
 
 #: Seconds to wait for another process that times on this GPU; then beside it.
 _PATIENCE = 60.0
@@ -60,7 +62,7 @@ class Worker:
                 unfused(*inputs.tensors(site, "cuda", values=False))
                 self._say({"ready": True})
                 return
-            with lock.held(self._alone, _PATIENCE):  # not beside another one of this user's
+            with locks.held(self._alone, _PATIENCE):  # not beside another one of this user's
                 figures = self._figures(site, asked["configs"], unfused)
             self._say({"figures": to_row("", figures)})
         except Exception as error:
@@ -149,8 +151,8 @@ def _call(
 ) -> Callable[[], list[Tensor]]:
     """A call of the product alone ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
-        products = _products(site, *given[:2])
-        return lambda: [_product(site, a, b) for a, b in products]
+        products = reading_of(site.program, len(site.ks)).products(site.program, *given[:2])
+        return lambda: [product() for product in products]
     if name == "unfused":
         return lambda: unfused(*given)
     return _kernel(site.program, name, given)
@@ -174,17 +176,6 @@ def _kernel(
 
 def _axis(reduce: Any) -> int:
     return 1 if reduce.axis == "row" else 0
-
-
-def _products(site: Site, as_: list[Tensor], bs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(as_[0], b) for b in bs] if site.program.paired else list(zip(as_, bs, strict=True))
-
-
-def _product(site: Site, a: Tensor, b: Tensor) -> Tensor:
-    """What an unfused graph asks cuBLAS for."""
-    if site.program.fp8:
-        return reference.fp8_product(a, b, site.program.fast, None, site.program.product_dtype)
-    return torch.mm(a, b)
 
 
 def _wrong(program: EpilogueProgram, got: list[Tensor], expected: list[Tensor]) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from oracle import NEEDS_KERNELS, build, combined, config_for, launched
 from programs import fp8, inputs
 
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime.pool import KernelRequest
 from coda_inductor.select.config import Config, legal_configs
@@ -40,9 +41,9 @@ def compiled():
         program = fp8()[name]
         wide = [Config.parse("128x256:2x1:co")] if name == "fp8_residual_fast" else []
         for config in {config_for(program), *others(name), *wide}:
-            lanes = (False, True) if program.paired else (False,)
             requests += [
-                KernelRequest(program.to_json(), str(config), swap_lanes=swap) for swap in lanes
+                KernelRequest(program.to_json(), str(config), variant=variant)
+                for variant in reading_of(program).variants
             ]
     build(requests, 250)
 

@@ -11,6 +11,7 @@ from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import B_MAJOR, TERMS, inputs, kinds, legal
 from torch._inductor.utils import run_and_get_code
 
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
@@ -26,11 +27,9 @@ def built():
     wanted = []
     for name in NAMES:
         program = legal(kinds()[name])
-        how = {"b_major": B_MAJOR[name]}
-        ways = [{"swap_lanes": s} for s in (False, True)] if program.paired else [{}]
-        ways = [{"joined": j} for j in ("straight", "crossed")] if TERMS[name] > 1 else ways
         text, config = program.to_json(), str(config_for(program))
-        wanted += [KernelRequest(text, config, **how, **way) for way in ways]
+        ways = reading_of(program, TERMS[name]).variants
+        wanted += [KernelRequest(text, config, "k", B_MAJOR[name], way) for way in ways]
     build(wanted)
 
 

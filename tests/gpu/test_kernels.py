@@ -8,6 +8,7 @@ import torch
 from oracle import NEEDS_KERNELS, build, check, config_for, launched
 from programs import B_MAJOR, TERMS, inputs, kinds, one_op, programs
 
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
 from coda_inductor.runtime.op import gemm_epilogue
@@ -38,15 +39,15 @@ def compiled():
         for program in programs(dtype).values():
             text, config = program.to_json(), str(config_for(program))
             if program.paired:
-                requests += [KernelRequest(text, config, swap_lanes=s) for s in (False, True)]
+                requests += [KernelRequest(text, config, variant=v) for v in ("", "swapped")]
             else:
                 requests += [KernelRequest(text, config, b_major=b) for b in "kn"]
     requests += [KernelRequest(one_op(op).to_json(), str(config_for(one_op(op)))) for op in OPS]
     for kind, program in kinds().items():
         text = program.to_json()
         for config in representative(kind):
-            for joined in ("straight", "crossed") if TERMS[kind] > 1 else ("",):
-                requests.append(KernelRequest(text, str(config), B_MAJOR[kind], joined=joined))
+            for variant in reading_of(program, TERMS[kind]).variants:
+                requests.append(KernelRequest(text, str(config), "k", B_MAJOR[kind], variant))
     build(requests)
 
 

@@ -126,7 +126,7 @@ def gemm_epilogue(cls: Any, as_: Any, bs: Any, operands: Any, text: str, *_how: 
 
 def paired(cls: Any, a: Any, b0: Any, b1: Any) -> Any:
     """Both accumulators from one product: ``B[(lane, j), k] at w0 + lane * delta + j * ldb + k``
-    (``mainloop.pair``), whose columns 2j and 2j + 1 are those at j. As factors of two products."""
+    (``readings.pair``), whose columns 2j and 2j + 1 are those at j. As factors of two products."""
     k, n = b0.shape
     w0, w1 = (cls.exactly(b.t()).elements for b in (b0, b1))
     delta = len(w0) + 3  # the distance of two allocations

@@ -13,10 +13,11 @@ import torch
 from programs import inputs, kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from coda_inductor.mainloop.readings import pair, reading_of
+from coda_inductor.mainloop.tensors import UnpairableError
 from coda_inductor.runtime import launch, op
 from coda_inductor.runtime.launch import Kernel, requests
 from coda_inductor.runtime.op import gemm_epilogue
-from coda_inductor.runtime.tensors import UnpairableError, joint_view
 from coda_inductor.select.config import Config
 
 CONFIG = Config(128, 128, 2, 1, True)
@@ -35,10 +36,7 @@ def terms(b_major: str = "n"):
     return [left[:M], left[2 * M :]], bs
 
 
-def bound(as_, bs):
-    """What a launch would give to the kernel: (A, B, swap_lanes, joined, distances)."""
-    values: dict[str, object] = {}
-    return *Kernel(PROGRAM, CONFIG)._bind_inputs(as_, bs, values), values
+READING = reading_of(PROGRAM, 2)
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])
@@ -46,13 +44,11 @@ def bound(as_, bs):
 @pytest.mark.parametrize("b_order", [1, -1])
 def test_terms_in_place_start_at_the_lower_addresses(b_major, a_order, b_order):
     as_, bs = terms(b_major)
-    a, b, swap_lanes, joined, values = bound(as_[::a_order], bs[::b_order])
+    a, b, variant, distances = READING.bind(as_[::a_order], bs[::b_order])
     assert a is as_[0]
     assert b is bs[0]
-    assert not swap_lanes
-    assert joined == ("straight" if a_order == b_order else "crossed")
-    step = 2 * F * N
-    assert values == {"join_delta_a": 2 * M * F, "join_delta_b": step}
+    assert variant == ("straight" if a_order == b_order else "crossed")
+    assert distances == (2 * M * F, 2 * F * N)
 
 
 def strided(x):
@@ -87,11 +83,11 @@ def test_terms_that_cannot_be_read_in_place_say_why_and_are_copied(name):
     change, why = REFUSED[name]
     as_, bs = change(*terms())
     with pytest.raises(UnpairableError, match=why):
-        joint_view(as_, bs)
+        READING.reads(as_, bs)(as_, bs)
     if len({x.dtype for x in (*as_, *bs)}) > 1:
         return
-    a, b, _, joined, values = bound(as_, bs)
-    assert (joined, values) == ("", {})
+    a, b, *how = READING.bind(as_, bs)
+    assert how == ["", ()]
     assert torch.equal(a, torch.cat(as_, 1))
     assert torch.equal(b, torch.cat(bs, 0))
 
@@ -108,8 +104,7 @@ def test_the_op_sums_the_terms():
 
 def asked(as_, bs, program=PROGRAM):
     return [
-        (r.a_major, r.b_major, r.swap_lanes, r.joined)
-        for r in requests(as_, bs, program.to_json(), str(CONFIG))
+        (r.a_major, r.b_major, r.variant) for r in requests(as_, bs, program.to_json(), str(CONFIG))
     ]
 
 
@@ -118,17 +113,17 @@ def test_requests_name_every_kernel_that_a_call_may_launch():
         a, at = torch.empty(M, F), torch.empty(F, M).t()
         b, w = torch.empty(F, N), torch.empty(N, F).t()
     a, at, b, w = (x.bfloat16() for x in (a, at, b, w))
-    assert asked([a], [b]) == [("k", "n", False, "")]
-    assert asked([a], [w]) == [("k", "k", False, "")]
-    assert asked([at], [b]) == [("m", "n", False, "")]
+    assert asked([a], [b]) == [("k", "n", "")]
+    assert asked([a], [w]) == [("k", "k", "")]
+    assert asked([at], [b]) == [("m", "n", "")]
     assert asked([a, a], [b, b]) == [
-        ("k", "n", False, "straight"), ("k", "n", False, "crossed"),
+        ("k", "n", "straight"), ("k", "n", "crossed"),
     ]  # fmt: skip
-    assert asked([a, a], [w, w])[1] == ("k", "k", False, "crossed")
-    assert asked([a, at], [w, w]) == [("k", "n", False, "")]
-    assert asked([a, a, a], [b, b, b]) == [("k", "n", False, "")]
+    assert asked([a, a], [w, w])[1] == ("k", "k", "crossed")
+    assert asked([a, at], [w, w]) == [("k", "n", "")]
+    assert asked([a, a, a], [b, b, b]) == [("k", "n", "")]
     pair = asked([a], [w, w], kinds()["swiglu"])
-    assert pair == [("k", "k", False, ""), ("k", "k", True, "")]
+    assert pair == [("k", "k", ""), ("k", "k", "swapped")]
 
 
 @pytest.fixture
@@ -136,8 +131,8 @@ def built(monkeypatch):
     """How each kernel was asked for that a launch would have built; nothing is."""
     asked_for = []
 
-    def build(program, config, a_major, b_major, swap_lanes, joined, *, device):
-        asked_for.append({"swap_lanes": swap_lanes, "joined": joined})
+    def build(program, config, a_major, b_major, variant, *, device):
+        asked_for.append(variant)
         return "plan"
 
     build = types.SimpleNamespace(build=build)
@@ -147,21 +142,20 @@ def built(monkeypatch):
     return asked_for
 
 
-@pytest.mark.parametrize("pair", [False, True])
-def test_both_orders_are_loaded_before_a_graph_is_captured(pair, built, monkeypatch):
+@pytest.mark.parametrize("paired", [False, True])
+def test_both_orders_are_loaded_before_a_graph_is_captured(paired, built, monkeypatch):
     """Where activations lie is known at the call; while one is captured nothing can be loaded."""
-    program = kinds()["swiglu"] if pair else PROGRAM
-    as_, bs, operands = inputs(program, M, N, F, b_major="k" if pair else "n", terms=2 - pair)
-    if pair:
-        monkeypatch.setattr(launch, "pair_view", lambda b0, _: (b0, 8, b0 is bs[1]))
+    program = kinds()["swiglu"] if paired else PROGRAM
+    as_, bs, operands = inputs(program, M, N, F, b_major="k" if paired else "n", terms=2 - paired)
+    if paired:
+        monkeypatch.setattr(pair, "foreign_view", lambda *_: bs[0])
     else:
         as_, bs = terms()
     kernel = Kernel(program, CONFIG)
     outputs = op._allocate(program, CONFIG, as_[0], bs)
-    for left, right in ((as_, bs), (as_, bs[::-1]) if pair else (as_[::-1], bs)):
+    for left, right in ((as_, bs), (as_, bs[::-1]) if paired else (as_[::-1], bs)):
         kernel.launch(left, right, operands, outputs)
-        what, want = ("swap_lanes", [False, True]) if pair else ("joined", ["crossed", "straight"])
-        assert sorted(how[what] for how in built) == want
+        assert sorted(built) == (["", "swapped"] if paired else ["crossed", "straight"])
 
 
 def test_a_deterministic_sum_does_not_depend_on_addresses():
@@ -171,11 +165,11 @@ def test_a_deterministic_sum_does_not_depend_on_addresses():
     try:
         for order in (slice(None), slice(None, None, -1)):
             left, right = as_[order], bs[order]
-            a, b, _, joined, values = bound(left, right)
-            assert (joined, values) == ("", {})
+            a, b, *how = READING.bind(left, right)
+            assert how == ["", ()]
             assert torch.equal(a, torch.cat(left, 1))
             assert torch.equal(b, torch.cat(right, 0))
-        assert asked(as_, bs) == [("k", "n", False, "")]
+        assert asked(as_, bs) == [("k", "n", "")]
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -185,7 +179,7 @@ def test_requests_leave_the_row_count_symbolic():
 
     def backend(graph, example_inputs):
         x, w = (t for t in example_inputs if isinstance(t, torch.Tensor))
-        seen.append([r.joined for r in requests([x, x], [w, w], PROGRAM.to_json(), str(CONFIG))])
+        seen.append([r.variant for r in requests([x, x], [w, w], PROGRAM.to_json(), str(CONFIG))])
         return graph.forward
 
     run = torch.compile(lambda x, w: x @ w, backend=backend)

@@ -118,26 +118,6 @@ def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
         on_aten(graph.graph, Record(parse(None, {"strict": True})))
 
 
-def test_a_newer_torch_is_told_once(warnings, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.16.0.dev20270101+cu130")
-    for _ in range(2):
-        compiled(torch.sin, torch.ones(2))
-    (said,) = warnings()
-    assert said.startswith(
-        "coda_inductor: torch 2.16.0.dev20270101+cu130 is newer than the versions"
-    )
-    assert "2.15" in said
-
-
-def test_tested_torch_versions():
-    for version in ("2.11.0", "2.11.0a0+git1", "2.12.1", "2.13.0+cpu", "2.15.0", "2.15.3+cu130"):
-        assert requirements.untested_torch(version) is None, version
-    assert "older" in requirements.untested_torch("2.9.1")
-    assert "newer" in requirements.untested_torch("2.16.0a0")
-    assert "newer" in requirements.untested_torch("3.0")
-    assert requirements.untested_torch(torch.__version__) is None
-
-
 def test_ranges_are_what_pip_is_asked_for():
     text = (ROOT / "pyproject.toml").read_text()
     for needed in (requirements.QUACK, requirements.CUTEDSL):

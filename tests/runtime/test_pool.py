@@ -18,6 +18,7 @@ pytest.importorskip("quack")
 from programs import kinds
 
 from coda_inductor.cache_dir import write
+from coda_inductor.mainloop.environment import label
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import worker
 from coda_inductor.select.config import Config
@@ -67,23 +68,15 @@ def test_nobody_hears_of_forks():
     assert "fork" not in done.stderr
 
 
-def test_marker_that_cannot_be_written_fails_no_kernel(tmp_path, monkeypatch):
-    kernel = tmp_path / "kernel.o"
-    kernel.touch()
-    monkeypatch.setattr(worker, "_compile", lambda *_: kernel)
-    assert worker.compile_kernel(GOOD, kernel / "marker", None) is None
-    assert worker.compile_kernel(GOOD, tmp_path / "marker", None) is None
-    assert (tmp_path / "marker").read_text() == str(kernel)
-
-
 def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
-    kernel, marker = tmp_path / "kernel.o", tmp_path / "marker"
-    compiled = []
-    monkeypatch.setattr(worker, "_compile", lambda *_: compiled.append(kernel) or kernel)
-    write(marker, str(kernel))  # of a kernel that somebody has deleted
-    assert worker.compile_kernel(GOOD, marker, None) is not None
+    from coda_inductor.mainloop import ahead
+
+    kernel, compiled = tmp_path / "kernel.o", []
+    monkeypatch.setattr(ahead, "kernel_file", lambda *_: kernel)
+    monkeypatch.setattr(ahead, "build", lambda *_: compiled.append(kernel))
+    assert "could not be saved" in worker.compile_kernel(GOOD, None)
     kernel.touch()
-    assert worker.compile_kernel(GOOD, marker, None) is None
+    assert worker.compile_kernel(GOOD, None) is None
     assert compiled == [kernel]
 
 
@@ -130,8 +123,8 @@ def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
     """Whoever has kernels on disk mostly needs no others, and a server imports for seconds."""
     started = []
     monkeypatch.setattr(pool, "warm_up", lambda: started.append(True))
-    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     if there:
-        (tmp_path / "version" / "coda_0123456789abcdef").mkdir(parents=True)
+        write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")
     pool.warm_up_early()
     assert bool(started) is not there

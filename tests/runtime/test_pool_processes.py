@@ -33,7 +33,7 @@ def serve(tmp_path, monkeypatch):
 def quick_pool(tmp_path, monkeypatch):
     """A pool whose server compiles nothing, and whose kernels are never there."""
     monkeypatch.setattr(client, "_MODULE", quick_server(tmp_path, monkeypatch))
-    monkeypatch.setattr(pool, "_marker", lambda request: tmp_path / "none")
+    monkeypatch.setattr(pool, "_file", lambda request: tmp_path / "none")
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "3")
     yield
     pool.shutdown()
@@ -123,7 +123,7 @@ from pathlib import Path
 from coda_inductor.runtime import client, pool
 sys.path.insert(0, sys.argv[1])
 client._MODULE = "quick_server"
-pool._marker = lambda request: Path("none")
+pool._file = lambda request: Path("none")
 stuck = [pool.KernelRequest("time.sleep(1000)", str(i), arch="90") for i in range(2)]
 print(list(pool.wait(stuck[:1], timeout=2).values()))
 pool.submit(stuck[1:])

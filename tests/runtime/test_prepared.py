@@ -12,7 +12,8 @@ import pytest
 import torch
 from programs import B_MAJOR, TERMS, fp8, inputs, kinds, legal, programs
 
-from coda_inductor.runtime import launch, op, prepared, tensors
+from coda_inductor.mainloop.readings import pair
+from coda_inductor.runtime import launch, op, prepared
 from coda_inductor.runtime.launch import Kernel
 from coda_inductor.select.config import Config
 
@@ -51,8 +52,7 @@ def entry(monkeypatch):
     monkeypatch.setattr(op, "_unsupported", lambda *_: None)
     monkeypatch.setattr(prepared, "current_device", lambda: -1)
     monkeypatch.setattr(prepared, "empty_strided_cuda", allocate)
-    for module in (prepared, tensors):
-        monkeypatch.setattr(module, "foreign_view", view_of)
+    monkeypatch.setattr(pair, "foreign_view", view_of)
     compiled = functools.partial(functools.partial, made)  # of a class of kernels
     monkeypatch.setattr(host, "_compile_gemm_epi", lambda which, *_, **__: compiled(repr(which)))
     monkeypatch.setattr(host, "get_max_active_clusters", lambda *_: 66)
@@ -74,10 +74,10 @@ def allocate(shape, stride, dtype):
     return torch.empty_strided(shape, stride, dtype=dtype)
 
 
-def view_of(pointer, rows, columns, stride, dtype, _device):
-    size = dtype.itemsize * ((rows - 1) * stride + columns)
+def view_of(pointer, k, n, stride, dtype, _device):
+    size = dtype.itemsize * ((n - 1) * stride + k)
     memory = (ctypes.c_char * size).from_address(pointer)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
+    return torch.frombuffer(memory, dtype=dtype).as_strided((k, n), (1, stride))
 
 
 def case(name: str, m: int = M):
@@ -269,7 +269,7 @@ def test_without_preparation_calls_go_the_long_way(entry, monkeypatch, caplog):
 @pytest.fixture
 def counters(monkeypatch):
     """The counters of dynamic schedulers: none goes away, so that each has its own address."""
-    from coda_inductor.mainloop import plan, ready
+    from coda_inductor.mainloop import plan
 
     made, new = [], plan.counter
 
@@ -277,8 +277,7 @@ def counters(monkeypatch):
         made.append(new(a))
         return made[-1]
 
-    for module in (plan, ready):
-        monkeypatch.setattr(module, "counter", counter)
+    monkeypatch.setattr(plan, "counter", counter)
     return made
 
 
@@ -306,7 +305,7 @@ def replaced(value, address):
 
 
 def test_a_counter_lives_until_its_kernel_is_launched_and_no_longer(entry, monkeypatch):
-    from coda_inductor.mainloop import ready
+    from coda_inductor.mainloop import plan as ready
 
     alive, references, counter = [], [], ready.counter
 
@@ -332,7 +331,7 @@ def test_a_counter_lives_until_its_kernel_is_launched_and_no_longer(entry, monke
 
 def test_a_launch_that_needs_more_than_arguments_goes_the_long_way(entry):
     from coda_inductor.mainloop.build import build
-    from coda_inductor.mainloop.ready import ready
+    from coda_inductor.mainloop.plan import ready
 
     plan = build(ONE_EACH["scale"], CONFIG)
     assert ready(plan, ["rstd", "out0"]) is not None

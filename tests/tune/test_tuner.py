@@ -12,11 +12,12 @@ import torch
 from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
+from coda_inductor import locks
 from coda_inductor.log import forget_warnings
 from coda_inductor.select import rank
 from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.store import Store
-from coda_inductor.tune import lock, tuner
+from coda_inductor.tune import tuner
 
 ONE, OTHER, THIRD = site("rms_partial"), site("scale"), site("swiglu", n=8192)
 SITES = [ONE, OTHER, THIRD]
@@ -181,7 +182,7 @@ def another(store, **found):
     inside = threading.Event()
 
     def measures():
-        with lock.held(store.path, 10.0):
+        with locks.held(store.path, 10.0):
             inside.set()
             time.sleep(1.3)
             if found:
@@ -217,7 +218,7 @@ def test_who_is_no_rank_measures_what_another_process_left(machine, tmp_path):
 def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "_SLACK", 0.1)
     mine = machine.tuner(tmp_path, seconds=0.1)
-    with lock.held(mine.store.path, 1.0):
+    with locks.held(mine.store.path, 1.0):
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(mine.measure([ONE])))
         thread.start()

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from coda_inductor.tune import lock
-from coda_inductor.tune.lock import held
+from coda_inductor import locks
+from coda_inductor.locks import held
 
 HOLDER = """
 import filelock, sys, time
@@ -29,7 +29,7 @@ def path(tmp_path):
 @pytest.fixture
 def holder(path):
     """Another process, which holds the lock."""
-    place = next(lock._places(path))
+    place = next(locks._places(path))
     other = subprocess.Popen([sys.executable, "-c", HOLDER, place], stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
     yield other
@@ -56,7 +56,7 @@ def test_a_process_that_is_killed_holds_nothing(path, holder):
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
     """A folder that cannot be made; file systems without locks are the same to it."""
     path.parent.write_text("no folder")
-    monkeypatch.setattr(lock, "private_dir", lambda: tmp_path)
+    monkeypatch.setattr(locks, "private_dir", lambda: tmp_path)
     with held(path, 1.0) as got:
         assert got
         assert list((tmp_path / "locks").iterdir())
@@ -76,6 +76,6 @@ def test_without_any_place_nothing_is_held(path, monkeypatch):
     def none(*_, **__):
         raise OSError("read-only")
 
-    monkeypatch.setattr(lock.filelock, "FileLock", none)
+    monkeypatch.setattr(locks.filelock, "FileLock", none)
     with held(path, 1.0) as got:
         assert not got

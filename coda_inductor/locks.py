@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process measures at a time: the others wait, and find what it has measured.
+"""One process at a time measures, or compiles a kernel: the others wait, and find its result.
 
-The lock is one of the operating system: it is free as soon as the process that held it ends,
+A lock is one of the operating system: it is free as soon as the process that held it ends,
 however that happens. There is no collective: a rank that never comes keeps nobody waiting.
 """
 
@@ -20,13 +20,13 @@ from coda_inductor.log import logger
 
 @contextlib.contextmanager
 def held(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of the measurements in ``path``; False if another process has held it for so
-    many seconds, or there can be no lock."""
+    """Hold the lock of the file ``path``; False if another process has held it for so many seconds,
+    or there can be no lock."""
     with contextlib.ExitStack() as stack:
         got = False
         for place in _places(path):
             try:
-                stack.enter_context(filelock.FileLock(place, timeout=seconds))
+                stack.enter_context(filelock.FileLock(place, timeout=seconds, mode=0o664))
             except filelock.Timeout:
                 logger.debug("%s was held for %.0f s", place, seconds)
                 break
@@ -38,7 +38,8 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Where the lock file may lie, best first."""
+    """Where the lock file may lie, best first: the second is of this host, and serves where a file
+    system has no locks (some Lustre and NFS mounts) or the first one is another user's."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path.with_suffix(".lock")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 operands: read along K alone, one product at a time, into float32 or faster.
+
+Fast accumulation on Hopper is that of ``aten._scaled_mm``. The multiplier's accumulator keeps fewer
+bits than float32. QuACK adds it to float32 registers at each step of K, which takes as many again:
+of 128 x 128, shared by two warpgroups, both fit, larger tiles spill. A program that allows fast
+accumulation lets the multiplier sum over all of K in those larger tiles; in the small one there is
+nothing to gain, for that is as fast and more exact (H200: 659, 672, 288 and 206 us, where the best
+fast tile took 654, 702, 315 and 206). QuACK's kernel class has an argument for fast accumulation,
+which none of its functions passes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from coda_inductor.mainloop.readings.pair import Pair
+from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, b_major
+from coda_inductor.mainloop.tensors import tma_matrix
+from coda_inductor.program import EpilogueProgram, reference
+
+_HOPPER = 90
+#: The tile whose sums fit in float32, where two warpgroups share it.
+_SMALL = (128, 128)
+#: An accumulator that is added up in float32 at each step of K has twice the registers: larger
+#: tiles spill, and take up to 18 times as long (128x192 ping-pong, docs/gotchas.md).
+_EXACT = "128x128:2x1:co 128x128:1x2:co 128x128:1x1:co"
+#: The larger ones need no more registers than in 16 bits then.
+_FAST = (
+    "128x128:2x1:co 128x256:2x1:co 128x128:1x2:co 128x192:2x1:pp "
+    "256x128:2x1:co 128x256:1x2:co 128x128:2x1:pp"
+)
+
+
+class Fp8(Plain):
+    """A (M, K) times B (K, N), both contiguous along K."""
+
+    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+        return program.fp8
+
+    def refuses(
+        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
+    ) -> tuple[str, str] | None:
+        for name, major, other in zip(("left", "right"), majors, "MN", strict=True):
+            if major != "k":
+                text = f"its {name} operand is contiguous along {other}: FP8 is read along K alone"
+                return "fp8-layout", text
+        if terms > 1:
+            text = f"a sum of {terms} FP8 products, each with scales of its own"
+            return "fp8-terms", text
+        if arch in (10, 11) and program.a_dtype != program.b_dtype:
+            mixed = f"{program.a_dtype} times {program.b_dtype}"
+            return "fp8-mixed", f"{mixed} has no kernel on data-centre Blackwell"
+        return super().refuses(program, majors, terms, arch)
+
+    def configs(self, program: EpilogueProgram) -> str:
+        return _FAST if program.fast else _EXACT
+
+    def majors(self, as_: Tensors, bs: Tensors) -> Majors:
+        return "k", "k"  # whatever lies otherwise is copied
+
+    def left(self, a: Tensor) -> Tensor:
+        return tma_matrix(a)
+
+    def right(self, b: Tensor) -> Tensor:
+        return tma_matrix(b.t()).t()
+
+    def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
+        along_k = as_[0].stride(1) == 1 == bs[0].stride(0)
+        return super().in_place(as_, bs) if along_k else None
+
+    def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
+        fast = (FastAccumulation,) if program.fast else ()
+        return (*fast, *super().mixins(program, variant))
+
+    def scale(self, k: int) -> float:
+        # Small weights are mostly zeros, which heat nothing: a scale of the product is small.
+        return 1.0
+
+    def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
+        return reference.fp8_product(a, b, program.fast, None, program.product_dtype)
+
+
+class PairedFp8(Fp8, Pair):
+    """One A times two B's that are read where they lie."""
+
+    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+        return program.fp8 and program.paired
+
+    def majors(self, as_: Tensors, bs: Tensors) -> Majors:
+        return "k", b_major(bs[0])
+
+
+class FastAccumulation:  # a mixin for QuACK kernel classes
+    """Sums over all of K where the products are made, if there is no room for better. Only Hopper's
+    class has the choice, and an argument for it."""
+
+    arch: int
+
+    def __init__(self, acc_dtype, a_dtype, tile, cluster, *, pingpong=False, **others):
+        slow = self.arch != _HOPPER or (tuple(tile[:2]) == _SMALL and not pingpong)
+        fast = {} if slow else {"fp8_fast_accum": True}
+        super().__init__(  # type: ignore[call-arg]
+            acc_dtype, a_dtype, tile, cluster, pingpong=pingpong, **others, **fast
+        )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two separately allocated weights, read interleaved by one TMA descriptor, zero-copy.
+
+A gated MLP needs ``g = X Wg`` and ``u = X Wu`` at the same place: column j of both must meet in one
+tile (rule R6 of the design). Models keep the two weights as separate parameters, each (N, K) and
+contiguous. Packing them would copy them, or move a trained parameter's storage.
+
+Neither is needed. A TMA descriptor describes up to five dimensions with arbitrary strides, and a
+stride may be *the distance between two allocations*. Let ``w0`` be the weight at the lower address
+and ``delta`` the distance to the other one, in elements. Then
+
+    B[(lane, j), k]  at  w0 + lane * delta + j * ldb + k          shape ((2, N), K)
+
+is one legal tensor whose rows alternate between the two weights: row 2j is row j of the first,
+row 2j + 1 row j of the second. Nothing between the two allocations is ever touched, for every
+element of the tensor lies in one of them. The GEMM over it has N' = 2N columns, neighbouring
+accumulator columns are (g_j, u_j), and QuACK's paired epilogue consumes them.
+
+What crosses into the kernel is an ordinary 2N x K tensor that starts at ``w0`` (its second half is
+never addressed) and ``delta``, a runtime Int64, so that one
+compiled kernel serves every pair of weights. Conditions, checked at run time: equal shape and
+strides, K-major, delta positive (strides are unsigned, hence two variants of the kernel with
+the lanes swapped), a multiple of 16 bytes and below 2**40 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.mainloop.readings.plain import Bound, Majors, Plain, Read, Tensors
+from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
+from coda_inductor.program import EpilogueProgram
+from coda_inductor.program.dtypes import HALF_NAMES
+
+_WHAT = "paired weights"
+
+
+class Pair(Plain):
+    """One A (M, K) times two B's (K, N), K-major, of 16 bits. The variant "swapped" is for a second
+    weight at the lower address."""
+
+    variants = ("", "swapped")
+    distances = ("pair_delta",)
+
+    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+        return program.paired
+
+    def refuses(
+        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
+    ) -> tuple[str, str] | None:
+        wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
+        if wide is not None:
+            text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
+            return "paired-store-wide", text
+        if majors[1] != "k":
+            text = "paired weights must be K-major (out_features x in_features)"
+            return "paired-weight-layout", text
+        return super().refuses(program, majors, terms, arch)
+
+    def suits(self, program: EpilogueProgram, config: Any) -> bool:
+        # Its stores are half as wide as the tile; a sum that is not finished is kept in D, it has
+        # none.
+        return config.tile_n % 32 == 0 and config.tile_m != 192 and config.split_k == 1
+
+    def bind(self, as_: Tensors, bs: Tensors) -> Bound:
+        as_ = [self.left(as_[0])]
+        return self.reads(as_, bs)(as_, bs)
+
+    def reads(self, as_: Tensors, bs: Tensors) -> Read:
+        pair_order(*bs)
+        (k, n), stride, dtype, device = bs[0].shape, bs[0].stride(1), bs[0].dtype, bs[0].device
+
+        def read(as_, bs):
+            swapped, delta = distance(bs[0], bs[1], _WHAT)
+            lower = bs[swapped].data_ptr()
+            view = foreign_view(lower, k, 2 * n, stride, dtype, device)
+            return as_[0], view, "swapped" if swapped else "", (delta,)
+
+        return read
+
+    def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
+        return (PairedWeights, *super().mixins(program, variant))
+
+    def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
+        return [(as_[0], b) for b in bs]
+
+
+def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
+    """(b1 lies lower, the distance in elements) of two weights, each (K, N) and K-major.
+
+    Raises:
+        UnpairableError: naming the condition that does not hold.
+    """
+    if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
+        raise UnpairableError("the paired weights differ in shape, strides or dtype")
+    step = ALIGN // b0.element_size()
+    if b0.stride(0) != 1 or b0.stride(1) % step or b0.stride(1) < b0.shape[0]:
+        raise UnpairableError("the paired weights are not K-major with 16-byte rows")
+    return distance(b0, b1, _WHAT)
+
+
+@functools.lru_cache(maxsize=1024)
+def foreign_view(pointer: int, k: int, n: int, stride: int, dtype, device) -> Tensor:
+    """A non-owning K-major (k, n) view of device memory; what lies between is never touched."""
+    size = dtype.itemsize
+    memory = types.SimpleNamespace(
+        __cuda_array_interface__={
+            "shape": (n, k),
+            "strides": (stride * size, size),
+            "typestr": "<u2" if size == 2 else "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+    )
+    return torch.as_tensor(memory, device=device).view(dtype).t()
+
+
+class PairedWeights:  # a mixin for QuACK kernel classes
+    """Lays B out as ((2, N), K) right after it has crossed into the trace."""
+
+    def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):
+        mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
+            mA, mB, mD, mC, epilogue_args, append_batch_if_2d=append_batch_if_2d
+        )
+        from cutlass import cute
+
+        # 16 bytes, as TMA wants.
+        delta = cute.assume(epilogue_args.pair_delta, divby=128 // mB.element_type.width)
+        columns = cute.size(mB, mode=[0]) // 2
+        layout = cute.make_layout(
+            ((2, columns), *mB.shape[1:]), stride=((delta, mB.stride[0]), *mB.stride[1:])
+        )
+        return mA, cute.make_tensor(mB.iterator, layout), mD, mC, epilogue_args

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One A and one B, read where they lie if TMA can; and what every reading can be asked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.mainloop.tensors import laid_out, readable, tma_matrix
+from coda_inductor.program import EpilogueProgram
+
+Tensors = Sequence[Tensor]
+#: The dimensions of A and B with stride 1: "m" or "k", "k" or "n".
+Majors = tuple[str, str]
+#: A kernel's A and B, its variant, and its distances.
+Bound = tuple[Tensor, Tensor, str, tuple[int, ...]]
+#: (as_, bs) of a call -> the same. Raises UnpairableError if it is to be bound the long way.
+Read = Callable[[Tensors, Tensors], Bound]
+
+
+class Plain:
+    """A (M, K) times B (K, N), either of either major, of 16 bits.
+
+    Attributes:
+        variants: kernels that differ in the order of addresses, which is known at a launch.
+        distances: names of launch arguments, the distances between allocations in elements.
+        terms: how many products an accumulator is the sum of.
+    """
+
+    variants: tuple[str, ...] = ("",)
+    distances: tuple[str, ...] = ()
+    terms = 1
+
+    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+        """Does it read ``terms`` products of ``program``, if none before it does?"""
+        return True
+
+    def refuses(
+        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
+    ) -> tuple[str, str] | None:
+        """The code and text of why there is no kernel that reads so, or None."""
+        del program, majors, terms, arch
+        return None
+
+    def suits(self, program: EpilogueProgram, config: Any) -> bool:
+        """Can a kernel with this config read so?"""
+        return True
+
+    def configs(self, program: EpilogueProgram) -> str:
+        """Its own configs on Hopper; "" for those of all."""
+        return ""
+
+    def majors(self, as_: Tensors, bs: Tensors) -> Majors:
+        """The majors of A and B as a kernel gets them; fake tensors will do."""
+        return a_major(as_[0]), b_major(bs[0])
+
+    def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
+        """(A's major, B's, variant) of each kernel that such a call may launch. Addresses are not
+        asked for: fake tensors will do."""
+        return [(*self.majors(as_, bs), variant) for variant in self.variants]
+
+    def left(self, a: Tensor) -> Tensor:
+        """``a`` itself if a kernel can read it, else a copy."""
+        return tma_matrix(a, either_major=True)
+
+    def right(self, b: Tensor) -> Tensor:
+        """``b`` itself if a kernel can read it, else a copy."""
+        return tma_matrix(b, either_major=True)
+
+    def bind(self, as_: Tensors, bs: Tensors) -> Bound:
+        """The operands of any call, copied where they cannot be read in place.
+
+        Raises:
+            UnpairableError: they are neither to be read nor copied.
+        """
+        return self.left(as_[0]), self.right(bs[0]), "", ()
+
+    def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
+        """What binds calls that differ from this one in M and in addresses (multiples of 16 bytes)
+        only; None if they are copied.
+
+        Raises:
+            UnpairableError: this one is not read in place; others may be.
+        """
+        fits = readable(as_[0], either_major=True) and readable(bs[0], either_major=True)
+        return self.reads(as_, bs) if fits else None
+
+    def reads(self, as_: Tensors, bs: Tensors) -> Read:
+        """The same of operands that TMA can read."""
+        return lambda as_, bs: (as_[0], bs[0], "", ())
+
+    def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
+        """What is mixed into QuACK's kernel class."""
+        return ()
+
+    def dummies(
+        self, program: EpilogueProgram, m: int, n: int, k: int, majors: Majors, device: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A and B to compile a kernel with, of ``n`` columns of each accumulator."""
+        empty = functools.partial(torch.empty, device=device)
+        a = functools.partial(empty, dtype=getattr(torch, program.a_dtype))
+        b = functools.partial(empty, dtype=getattr(torch, program.b_dtype))
+        columns = n * len(program.accs)
+        return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
+
+    def inputs(
+        self, site: Any, made: Callable[[str, float], Callable[..., Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(as_, bs) of a call of ``site`` (``select.site``). ``made`` takes a dtype and a scale and
+        gives what makes tensors."""
+        program = site.program
+        a, weights = made(program.a_dtype, 1.0), [k for k in site.ks for _ in program.accs]
+        return [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks], [
+            laid_out(made(program.b_dtype, self.scale(k)), k, site.n, site.b_major == "n")
+            for k in weights
+        ]
+
+    def scale(self, k: int) -> float:
+        """Of the weights that a site is measured with: products are then of order one."""
+        return k**-0.5
+
+    def products(
+        self, program: EpilogueProgram, as_: Tensors, bs: Tensors
+    ) -> list[Callable[[], Tensor]]:
+        """What an unfused graph asks cuBLAS for."""
+        return [functools.partial(self.product, program, a, b)
+                for a, b in self.factors(as_, bs)]  # fmt: skip
+
+    def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
+        """The two of each product."""
+        return list(zip(as_, bs, strict=True))
+
+    def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
+        """One of them."""
+        return torch.mm(a, b)
+
+
+def a_major(a: Tensor) -> str:
+    """The dimension of ``a`` (M, K) with stride 1, "m" or "k"."""
+    return "m" if a.stride(0) == 1 and a.stride(1) != 1 else "k"
+
+
+def b_major(b: Tensor) -> str:
+    """The dimension of ``b`` (K, N) with stride 1, "n" or "k"."""
+    return "n" if b.stride(1) == 1 else "k"

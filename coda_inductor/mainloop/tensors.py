@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as TMA wants them, and the conditions under which two of them are one operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ALIGN = 16  # bytes, for pointers and strides
+_MAX_STRIDE = 2**40  # bytes
+#: What every distance is a multiple of, in elements: 16 bytes of a 16-bit type, as TMA wants.
+DELTA_DIVISOR = 8
+
+
+class UnpairableError(ValueError):
+    """Two matrices cannot be read as one operand; the message names the condition."""
+
+
+def tma_matrix(x: Tensor, either_major: bool = False) -> Tensor:
+    """``x`` (rows, columns) itself if TMA can read it, else a contiguous copy of it.
+
+    TMA wants one unit stride (the last; either, with ``either_major``) and 16-byte multiples for
+    the pointer and the other stride.
+    """
+    if x.data_ptr() % ALIGN == 0 and readable(x, either_major):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(x: Tensor, either_major: bool = False) -> bool:
+    """Can TMA read ``x`` (rows, columns), whatever its pointer? See :func:`tma_matrix`."""
+    rows, columns = x.stride()
+    step = ALIGN // x.element_size()
+    if columns == 1 and rows >= x.shape[1] and rows % step == 0:
+        return True
+    return either_major and rows == 1 and columns >= x.shape[0] and columns % step == 0
+
+
+def vector(x: Tensor) -> Tensor:
+    """``x`` (length,), contiguous and 16-byte aligned; itself if it is so already."""
+    if x.stride(0) != 1 or x.data_ptr() % ALIGN:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def laid_out(make: Callable[..., Tensor], rows: int, columns: int, row_major: bool) -> Tensor:
+    """(rows, columns) of what ``make`` makes of a shape."""
+    return make(rows, columns) if row_major else make(columns, rows).t()
+
+
+def distance(x: Tensor, y: Tensor, what: str) -> tuple[bool, int]:
+    """(y lies lower, the distance in elements) of two matrices of one dtype.
+
+    Raises:
+        UnpairableError: it is no distance that TMA takes for a stride.
+    """
+    first, second = x.data_ptr(), y.data_ptr()
+    gap = abs(second - first)
+    if first % ALIGN or gap % ALIGN or not 0 < gap < _MAX_STRIDE:
+        raise UnpairableError(f"the {what} are not a legal TMA stride apart")
+    return second < first, gap // x.element_size()
