@@ -7,9 +7,8 @@ fp8_casts             coda_inductor::fp8_cast and fp8_amax
 launch                tensors -> a launched kernel
 tensors               tensors as TMA wants them
 pool                  kernels compiled side by side, ahead of time
-client                a compile server as this process sees it
-server                that process
-worker                what it does
+client                compile workers as this process sees them
+worker                such a process
 notice                what a process is told once about kernels
 versions              what the machine contributes to a graph's identity
 
