@@ -40,7 +40,6 @@ _DO = {
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",
-    "kernel-cache-off": "Unset QUACK_CACHE_ENABLED.",
     "kernel-dtype": f"{_BFLOAT16}.",
     "gemm-dtypes": f"{_BFLOAT16}. Both factors of a product need one floating dtype.",
     "not-multiple-of-8": "Pad the layer's features (a vocabulary, most often) to a multiple of 8, "

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import re
 from pathlib import Path
 
@@ -71,12 +70,6 @@ def library_stack() -> Refusal | None:
             f"version of {package.spec} may have it"
         )
         return refuse("no-kernel-stack", text)
-    if (cache := os.environ.get("QUACK_CACHE_ENABLED", "1")) != "1":  # as QuACK reads it
-        text = (
-            f"QUACK_CACHE_ENABLED={cache} turns off QuACK's disk cache, through which compile "
-            "workers hand over their kernels: unset it"
-        )
-        return refuse("kernel-cache-off", text)
     return None
 
 

@@ -51,6 +51,7 @@ def use() -> None:
     if not writable(own):  # made by another user who shares the cache
         own = private_dir() / "kernels" / label()
         own.mkdir(parents=True, exist_ok=True)
+    quack.cache.CACHE_ENABLED = True  # workers hand over their kernels through it
     quack.cache.CACHE_DIR = str(own)
 
 

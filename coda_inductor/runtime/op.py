@@ -60,7 +60,7 @@ def gemm_epilogue(
 
 def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tensor]):
     """Uninitialised outputs. Also the fake implementation: M, N and K may be symbolic."""
-    m, n = a.shape[0], bs[0].shape[1]
+    m, n = a.shape[0], bs[0].shape[-1]
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
     tile_n = config.tile_n // len(program.accs)
@@ -107,7 +107,7 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     k = sum(x.shape[1] for x in as_)
     b, terms = bs[0], len(as_)
     majors = reading_of(entry.program, terms).kernels(as_, bs)[0][:2]
-    why = _unsupported(program, b.shape[1], k, (a.dtype, b.dtype), majors, terms, a.device)
+    why = _unsupported(program, b.shape[-1], k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
     outputs = _allocate(entry.program, entry.config, a, bs)

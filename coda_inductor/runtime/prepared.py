@@ -123,7 +123,7 @@ def _call(
 def _outputs(program, config, a, b) -> list[tuple[int, int, torch.dtype]] | None:
     """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
     tile (tiles, columns). None if one of them is copied after the launch."""
-    n = b.shape[1]
+    n = b.shape[-1]
     tile_n = config.tile_n // len(program.accs)
     found = []
     for spec in program.outputs:

@@ -151,8 +151,9 @@ def _call(
 ) -> Callable[[], list[Tensor]]:
     """A call of the product alone ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
-        products = reading_of(site.program, len(site.ks)).products(site.program, *given[:2])
-        return lambda: [product() for product in products]
+        reading = reading_of(site.program, len(site.ks))
+        factors = reading.factors(*given[:2])
+        return lambda: [reading.product(site.program, a, b) for a, b in factors]
     if name == "unfused":
         return lambda: unfused(*given)
     return _kernel(site.program, name, given)

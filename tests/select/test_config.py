@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,6 @@ from coda_inductor.errors import KernelError
 from coda_inductor.mainloop import availability
 from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.program import EpilogueProgram, Operand, Step, Store
-from coda_inductor.runtime import pool
-from coda_inductor.runtime.versions import identity
 from coda_inductor.select import choice, legality
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import (
@@ -293,23 +290,6 @@ def test_stack_names_a_missing_or_foreign_quack(fresh_stack, monkeypatch):
     for name in (CUTEDSL.package, QUACK.package):
         del installed[name]
         assert stack() == f"{name} is not installed: pip install 'coda-inductor[cuda]'"
-
-
-def test_stack_names_a_disk_cache_that_is_off(fresh_stack, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setenv("QUACK_CACHE_ENABLED", "1")
-    assert availability.kernel_stack() is None
-    with_cache = identity.__wrapped__()
-    for function in (availability.library_stack, availability.kernel_stack):
-        function.cache_clear()
-    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
-    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", availability.kernel_stack().text)
-    request = pool.KernelRequest(kinds()["scale"].to_json(), "128x128:2x1:pp", arch="90")
-    (why,) = pool.wait([request]).values()
-    assert re.match("QUACK_CACHE_ENABLED=0 .*: unset it", str(why))
-    assert identity.__wrapped__() != with_cache
 
 
 def test_stack_names_an_old_gpu(fresh_stack, monkeypatch):

@@ -143,7 +143,7 @@ class CrossedTerms(JoinedTerms):
 
 def _over_both_terms(matrix, delta):
     """(rows, f, 1) -> (rows, (64, f / 64, 2), 1): a step of the main loop is the first K mode."""
-    from cutlass import cute
+    import cutlass.cute as cute
 
     rows, k, batch = matrix.shape
     row_stride, k_stride, batch_stride = matrix.stride

@@ -127,7 +127,7 @@ class PairedWeights:  # a mixin for QuACK kernel classes
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
             mA, mB, mD, mC, epilogue_args, append_batch_if_2d=append_batch_if_2d
         )
-        from cutlass import cute
+        import cutlass.cute as cute
 
         # 16 bytes, as TMA wants.
         delta = cute.assume(epilogue_args.pair_delta, divby=128 // mB.element_type.width)

@@ -112,30 +112,24 @@ class Plain:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(as_, bs) of a call of ``site`` (``select.site``). ``made`` takes a dtype and a scale and
         gives what makes tensors."""
-        program = site.program
-        a, weights = made(program.a_dtype, 1.0), [k for k in site.ks for _ in program.accs]
-        return [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks], [
-            laid_out(made(program.b_dtype, self.scale(k)), k, site.n, site.b_major == "n")
-            for k in weights
-        ]
+        program, a = site.program, made(site.program.a_dtype, 1.0)
+        as_ = [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks]
+        bs = []
+        for k in (k for k in site.ks for _ in program.accs):
+            b = made(program.b_dtype, self.scale(k))
+            bs.append(laid_out(b, k, site.n, site.b_major == "n"))
+        return as_, bs
 
     def scale(self, k: int) -> float:
         """Of the weights that a site is measured with: products are then of order one."""
         return k**-0.5
 
-    def products(
-        self, program: EpilogueProgram, as_: Tensors, bs: Tensors
-    ) -> list[Callable[[], Tensor]]:
-        """What an unfused graph asks cuBLAS for."""
-        return [functools.partial(self.product, program, a, b)
-                for a, b in self.factors(as_, bs)]  # fmt: skip
-
     def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
-        """The two of each product."""
+        """The two of each product that an unfused graph has."""
         return list(zip(as_, bs, strict=True))
 
     def product(self, program: EpilogueProgram, a: Tensor, b: Tensor) -> Tensor:
-        """One of them."""
+        """What it asks cuBLAS for."""
         return torch.mm(a, b)
 
 
