@@ -5,7 +5,6 @@ op                    coda_inductor::gemm_epilogue, a fused site in the graph
 linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
 fp8_casts             coda_inductor::fp8_cast and fp8_amax
 launch                tensors -> a launched kernel
-tensors               tensors as TMA wants them
 pool                  kernels compiled side by side, ahead of time
 client                compile workers as this process sees them
 worker                such a process
