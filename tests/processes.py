@@ -6,6 +6,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import coda_inductor
+
+PACKAGE = Path(coda_inductor.__file__).parent
 #: A child that runs the statements of each message; ``say`` answers.
 TOLD = """
 import json, os, signal, sys, time
@@ -18,15 +21,23 @@ def main(parent, *arguments):
         exec(parent.recv()["do"], globals() | locals())
 """
 
-#: A compile worker that imports nothing, and does what a request's program says.
-QUICK = """
-import os, sys, time
+#: A compile server that imports nothing; what a request's program says is what its worker does.
+QUICK = f"""
+import os, sys, time, types
 
-def main(parent, arch):
-    FIRST
-    while True:
-        exec(parent.recv()["request"]["program"])
-        parent.send({"error": None})
+def compile_kernel(request, folder):
+    exec(request.program)
+    return os.environ.get("ANSWER")
+
+package = types.ModuleType("coda_inductor")
+package.__path__ = [{str(PACKAGE)!r}]
+worker = types.ModuleType("coda_inductor.runtime.worker")
+worker.KernelRequest = lambda **fields: types.SimpleNamespace(**fields)
+worker.compile_kernel, worker.prepare = compile_kernel, lambda arch: None
+sys.modules |= {{each.__name__: each for each in (package, worker)}}
+from coda_inductor.runtime import server
+SETTINGS
+main = server.main
 """
 
 
@@ -35,9 +46,9 @@ def told(folder: Path, monkeypatch) -> str:
     return _module(folder, "told", TOLD, monkeypatch)
 
 
-def quick_worker(folder: Path, monkeypatch, first: str = "pass") -> str:
-    """The name of the module :data:`QUICK`. ``first``: what it does when it starts."""
-    return _module(folder, "quick_worker", QUICK.replace("FIRST", first), monkeypatch)
+def quick_server(folder: Path, monkeypatch, settings: str = "") -> str:
+    """The name of the module :data:`QUICK`. ``settings``: statements about ``server``."""
+    return _module(folder, "quick_server", QUICK.replace("SETTINGS", settings), monkeypatch)
 
 
 def _module(folder: Path, name: str, text: str, monkeypatch) -> str:

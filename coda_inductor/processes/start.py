@@ -51,10 +51,12 @@ class _Package:
         )
 
 
-def _watch(parent: int) -> None:
+def _watch(parent: int, main: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK)
-    os.killpg(os.getpid(), signal.SIGKILL)  # itself, and what it has started
+    signal.pthread_kill(main, signal.SIGTERM)  # a server has workers to end
+    time.sleep(_LOOK)
+    os._exit(1)
 
 
 def main(parent: int, module: str, *arguments: str) -> None:
@@ -63,7 +65,8 @@ def main(parent: int, module: str, *arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     requests = Messages(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    watched = parent, threading.get_ident()
+    threading.Thread(target=_watch, args=watched, daemon=True).start()
     code = 1
     try:
         sys.path[:] = requests.recv()

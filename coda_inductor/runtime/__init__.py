@@ -6,8 +6,9 @@ linear_cross_entropy  coda_inductor::linear_cross_entropy_backward
 fp8_casts             coda_inductor::fp8_cast and fp8_amax
 launch                tensors -> a launched kernel
 pool                  kernels compiled side by side, ahead of time
-client                compile workers as this process sees them
-worker                such a process
+client                a compile server as this process sees it
+server                that process
+worker                what it does
 notice                what a process is told once about kernels
 versions              what the machine contributes to a graph's identity
 

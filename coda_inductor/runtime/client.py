@@ -1,153 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile workers as this process sees them: started, asked, ended.
+"""A compile server as this process sees it: started, asked, ended.
 
-Each is a child (``processes``) with a thread here that asks it for one kernel after another.
-Torch's pool for Inductor's compilers cannot end a single job, and looks for its parent once a
-minute.
+The server (``server.py``) is a child (``processes``). torch's pool for Inductor's compilers is one
+too, but cannot end a single job, waits five minutes for its process, and looks for its parent once
+a minute.
+
+Nothing here waits for the server, but ``end``, for a second.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
+import itertools
 import os
 import queue
 import threading
-import time
-from concurrent.futures import Future
 from typing import Any
 
 from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
-from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.processes.child import Child
 
-_MODULE = "coda_inductor.runtime.worker"
+_MODULE = "coda_inductor.runtime.server"
 _MOST = 16  # workers of all ranks of a host, unless CODA_COMPILE_WORKERS says more of one
-#: Seconds without work after which a worker ends: it holds a third of a gigabyte.
-_IDLE = 120.0
-_HOUR = 3600.0
 
 
-class Compilers:
-    """Workers for kernels of ``arch``, a compute capability such as "90"; as many as there is work,
-    at most :func:`workers`. Nothing here waits for one, but ``end``, for two seconds."""
+class Lost(str):
+    """Why a kernel was not compiled that may be another time: a worker died, or the server."""
+
+    __slots__ = ()
+
+
+class Server:
+    """A running server for kernels of ``arch``, a compute capability such as "90".
+
+    Raises OSError if no process can be started.
+    """
 
     def __init__(self, arch: str):
-        self._arch = arch
+        limit = str(max(1, workers()))
+        self.child = Child(_MODULE, limit, arch, environment=_environment(arch))
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[Future, Any] | None] = queue.SimpleQueue()
-        self._threads = self._open = 0  # of the latter, futures without a result
-        self._running: dict[Future, Child | None] = {}
-        self.children: set[Child] = set()
+        self._numbers = itertools.count()
+        self._futures: dict[int, concurrent.futures.Future] = {}
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        #: It takes no more requests.
+        self.ended = False
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name="coda compile server", daemon=True).start()
 
-    def start(self, count: int) -> None:
-        """Have so many workers, if that many may be: they import for seconds."""
+    def submit(self, job: dict[str, Any]) -> concurrent.futures.Future:
+        """Compile ``job``, as ``server`` describes it. The result is an error text or None."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
-            for _ in range(self._threads, min(count, max(1, workers()))):
-                self._threads += 1
-                threading.Thread(target=self._serve, name="coda compiler", daemon=True).start()
-
-    def submit(self, message: Any) -> Future:
-        """Ask for a kernel, as ``worker.main`` says. The result is an error text or None."""
-        future: Future = Future()
-        with self._lock:
-            self._open += 1
-            self._jobs.put((future, message))
-        self.start(self._open)
+            if self.ended:
+                future.set_result(Lost("the compile server ended"))
+                return future
+            number = next(self._numbers)
+            self._futures[number] = future
+        self._outbox.put({"id": number, **job})
         return future
 
-    def drop(self, future: Future) -> None:
-        """Compile it no longer."""
+    def drop(self, future: concurrent.futures.Future, why: str) -> None:
+        """Compile it no longer; its result is ``why``, unless it has one."""
         with self._lock:
-            child = self._running.pop(future, None)
-        if not future.cancel() and child is not None:
-            child.end()
+            number = next((n for n, f in self._futures.items() if f is future), None)
+            if number is None:
+                return
+            del self._futures[number]
+        self._outbox.put({"cancel": number})
+        future.set_result(why)
 
     def end(self) -> None:
-        """End all workers."""
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                job[0].cancel()
+        """End the process and its workers, at once; takes at most two seconds."""
         with self._lock:
-            self._running.clear()
-            for _ in range(self._threads):
-                self._jobs.put(None)
-        for child in list(self.children):
-            child.end()
+            self.ended = True
+        self.child.end()
 
     def abandon(self) -> None:
         """In a fork of this process: see :meth:`Child.abandon`."""
-        for child in self.children:
-            child.abandon()
+        self.ended = True
+        self.child.abandon()
 
-    def _serve(self) -> None:
-        """A thread's life."""
-        child = None
-        with contextlib.suppress(OSError):  # the first job says it
-            child = self._start()
-        while (job := self._next()) is not None:
-            future, message = job
-            if future.set_running_or_notify_cancel():
-                child, answer = self._compiled(child, future, message)
-                future.set_result(answer)
-            with self._lock:
-                self._open -= 1
-        if child is not None:
-            self._end(child)
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self.child.connection.send(message)
 
-    def _next(self) -> tuple[Future, Any] | None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                job = self._jobs.get(timeout=_IDLE)
-                if job is not None:
-                    return job
-            with self._lock:
-                if self._jobs.empty():
-                    self._threads -= 1
-                    return None
-
-    def _compiled(
-        self, child: Child | None, future: Future, message: Any
-    ) -> tuple[Child | None, str | None]:
-        """(a worker for the next job, the answer). Where one dies, another is asked: it may have
-        died of its neighbours' need for memory."""
-        why = ""
-        with self._lock:
-            self._running[future] = child
-        for _ in range(2):
-            if not self._wanted(future, child):
-                break
-            try:
-                child = child or self._start()
-                if not self._wanted(future, child):
-                    break
-                answer = child.ask(message, time.monotonic() + _HOUR)
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while message := self.child.connection.recv():
                 with self._lock:
-                    self._running.pop(future, None)
-                return child, answer["error"]
-            except OSError as error:
-                return None, f"no compile worker could be started: {error}"
-            except (EndedError, LateError) as error:
-                assert child is not None
-                self._end(child)
-                child, why = None, f"a compile worker died: {error}"
-        return child, why
-
-    def _wanted(self, future: Future, child: Child | None) -> bool:
-        """Was it not dropped? ``child`` is the worker to end where that comes later."""
+                    future = self._futures.pop(message["id"], None)
+                if future is not None:  # not dropped since
+                    lost = message.get("lost")
+                    future.set_result(Lost(lost) if lost else message["error"])
+        self._outbox.put(None)
         with self._lock:
-            if future in self._running:
-                self._running[future] = child
-            return future in self._running
-
-    def _start(self) -> Child:
-        child = Child(_MODULE, self._arch, environment=_environment(self._arch))
-        self.children.add(child)
-        return child
-
-    def _end(self, child: Child) -> None:
-        self.children.discard(child)
-        child.end()
+            self.ended = True
+            futures = list(self._futures.values())
+            self._futures.clear()
+        how = self.child.ended()
+        why: str = Lost("the compile server ended")
+        if how.code and how.code > 0:  # it raised: another one would as well
+            why = f"no compile server: {how}"
+        for future in futures:
+            future.set_result(why)
 
 
 def workers() -> int:

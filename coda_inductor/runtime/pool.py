@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile kernels in parallel, ahead of time, in processes that cannot see the GPU.
 
-A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to
-workers (``client``), ``wait`` collects the outcome, and the first launch then
+A kernel takes 2-4 s of one core, and a model needs a dozen. ``submit`` hands the missing ones to a
+compile server (``client``, ``server``), ``wait`` collects the outcome, and the first launch then
 loads the object file that a worker left in QuACK's on-disk cache (a few milliseconds). Kernels that
 are on disk are not submitted.
 
@@ -28,12 +28,12 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
-from coda_inductor.runtime.client import Compilers, ranks, workers
+from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, how, parsed
 
 _lock = threading.Lock()
-_compilers: dict[str, Compilers] = {}  # by architecture
-_jobs: dict[KernelRequest, tuple[Compilers, concurrent.futures.Future]] = {}
+_servers: dict[str, Server] = {}  # by architecture
+_jobs: dict[KernelRequest, tuple[Server, concurrent.futures.Future]] = {}
 
 
 def submit(requests: list[KernelRequest]) -> int:
@@ -62,39 +62,42 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
         submit(requests)
         # The last ones first: what is given up before it was begun does not begin.
         outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
+        lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
+        submit(lost)  # once more: a worker may have died of its neighbours' need for memory
+        outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
     except Exception as error:
         logger.debug("the compile pool failed", exc_info=True)
         outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
     return {r: outcome[r] for r in requests}
 
 
-def warm_up(count: int = 1) -> None:
-    """Start workers, which import for seconds, while the caller still analyses its graph. Returns
-    at once. Does nothing without the libraries."""
+def warm_up() -> None:
+    """Start the server process that workers fork from: it imports for seconds, while the caller
+    still analyses its graph. Returns at once. Does nothing without the libraries."""
     if library_stack() is not None or _alone():
         return
     try:
         with _lock:
-            _of(_machine_arch()).start(count)
+            _server(_machine_arch())
     except Exception:  # ``wait`` will say so, if anything is to be compiled at all
         logger.debug("the compile pool did not start", exc_info=True)
 
 
 def warm_up_early() -> None:
-    """The same where no kernel was compiled yet, so that many will be, before a graph is looked at.
+    """The same where no kernel was compiled yet, so that some will be, before a graph is looked at.
     Asks no library: importing them takes as long."""
     if not any((cache_dir() / "kernels" / label()).glob("*/*.o")):
-        warm_up(workers())
+        warm_up()
 
 
 def shutdown() -> None:
-    """End the workers now; a later ``submit`` starts new ones."""
+    """End the server and its workers now; a later ``submit`` starts new ones."""
     with _lock:
-        ended = list(_compilers.values())
-        _compilers.clear()
+        servers = list(_servers.values())
+        _servers.clear()
         _jobs.clear()
-    for each in ended:
-        each.end()
+    for server in servers:
+        server.end()
 
 
 def is_ready(request: KernelRequest) -> bool:
@@ -106,13 +109,11 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
     with _lock:
         job = _jobs.get(request)
     if job is None:
-        return None if is_ready(request) else "the compile pool was shut down"
-    compilers, future = job
-    try:
-        error = future.result(max(0.0, deadline - time.monotonic()))
-    except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-        compilers.drop(future)
-        error = "compiling its kernel took too long"
+        return None if is_ready(request) else Lost("the compile pool was shut down")
+    server, future = job
+    concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
+    server.drop(future, "compiling its kernel took too long")
+    error = future.result()
     with _lock:
         if _jobs.get(request) == job:
             del _jobs[request]
@@ -132,14 +133,16 @@ def _start(request: KernelRequest) -> None:
 
     assert request.arch is not None
     job = {"request": dataclasses.asdict(request), "folder": cache_folder()}
-    compilers = _of(request.arch)
-    _jobs[request] = compilers, compilers.submit(job)
+    server = _server(request.arch)
+    _jobs[request] = server, server.submit(job)
 
 
-def _of(arch: str) -> Compilers:
-    if arch not in _compilers:
-        _compilers[arch] = Compilers(arch)
-    return _compilers[arch]
+def _server(arch: str) -> Server:
+    """One that runs. An idle one ends by itself."""
+    server = _servers.get(arch)
+    if server is None or server.ended:
+        server = _servers[arch] = Server(arch)
+    return server
 
 
 def _alone() -> bool:
@@ -149,12 +152,12 @@ def _alone() -> bool:
 
 
 def _after_fork() -> None:
-    """In a child: the workers are the parent's."""
+    """In a child: the server is the parent's."""
     global _lock  # noqa: PLW0603 (another thread of the parent may hold it for ever here)
     _lock = threading.Lock()
-    for each in _compilers.values():
-        each.abandon()
-    _compilers.clear()
+    for server in _servers.values():
+        server.abandon()
+    _servers.clear()
     _jobs.clear()
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from coda_inductor.processes.start import Messages
-
 
 @dataclass(frozen=True)
 class KernelRequest:
@@ -26,15 +24,11 @@ class KernelRequest:
     arch: str | None = None
 
 
-def main(parent: Messages, arch: str) -> None:
-    """Answer ``parent``, in a child (``processes``): ``{"request": {...}, "folder": ...}`` is
-    compiled for ``arch``, and answered with ``{"error": None}``, or why not."""
+def prepare(arch: str) -> None:
+    """Import what compiling for ``arch`` needs, before workers fork."""
     from coda_inductor.mainloop import ahead
 
     ahead.prepare(arch)
-    while True:
-        asked = parent.recv()
-        parent.send({"error": compile_kernel(KernelRequest(**asked["request"]), asked["folder"])})
 
 
 def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:

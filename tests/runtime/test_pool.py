@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +54,20 @@ def test_compiles_once_and_reports_what_cannot(tmp_path):
     assert not pool.is_ready(other_majors)
 
 
+@pytest.mark.gpu
+def test_nobody_hears_of_forks():
+    """Python 3.12 warns of them where the CUDA driver has started a thread of its own."""
+    program = (
+        "from coda_inductor.runtime import pool\n"
+        f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp', arch='90')\n"
+        "print(pool.wait([asked], timeout=120))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "has no kernel" in done.stdout
+    assert "fork" not in done.stderr
+
+
 def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
     from coda_inductor.mainloop import ahead
 
@@ -88,7 +104,7 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
     def no_processes(arch):
         raise OSError(f"no processes for {arch}")
 
-    monkeypatch.setattr(pool, "Compilers", no_processes)
+    monkeypatch.setattr(pool, "Server", no_processes)
     monkeypatch.setenv("QUACK_ARCH", "90")
     pool.warm_up()
     request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
@@ -106,7 +122,7 @@ def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
 ):
     """Whoever has kernels on disk mostly needs no others, and a server imports for seconds."""
     started = []
-    monkeypatch.setattr(pool, "warm_up", started.append)
+    monkeypatch.setattr(pool, "warm_up", lambda: started.append(True))
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     if there:
         write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")

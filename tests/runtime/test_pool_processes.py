@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("quack")
 
-from processes import alive, children, quick_worker, until
+from processes import alive, children, quick_server, until
 
 from coda_inductor.runtime import client, pool
 
@@ -23,10 +23,16 @@ FOR_EVER = "import time; time.sleep(1000)"
 COMPILER = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
 
 
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """The next server runs these statements when it starts."""
+    return lambda text: quick_server(tmp_path, monkeypatch, text)
+
+
 @pytest.fixture(autouse=True)
 def quick_pool(tmp_path, monkeypatch):
-    """A pool whose workers compile nothing, and whose kernels are never there."""
-    monkeypatch.setattr(client, "_MODULE", quick_worker(tmp_path, monkeypatch))
+    """A pool whose server compiles nothing, and whose kernels are never there."""
+    monkeypatch.setattr(client, "_MODULE", quick_server(tmp_path, monkeypatch))
     monkeypatch.setattr(pool, "_file", lambda request: tmp_path / "none")
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "3")
     yield
@@ -38,10 +44,10 @@ def ask(program: str, number: int = 0) -> pool.KernelRequest:
     return pool.KernelRequest(program, str(number), arch="90")
 
 
-def running(count: int = 1) -> list[int]:
-    """The workers, of which there are ``count`` at least."""
-    (compilers,) = pool._compilers.values()
-    return until(lambda: len(found := [c.pid for c in list(compilers.children)]) >= count and found)
+def running() -> tuple[int, list[int]]:
+    """The server and its workers, of which there is one at least."""
+    (server,) = pool._servers.values()
+    return server.child.pid, until(lambda: children(server.child.pid))
 
 
 def test_workers_do_not_outlive_whoever_asked_for_them():
@@ -51,41 +57,46 @@ def test_workers_do_not_outlive_whoever_asked_for_them():
     if parent == 0:
         try:
             pool.submit([ask(COMPILER)])
-            (worker,) = running()
-            (compiler,) = until(lambda: children(worker))
-            os.write(write, f"{worker} {compiler}".encode())
+            server, workers = running()
+            (compiler,) = until(lambda: children(workers[0]))
+            os.write(write, f"{server} {workers[0]} {compiler}".encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     left = [int(pid) for pid in os.read(read, 100).split()]
     os.close(read)
     os.waitpid(parent, 0)
-    assert len(left) == 2
+    assert len(left) == 3
     until(lambda: not any(map(alive, left)))
 
 
-def test_a_fork_leaves_the_workers_to_its_parent():
+def test_workers_do_not_outlive_the_server():
     pool.submit([ask(FOR_EVER)])
-    (worker,) = running()
-    (compilers,) = pool._compilers.values()
-    (connection,) = (child.connection for child in compilers.children)
-    fork = os.fork()
-    if fork == 0:
-        os._exit(0 if connection.closed and not pool._compilers and not pool._jobs else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
-    assert alive(worker)
+    server, workers = running()
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not any(map(alive, workers)))
+
+
+def test_a_fork_leaves_the_server_to_its_parent():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    connection = pool._servers["90"].child.connection
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if connection.closed and not pool._servers and not pool._jobs else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert alive(server)
+    assert alive(workers[0])
 
 
 def test_a_compiler_that_never_returns_is_killed():
-    """And what it has started."""
-    stuck = ask(COMPILER)
+    stuck = ask(FOR_EVER)
     pool.submit([stuck])
-    (worker,) = running()
-    (compiler,) = until(lambda: children(worker))
+    _, workers = running()
     start = time.monotonic()
     assert pool.wait([stuck], timeout=0.5) == {stuck: "compiling its kernel took too long"}
     assert time.monotonic() - start < 30
-    until(lambda: not any(map(alive, (worker, compiler))))
+    until(lambda: not any(map(alive, workers)))
     assert not pool._jobs
     assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
 
@@ -98,12 +109,20 @@ def test_work_that_was_not_begun_is_dropped_too(monkeypatch, tmp_path):
     assert not (tmp_path / "late").exists()
 
 
+def test_the_compilers_that_a_worker_started_end_with_it(tmp_path):
+    pool.submit([ask(COMPILER)])
+    _, workers = running()
+    (compiler,) = until(lambda: children(workers[0]))
+    pool.wait([ask(COMPILER)], timeout=0.1)
+    until(lambda: not alive(compiler))
+
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
 from coda_inductor.runtime import client, pool
 sys.path.insert(0, sys.argv[1])
-client._MODULE = "quick_worker"
+client._MODULE = "quick_server"
 pool._file = lambda request: Path("none")
 stuck = [pool.KernelRequest("time.sleep(1000)", str(i), arch="90") for i in range(2)]
 print(list(pool.wait(stuck[:1], timeout=2).values()))
@@ -128,58 +147,65 @@ def test_exit_takes_a_second(tmp_path):
     assert end - float(at) < 10  # one, and what a busy machine takes for torch's own end
 
 
-def test_a_worker_that_was_stopped_holds_nobody_up():
+def test_a_server_that_was_stopped_holds_nobody_up():
     pool.submit([ask(FOR_EVER)])
-    (worker,) = running()
-    os.kill(worker, signal.SIGSTOP)
+    server, workers = running()
+    os.kill(server, signal.SIGSTOP)
     start = time.monotonic()
     pool.wait([ask("pass")], timeout=0.2)
     pool.submit([ask("#" * 100_000, i) for i in range(20)])  # more than a pipe holds
     pool.shutdown()
     assert time.monotonic() - start < 30
-    until(lambda: not alive(worker))
+    until(lambda: not any(map(alive, [server, *workers])))
 
 
 def test_workers_start_as_they_are_needed():
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
-    (worker,) = running()
+    server, workers = running()
     assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
-    assert running() == [worker]
+    assert running() == (server, workers)
     requests = [ask("time.sleep(0.5)", i) for i in range(6)]
+    pool.submit(requests)
+    assert len(until(lambda: len(children(server)) > 1 and children(server))) <= 3
     assert pool.wait(requests, timeout=60) == dict.fromkeys(requests)
-    assert len(running(3)) == 3
+    assert len(children(server)) == 3
 
 
 def test_a_worker_that_dies_is_tried_again_and_dying_twice_is_a_reason(tmp_path):
     once = f"os.path.exists(p := {str(tmp_path / 'tried')!r}) or (open(p, 'w'), os._exit(3))"
     requests = [ask("os._exit(3)"), ask("os.kill(os.getpid(), 9)"), ask(once)]
     first, second, third = pool.wait(requests).values()
-    assert first == "a compile worker died: status 3"
-    assert second == "a compile worker died: status -9"
+    assert first == "a compile worker died: exit status 3"
+    assert second == "a compile worker died: signal 9"
     assert third is None
 
 
-def test_a_worker_that_cannot_import_says_why(tmp_path, monkeypatch):
-    quick_worker(tmp_path, monkeypatch, "raise ImportError('no libfoo')")
-    why = "a compile worker died: ImportError: no libfoo"
-    assert pool.wait([ask("pass")]) == {ask("pass"): why}
+def test_a_server_that_died_is_replaced():
+    pool.wait([ask("pass")])
+    server, _ = running()
+    os.kill(server, signal.SIGKILL)
+    assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
+    assert running()[0] != server
 
 
-def test_a_limit_on_processes_is_a_reason(monkeypatch):
-    def none(*_, **__):
-        raise OSError("too many")
+def test_a_server_that_cannot_import_says_why(serve):
+    serve("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken")
+    assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
 
-    monkeypatch.setattr(client, "Child", none)
+
+def test_a_limit_on_processes_is_a_reason(serve):
+    serve("def fork(): raise OSError('too many')\nos.fork = fork")
     requests = [ask("pass"), ask("pass", 1)]
     why = "no compile worker could be started: too many"
     assert pool.wait(requests) == dict.fromkeys(requests, why)
 
 
-def test_an_idle_worker_ends_and_another_is_started(monkeypatch):
-    monkeypatch.setattr(client, "_IDLE", 0.5)
+def test_an_idle_server_ends_and_another_is_started(serve):
+    serve("server.IDLE = 0.5")
     assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
-    (compilers,) = pool._compilers.values()
-    until(lambda: not compilers.children, 30)
+    (server,) = pool._servers.values()
+    until(lambda: server.ended, 30)
+    until(lambda: not alive(server.child.pid), 5)  # it closes its files before it is gone
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
 
 
@@ -215,7 +241,7 @@ def test_no_workers_leave_compiling_to_the_first_launch(monkeypatch):
     pool.warm_up()
     assert pool.submit([ask("pass")]) == 0
     assert pool.wait([ask("pass")]) == {ask("pass"): None}
-    assert not pool._compilers
+    assert not pool._servers
 
 
 def test_the_number_of_workers_can_be_set(monkeypatch, caplog):

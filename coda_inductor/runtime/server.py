@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that compile workers fork from: a child (``processes``) that ``client`` asks.
+
+It imports torch and CuTeDSL once, cannot see the GPU, and is sent messages:
+
+- ``{"id": 1, "request": {...}, "folder": ...}`` is compiled by a worker; the answer is
+  ``{"id": 1, "error": None}``, or why not, or ``{"id": 1, "lost": why}`` if the worker died;
+- ``{"cancel": 1}`` ends the worker that has it.
+
+It ends, and its workers with it, when its parent does, and after two idle minutes. It starts no
+thread, for it forks; those of the CUDA driver, of NumPy and the one that looks for the parent hold
+nothing that a worker needs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import warnings
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+from coda_inductor.processes.start import Messages
+from coda_inductor.runtime.worker import KernelRequest, compile_kernel, prepare
+
+#: Seconds without work after which the server ends: it and its workers hold gigabytes.
+IDLE = 120.0
+_PR_SET_PDEATHSIG = 1
+
+
+class _Worker:
+    """A forked process that compiles one kernel after another. ``job``: the id of its own."""
+
+    def __init__(self, server: _Server):
+        self.connection, theirs = Pipe()
+        parent = os.getpid()
+        self.job: int | None = None
+        self.pid = os.fork()  # OSError: a limit on processes
+        if self.pid == 0:
+            self.connection.close()
+            _work(server, parent, theirs)
+        theirs.close()
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # and the compilers that it has started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # if it is not yet the leader of its group
+
+    def ended(self) -> str:
+        """Reap it; returns how it ended."""
+        self.kill()
+        self.connection.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _work(server: _Server, parent: int, requests: Connection) -> NoReturn:
+    """A worker's life. It dies with the server, also while a compiler holds the interpreter."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            server.close()
+            while True:
+                job = requests.recv()
+                request = KernelRequest(**job["request"])
+                requests.send(compile_kernel(request, job["folder"]))
+    except EOFError:
+        code = 0
+    finally:
+        os._exit(code)
+
+
+class _Server:
+    """Hands the requests of the parent, at the other end of ``requests``, to ``limit`` workers."""
+
+    def __init__(self, limit: int, requests: Messages):
+        self.limit, self.requests = limit, requests
+        self.waiting: collections.deque[dict[str, Any]] = collections.deque()
+        self.workers: list[_Worker] = []
+
+    def run(self) -> None:
+        """Until the parent is gone, or nothing has happened for :data:`IDLE` seconds."""
+        everybody: list[Any] = [self.requests]
+        ready: Any
+        try:
+            while (found := wait(everybody, IDLE)) or any(w.job is not None for w in self.workers):
+                for ready in found:
+                    if ready is self.requests:
+                        while ready.poll():  # all of them: what is cancelled must not be begun
+                            self._accept(ready.recv())
+                    elif ready in self.workers:  # not cancelled since
+                        self._answer(ready)
+                self._hand_out()
+                everybody = [self.requests, *self.workers]
+        except (EOFError, OSError):
+            pass  # nobody asks, or reads the answers
+        finally:
+            for worker in self.workers:
+                worker.kill()
+
+    def close(self) -> None:
+        """In a worker: leave the server's connections to the server."""
+        for connection in (self.requests, *(worker.connection for worker in self.workers)):
+            connection.close()
+
+    def _accept(self, message: dict[str, Any]) -> None:
+        if "cancel" not in message:
+            self.waiting.append(message)
+            return
+        job = message["cancel"]
+        self.waiting = collections.deque(m for m in self.waiting if m["id"] != job)
+        for worker in [w for w in self.workers if w.job == job]:
+            self._remove(worker)
+
+    def _remove(self, worker: _Worker) -> str:
+        self.workers.remove(worker)
+        return worker.ended()
+
+    def _answer(self, worker: _Worker) -> None:
+        try:
+            answer = {"error": worker.connection.recv()}
+        except (EOFError, OSError):
+            answer = {"lost": f"a compile worker died: {self._remove(worker)}"}
+        if worker.job is not None:
+            self.requests.send({"id": worker.job, **answer})
+        worker.job = None
+
+    def _start(self) -> _Worker | None:
+        """A new worker, unless there are enough. Raises OSError where there can be none."""
+        if len(self.workers) >= self.limit:
+            return None
+        worker = _Worker(self)
+        self.workers.append(worker)
+        return worker
+
+    def _hand_out(self) -> None:
+        while self.waiting:
+            worker = next((w for w in self.workers if w.job is None), None)
+            try:
+                worker = worker or self._start()
+            except OSError as error:
+                if self.workers:
+                    return  # those that there are will do
+                why = f"no compile worker could be started: {error}"
+                self.requests.send({"id": self.waiting.popleft()["id"], "error": why})
+                continue
+            if worker is None:
+                return
+            message = self.waiting.popleft()
+            worker.job = message["id"]
+            with contextlib.suppress(OSError):  # it died: its end is about to be read
+                worker.connection.send(message)
+
+
+def main(parent: Messages, limit: str, arch: str) -> None:
+    """Serve ``parent``. ``limit``: of workers. ``arch``: compute capability, e.g. 90."""
+    # Python 3.12 counts threads of libraries too, and would tell the user of each fork.
+    warnings.filterwarnings("ignore", ".*is multi-threaded, use of fork", DeprecationWarning)
+    prepare(arch)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with contextlib.suppress(SystemExit):
+        _Server(int(limit), parent).run()
