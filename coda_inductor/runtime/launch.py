@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,8 @@ from coda_inductor.select.config import Config
 
 #: Kinds of calls of one kernel that are prepared for at a time.
 _MOST_PREPARED = 256
+#: Seconds until a kernel that could not be built is tried again.
+_FIRST_PAUSE = 60.0
 _log = logging.getLogger("coda_inductor")
 
 
@@ -37,8 +40,8 @@ class Kernel:
         self._dtypes = [getattr(torch, o.dtype) for o in program.operands]
         # (A's major, B's, the reading's variant, device) -> a launch plan
         self._plans: dict[tuple, object] = {}
-        # the same -> why it could not be built
-        self._unbuilt: dict[tuple, str] = {}
+        # the same -> why it could not be built, until when that is not tried again, and the pause
+        self._unbuilt: dict[tuple, tuple[str, float, float]] = {}
         # what calls have in common -> what serves all of them; None where the long way is the only
         self._prepared: dict[tuple, Prepared | None] = {}
 
@@ -76,7 +79,8 @@ class Kernel:
 
         Raises:
             KernelError: the kernel cannot be built. That takes seconds to find out, so it is known
-                from then on, until :func:`forget_failures`.
+                from then on, until :func:`forget_failures`, or for a pause that doubles each time:
+                a full disk may pass.
             UnpairableError: the weights of a paired program cannot be read as one operand.
             Exception: whatever the launch raises.
         """
@@ -98,14 +102,15 @@ class Kernel:
         self._unbuilt.clear()
 
     def _built(self, key: tuple) -> object:
-        if key in self._unbuilt:
-            raise KernelError(self._unbuilt[key])
+        why, until, pause = self._unbuilt.get(key, ("", 0.0, _FIRST_PAUSE))
+        if why and time.monotonic() < until:
+            raise KernelError(why)
         try:
             self._build(*key)
         except torch.OutOfMemoryError:  # the next call may find room
             raise
         except Exception as error:
-            self._unbuilt[key] = repr(error)
+            self._unbuilt[key] = repr(error), time.monotonic() + pause, 2 * pause
             raise KernelError(repr(error)) from error
         return self._plans[key]
 

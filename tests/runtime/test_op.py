@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
@@ -117,15 +118,22 @@ def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
     assert "no such instruction" in said
 
 
+FULL_DISK = OSError("No space left on device")
+
+
 @pytest.mark.parametrize(
-    ("error", "count"), [(torch.OutOfMemoryError("no room"), 3), (OSError("no libcute.so"), 1)]
+    ("error", "counts"), [(torch.OutOfMemoryError("no room"), (2, 4, 6)), (FULL_DISK, (1, 2, 2))]
 )
-def test_only_what_cannot_get_better_is_remembered(broken, monkeypatch, error, count):
+def test_what_may_pass_is_tried_again_and_less_and_less_often(broken, monkeypatch, error, counts):
+    """Out of memory at each call; else after a minute, then two."""
     builds = fails_with(monkeypatch, error)
     arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    for _ in range(3):
-        op._cuda(*arguments)
-    assert len(builds) == count
+    now = time.monotonic()
+    for later, count in zip((0, 61, 122), counts, strict=True):
+        monkeypatch.setattr(launch.time, "monotonic", lambda later=later: now + later)
+        for _ in range(2):
+            op._cuda(*arguments)
+        assert len(builds) == count
 
 
 def test_a_launch_that_fails_is_tried_again(broken, monkeypatch):
