@@ -19,10 +19,9 @@ from unittest import mock
 
 import torch
 
-from coda_inductor import pipeline
+from coda_inductor import pipeline, plan
 from coda_inductor.explanation.capture import capture
 from coda_inductor.options import parse
-from coda_inductor.select import policy
 from coda_inductor.select.config import legal_configs
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import Figures, key_of
@@ -88,7 +87,7 @@ def _plan(
     width: tuple[int, int, int],
     m: int,
     dtype: torch.dtype,
-    tuner: Callable[..., policy.Measurer],
+    tuner: Callable[..., object],
     store: Store,
     *,
     train: bool,
@@ -101,7 +100,7 @@ def _plan(
         x0, y = (torch.empty(1, m, width[0], dtype=dtype) for _ in range(2))
     inputs = [x.requires_grad_(train) for x in (x0, y)]
     with (
-        mock.patch.object(policy, "store_of", return_value=store),
+        mock.patch.object(plan, "store_of", return_value=store),
         mock.patch.object(pipeline, "Tuner", tuner),
         torch.set_grad_enabled(train),
     ):

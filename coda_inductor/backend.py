@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from coda_inductor import op_by_op, pass_mode
 from coda_inductor.compat import compile_fx, lacking, lookup_backend
-from coda_inductor.fuse.lower import settle
+from coda_inductor.fusing.lower import settle
 from coda_inductor.joint import JointPass, begin
 from coda_inductor.log import logger, warn_once
 from coda_inductor.options import parse

@@ -30,11 +30,12 @@ from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.dynamo.whole_losses import whole_losses
 from coda_inductor.errors import CodaError, FallbackError, OptionError
-from coda_inductor.fuse.driver import fuse_gemms
+from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
+from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
@@ -54,7 +55,6 @@ from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import pool
-from coda_inductor.select.policy import Policy
 from coda_inductor.select.rank import MANY, SOME
 from coda_inductor.select.store import Store
 from coda_inductor.tune.tuner import Tuner
@@ -65,7 +65,7 @@ def _always(_graph: Graph, _record: Record) -> bool:
 
 
 def _fuses(_graph: Graph, record: Record) -> bool:
-    return record.policy.fuses
+    return record.plan.fuses
 
 
 def _wraps(_graph: Graph, record: Record) -> bool:
@@ -82,7 +82,7 @@ def _fuses_gradients(graph: Graph, record: Record) -> bool:
 
 def _recomputes(graph: Graph, record: Record) -> bool:
     """Only kernels compute activations for nothing; a CPU's passes stand for theirs."""
-    return _fuses_gradients(graph, record) and record.policy.no_kernels is None
+    return _fuses_gradients(graph, record) and record.plan.no_kernels is None
 
 
 def _decide(graph: Graph, record: Record) -> None:
@@ -97,10 +97,10 @@ def _decide(graph: Graph, record: Record) -> None:
         text = "programs of AOTInductor's run without Python, which launches our kernels"
         why = refuse("aot-inductor", text)
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
-        record.policy = Policy(options, unwanted=why)
+        record.plan = Plan(options, unwanted=why)
         return
-    record.policy = Policy.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
-    if record.policy.compiles and not record.dry:
+    record.plan = Plan.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
+    if record.plan.compiles and not record.dry:
         pool.warm_up()
 
 
@@ -140,7 +140,7 @@ ON_DYNAMO = (
 )
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
-    Pass("policy", _decide, needed=True),
+    Pass("plan", _decide, needed=True),
     Pass("noops", remove_noops),
     Pass("fp8", raise_fp8, counts=("fp8_quantize", "fp8_product")),
     Pass("collectives", merge_collectives, counts=("collective",)),

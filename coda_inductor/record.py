@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every pass is given beside its graph, and where it says what it did.
 
-One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``policy``
+One record belongs to the compilation of one Dynamo graph. A pass reads ``options`` and ``plan``
 from it, and tells it what it refused and how often which rewrite fired; the pipeline puts it back
 with the graph where a pass fails.
 """
@@ -19,9 +19,9 @@ import torch
 from coda_inductor.debug import DebugFolder
 from coda_inductor.log import logger
 from coda_inductor.options import Options
+from coda_inductor.plan import Plan
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import GraphReport, SiteReport
-from coda_inductor.select.policy import Policy
 
 #: From a compiled function to one that is called in its place.
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -35,11 +35,11 @@ class Record:
         options: the user's.
         name: of the graph, in reports and debug folders.
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
-        later: kernels are begun, and somebody will wait for them (``fuse.lower.settle``).
+        later: kernels are begun, and somebody will wait for them (``fusing.lower.settle``).
         wraps: somebody wraps what passes want around the compiled graph.
         as_if: decide, and measure, as if all tensors were on this CUDA device.
         report: what people read later: GEMMs and refusals.
-        policy: what may and should be fused; the first pass on an aten graph sets it.
+        plan: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
         fired: how often each rewrite fired, by the name that counters have for it.
         around: what to wrap around the compiled graph, first one innermost.
@@ -55,7 +55,7 @@ class Record:
     wraps: bool = True
     report: GraphReport = field(init=False)
     folder: DebugFolder = field(init=False)
-    policy: Policy = field(init=False)
+    plan: Plan = field(init=False)
     fired: Counter[str] = field(default_factory=Counter)
     around: list[Around] = field(default_factory=list)
     failed: bool = False
@@ -65,7 +65,7 @@ class Record:
         debug = self.options.debug and not self.dry
         self.folder = DebugFolder(self.name, self.options.debug_dir if debug else None)
         self.report.folder = self.folder.path
-        self.policy = Policy(self.options, dry=self.dry)
+        self.plan = Plan(self.options, dry=self.dry)
 
     def enabled(self, name: str) -> bool:
         """Is ``name``, a pass, a pattern or a counter, not disabled?"""

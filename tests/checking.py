@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor import patterns, pipeline
-from coda_inductor.fuse import lower
+from coda_inductor.fusing import lower
+from coda_inductor.plan import Plan
 from coda_inductor.select.choice import Choice
-from coda_inductor.select.policy import Policy
 
 #: The op of the built-in pattern.
 swiglu = patterns.load_file(patterns.builtin_folder() / "swiglu.py")[0].op
@@ -123,7 +123,7 @@ def reasons(harness: Harness) -> str:
 def leave_custom_ops(monkeypatch: Any, config: str = "128x128:2x1:pp") -> None:
     """Let every fused site stay a ``gemm_epilogue`` call, as with a kernel on CUDA: its partials
     then have several tiles, and the op's own CPU implementation runs."""
-    monkeypatch.setattr(Policy, "judge", lambda *_: Choice("kernel", config))
+    monkeypatch.setattr(Plan, "judge", lambda *_: Choice("kernel", config))
     monkeypatch.setattr(lower.pool, "wait", dict.fromkeys)  # every request: no error
     monkeypatch.setattr(lower.pool, "submit", len)
 

@@ -38,7 +38,7 @@ class Raised(Harness):
 
     def _rewrite(self, graph):
         for each in ON_ATEN:
-            if each.name in ("policy", "noops", "fp8"):
+            if each.name in ("plan", "noops", "fp8"):
                 each.run(graph, self.record)
         graph.lint()
 

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from coda_inductor.compat import select_decomp_table
 from coda_inductor.graph.edit import fake_mode
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal
-from coda_inductor.select.policy import Policy
 
 
 def aten_graph(function: Callable[..., Any], *args: torch.Tensor, decomposed=False) -> Graph:
@@ -31,7 +31,7 @@ def run_pass(run: Callable[[Graph, Record], None], graph: Graph, **options: Any)
     """Apply one pass with these options, as torch would: under the mode that recorded the graph's
     values. Returns what it said. The graph must be in order then."""
     record = Record(parse(None, options))
-    record.policy = Policy.of(record.options, graph)
+    record.plan = Plan.of(record.options, graph)
     with fake_mode(list(graph.nodes)):
         run(graph, record)
     graph.lint()

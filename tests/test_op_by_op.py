@@ -19,8 +19,8 @@ from coda_inductor import op_by_op
 from coda_inductor.errors import FallbackError
 from coda_inductor.log import forget_warnings
 from coda_inductor.mainloop import availability
+from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
-from coda_inductor.select.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("without_code")
 
@@ -91,7 +91,7 @@ def test_results_and_gradients_are_eagers(broken, part, caplog):
 
 @pytest.mark.parametrize("outcome", [None, "compiling its kernel took too long"])
 def test_a_kernel_that_was_not_compiled_keeps_the_graph_out_of_caches(monkeypatch, outcome):
-    monkeypatch.setattr(Policy, "_kernels", lambda _, a: a.dim() == 2)
+    monkeypatch.setattr(Plan, "_kernels", lambda _, a: a.dim() == 2)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", lambda requests: dict.fromkeys(requests, outcome))
     uncached = []

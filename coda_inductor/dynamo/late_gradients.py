@@ -40,9 +40,9 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import changes, normalize, value
 from coda_inductor.record import Record
-from coda_inductor.runtime.linear_cross_entropy import SLICE_BYTES
 
-LEAST_BYTES = 2 * SLICE_BYTES
+#: Two slices of them, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
+LEAST_BYTES = 2**29
 
 Compiled = Callable[..., Any]
 

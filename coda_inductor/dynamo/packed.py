@@ -17,7 +17,7 @@ After::
 Why it is valid: a product's columns are those of its right factor, one by one; a gated linear unit
 is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are views of
 it: nothing is copied. Autograd puts the weight's gradient together by a copy, which
-``Policy.split_loses`` charges.
+``Plan.split_loses`` charges.
 
 Where that is not to be, or does not pay, halves become those of ``z.chunk(2, -1)``: its gradient
 puts two tensors together, where that of slices adds two that are filled up with zeros.
@@ -45,9 +45,9 @@ from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.nodes import arguments, place
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Hazards, bodies, changes, memory, normalize, target_name, value
+from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
-from coda_inductor.select.policy import Policy
 
 _PRODUCTS = ("linear", "matmul", "mm", "addmm")
 #: What gives halves, and what may lie between a product and that; all else is not looked at.
@@ -60,22 +60,22 @@ _FAR = 16  # how many elementwise ops may lie between a half and where it meets 
 def split_packed(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place. Counts nothing: that a
     pair shares a tile does."""
-    policy = None
+    plan = None
     for body in bodies(graph):
         products = [n for n in body.graph.nodes if _product(n) and (_units(n) or _halves(n))]
         if products:
-            policy = policy or _policy(graph, record)
-            _rewrite(body.graph, products, policy, record)
+            plan = plan or _plan(graph, record)
+            _rewrite(body.graph, products, plan, record)
 
 
-def _policy(graph: Graph, record: Record) -> Policy:
-    """What the aten graph's policy will be, as far as the linear layers of this one tell."""
+def _plan(graph: Graph, record: Record) -> Plan:
+    """What the aten graph's plan will be, as far as the linear layers of this one tell."""
     linears = [n for body in bodies(graph) for n in body.graph.nodes if target_name(n) == "linear"]
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(value(node).requires_grad for node in linears)
     times = 3 if training else 1  # for the gradients of its factors a layer multiplies again
     how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if}
-    return Policy.of_products(record.options, pairs * times, training=training, **how)
+    return Plan.of_products(record.options, pairs * times, training=training, **how)
 
 
 def _product(node: Node) -> bool:
@@ -136,7 +136,7 @@ def _units(product: Node) -> list[Node]:
     return [node for node in units if arguments(node)["dim"] in last]
 
 
-def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record) -> None:
+def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:
     hazards, last = Hazards(graph), graph.output_node().all_input_nodes
     shared = {s for n in (*changes(graph), *last) for s in memory(n) or ()}
     for product in products:
@@ -148,7 +148,7 @@ def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record)
         halves = _halves(product)
         if not halves or hazards.between((product, *halves)):
             continue
-        if _splits(product, halves, policy, record):
+        if _splits(product, halves, plan, record):
             parts = _split(product)
         elif len(ways := {n.args[0] for n in halves}) == 1 and target_name(*ways) in _JOINED:
             continue
@@ -159,7 +159,7 @@ def _rewrite(graph: Graph, products: list[Node], policy: Policy, record: Record)
             _erase(node, product)
 
 
-def _splits(product: Node, halves: dict[Node, int], policy: Policy, record: Record) -> bool:
+def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
     """May ``product`` be two, and does that pay?"""
     pair = _operands(product) if target_name(product) == "linear" else None
     if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
@@ -172,7 +172,7 @@ def _splits(product: Node, halves: dict[Node, int], policy: Policy, record: Reco
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
     training = value(product).requires_grad and value(_layer(product)[1]).requires_grad
-    why = policy.takes(*pair) or policy.split_loses(pair[0], training)
+    why = plan.takes(*pair) or plan.split_loses(pair[0], training)
     if why is not None:
         record.refuse("packed projection", place(product), why)
     return why is None

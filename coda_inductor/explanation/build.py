@@ -18,10 +18,10 @@ from coda_inductor.graph.nodes import fake, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
+from coda_inductor.plan import as_16_bits
 from coda_inductor.report import Float8Layers
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
-from coda_inductor.select.policy import as_16_bits
 from coda_inductor.tracing import Traced
 
 

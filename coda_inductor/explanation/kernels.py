@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import log_softmax, schema, softmax, to_copy
 from coda_inductor.fuse.columns import COLUMNS
-from coda_inductor.fuse.lower import SITE
 from coda_inductor.fuse.traffic import size
+from coda_inductor.fusing.lower import SITE
 from coda_inductor.graph import walk
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import ALIASES, arguments, aten, fake, is_cast, module_path

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every GEMM takes the memory-bound work around it into its epilogue.
 
-elementwise  which aten ops become which steps
 fp8          casts to FP8, where the scale is known
 operands     how an outside tensor covers the tile
 region       what an epilogue absorbs, and the program it makes
@@ -11,5 +10,4 @@ sums         a sum of GEMMs is one GEMM
 pair         gate and up meet in one tile
 traffic      bytes before and after
 emit         program -> graph
-driver       all GEMMs of a graph, in order
 """

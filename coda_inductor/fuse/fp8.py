@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import to_copy
-from coda_inductor.fuse.elementwise import Emit, Value
 from coda_inductor.graph.nodes import fake, prims
+from coda_inductor.graph.vocabulary import Emit, Value
 from coda_inductor.program import Step
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse

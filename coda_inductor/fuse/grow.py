@@ -28,7 +28,6 @@ from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import fp8, heads, operands
-from coda_inductor.fuse.elementwise import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
@@ -43,11 +42,12 @@ from coda_inductor.graph.nodes import (
 )
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import same
+from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.graph.walk import base, closure, readers, source
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.runtime.fp8_casts import CAST
+from coda_inductor.semantic.fp8 import CAST
 from coda_inductor.semantic.rotary import rotate_heads
 
 #: Nodes that must stay outside, and why.
@@ -75,12 +75,6 @@ def grow(
         if node in banned or node in anchors or node is total:
             raise NoRegionError(reason.within(f"{node.name}: {{}}"))
         banned[node] = reason
-
-
-def reaches(gemm: Node, x: Node, scope: Scope) -> bool:
-    """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
-    region = grow((gemm,), scope)
-    return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
 
 class _Grower:

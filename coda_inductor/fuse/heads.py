@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.elementwise import Emit, Value
 from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import arguments, fake
+from coda_inductor.graph.vocabulary import Emit, Value
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 

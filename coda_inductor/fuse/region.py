@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.fuse.elementwise import Value
 from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import fake, renames, renames_or_casts
+from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base, closure, readers
 from coda_inductor.program import (
     OPS,
@@ -97,7 +97,7 @@ class Region:
         it absorbs a cast that those who read it make."""
         if not self.work:
             return True
-        program = self.program()
+        program = self.program
         bare = not (program.steps or program.operands or program.reduces) and self.total is None
         return bare and [s.dtype for s in program.stores] == [program.product_dtype]
 
@@ -124,8 +124,9 @@ class Region:
                 result.setdefault(value, []).append(node)
         return result
 
+    @functools.cached_property
     def program(self) -> EpilogueProgram:
-        """The frozen program, simplified and verified."""
+        """The frozen program, simplified and verified, of a region that does not grow any more."""
         stores = tuple(
             Store(f"out{i}", str(value), dtype_name(self._stored_dtype(nodes)))
             for i, (value, nodes) in enumerate(self.stored().items())

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.elementwise import Value
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.nodes import elementwise, fake, renames, row_major
+from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base
 from coda_inductor.program.dtypes import dtype_name
 from coda_inductor.program.ops import STORE_DTYPES

@@ -33,7 +33,7 @@ def bytes_moved(region: Region, config: str) -> tuple[int, int]:
     products = sum(size(anchor) for anchor in region.anchors)
     stored = region.stored()
     m, n, _ = region.shape
-    program = region.program()
+    program = region.program
     stores = sum(hint(m) * n * WIDTHS[store.dtype] for store in program.stores)
     kept = sum(size(anchor) for anchor in region.anchors if region.values[anchor] in stored)
     operands = sum(size(node) for node, _ in region.operands)

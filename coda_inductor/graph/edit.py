@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from coda_inductor.compat import tree_leaves, tree_map
+from coda_inductor.compat import tree_leaves
 from coda_inductor.graph.nodes import arguments, aten, erased, fake, prims
 from coda_inductor.graph.walk import closure
 
@@ -32,7 +33,7 @@ def insert(
     node.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
     mode = fake_mode(args) or fake_mode((like,))
     with contextlib.nullcontext() if mode is None else mode:
-        node.meta["val"] = target(*tree_map(fake, args), **(kwargs or {}))
+        node.meta["val"] = getattr(target, "fake", target)(*map_arg(args, fake), **(kwargs or {}))
     return node
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from coda_inductor.compat import (
     inductor_config,
@@ -24,7 +25,6 @@ from coda_inductor.compat import (
     select_decomp_table,
     storage,
     tree_flatten,
-    tree_map,
     tree_unflatten,
 )
 from coda_inductor.graph.edit import KEPT_META, fake_mode
@@ -84,7 +84,7 @@ def splice(
             if node.op == "placeholder":
                 env[node] = next(inputs)
             elif node.op == "output":
-                result = torch.fx.node.map_arg(node.args[0], env.__getitem__)
+                result = map_arg(node.args[0], env.__getitem__)
             elif node.op == "get_attr":
                 raise RuntimeError(f"{function.__name__} captured a constant tensor: {node.target}")
             else:
@@ -201,4 +201,4 @@ def _value(node: Node, mode: Any) -> Any:
     with mode:
         if isinstance(like, Like):
             return like.new()
-        return node.target(*tree_map(fake, node.args), **tree_map(fake, node.kwargs))
+        return node.target(*map_arg(node.args, fake), **map_arg(node.kwargs, fake))

@@ -18,10 +18,10 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.elementwise import REDUCTIONS
 from coda_inductor.graph.edit import replace_parts
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.splice import splice
+from coda_inductor.graph.vocabulary import REDUCTIONS
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import DEFINITIONS
 from coda_inductor.semantic.rotary import rotate_heads

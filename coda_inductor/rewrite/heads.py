@@ -20,7 +20,8 @@ kernel with whatever scales the rows of dz.
 
 Refuses: what no GEMM's epilogue makes, as a norm over all heads at once; tables that differ between
 heads; results that a reader counts on being laid out otherwise (``torch.cat`` lays a rotation of
-part of a head out head by head; attention takes any layout); projections that policy leaves alone.
+part of a head out head by head; attention takes any layout); projections that are not
+fused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import (
@@ -90,9 +90,9 @@ def _place(x: Node, scope: Scope, record: Record) -> Place | Refusal:
     gemm = producer(rows)
     if gemm is None or symbolic or not views or not same(fake(rows).shape[-1], shape.numel()):
         return refuse("heads-no-gemm", "no GEMM makes rows of the heads that it reads")
-    if (why := record.policy.legal(gemm)) is not None:
+    if (why := record.plan.legal(gemm)) is not None:
         return why.excused().within(f"its GEMM {gemm.name} is not fused: {{}}")
-    if not reaches(gemm, rows, scope):
+    if not record.plan.absorbs(gemm, rows, scope):
         text = f"something between it and its GEMM {gemm.name} is in no epilogue"
         return refuse("heads-no-gemm", text)
     return rows, heads, list(order)

@@ -28,10 +28,10 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import stable_topological_sort
-from coda_inductor.fuse.elementwise import computes
 from coda_inductor.graph.gemms import GEMMS
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, is_tangent
+from coda_inductor.graph.vocabulary import computes
 from coda_inductor.graph.walk import closure, readers, source
 from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp

@@ -18,23 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coda_inductor.log import warn_once
+from coda_inductor.semantic.fp8 import AMAX, CAST
 
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_LIBRARY.define(
-    "fp8_cast(Tensor x, Tensor? factor, Tensor? scale, ScalarType? dtype, "
-    "Tensor? scale_t, ScalarType? dtype_t, bool divide=False, Tensor? weight=None) "
-    "-> (Tensor q, Tensor qt)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "fp8_amax(Tensor x, Tensor? factor, bool row, bool col) -> (Tensor rows, Tensor cols)",
-    tags=_TAGS,
-)
-#: The ops, as graphs hold them.
-CAST = torch.ops.coda_inductor.fp8_cast.default
-AMAX = torch.ops.coda_inductor.fp8_amax.default
-
 #: Rows and columns of the tiles that partial maxima are of.
 TILE = 128
 #: The dtype of a result that is not wanted.

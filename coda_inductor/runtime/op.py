@@ -159,6 +159,6 @@ def _direct(as_, *others):
     return _cuda(as_, *others) if as_[0].is_cuda else OP(as_, *others)
 
 
-OP.direct = _direct  # type: ignore[attr-defined]
+OP.direct, OP.fake = _direct, _fake  # type: ignore[attr-defined]
 _LIBRARY.impl("gemm_epilogue", _reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("gemm_epilogue", _cuda, "CUDA")

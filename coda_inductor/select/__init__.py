@@ -9,5 +9,4 @@ roofline      expected times of what was not measured
 rank          which config first
 gate          is a fused site expected to win
 choice        how one site runs
-policy        all of it, asked of a graph
 """

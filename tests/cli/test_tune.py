@@ -10,11 +10,10 @@ import torch
 from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
-from coda_inductor import pipeline
+from coda_inductor import pipeline, plan
 from coda_inductor.__main__ import main
 from coda_inductor.cli import tune as command
 from coda_inductor.mainloop import availability
-from coda_inductor.select import policy
 from coda_inductor.select import store as measurements
 from coda_inductor.select.store import FOLDER, Store
 
@@ -87,8 +86,8 @@ def gpu(cache, monkeypatch):
     seen = {"cuda": cuda, "device": torch.device, "set_grad_enabled": torch.set_grad_enabled}
     monkeypatch.setattr(command, "torch", types.SimpleNamespace(**seen))
     monkeypatch.setattr(command, "gpu_of", lambda _: HOPPER)
-    monkeypatch.setattr(policy, "gpu_of", lambda _: HOPPER)
-    for module in (command, policy):
+    monkeypatch.setattr(plan, "gpu_of", lambda _: HOPPER)
+    for module in (command, plan):
         monkeypatch.setattr(module, "store_of", lambda _: cache)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr("coda_inductor.select.device._majors", {0: 9})

@@ -12,8 +12,8 @@ from harness import Harness
 from passes import codes
 from torch import nn
 
+from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
-from coda_inductor.select.policy import Policy
 
 D, H = 16, 24
 
@@ -170,7 +170,7 @@ def test_in_fp8_halves_would_have_other_scales():
 
 def test_refused_with_the_gates_reason(monkeypatch):
     why = refuse("split-copies-gradient", "too few rows")
-    monkeypatch.setattr(Policy, "split_loses", lambda *_: why)
+    monkeypatch.setattr(Plan, "split_loses", lambda *_: why)
     harness = check(mlp(CUTS["chunk"]), randn(2, 5, D))
     assert pairs(harness) == 0
     assert "split-copies-gradient" in codes(harness)

@@ -8,9 +8,9 @@ import torch
 from checking import check, randn
 
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.program import EpilogueProgram, Operand, Step, Store
 from coda_inductor.program.dtypes import WIDTHS
-from coda_inductor.select.policy import Policy
 from coda_inductor.select.site import Site
 
 D, HIDDEN = 16, 24
@@ -41,7 +41,7 @@ def room(monkeypatch):
             program = site.program
             return sum(WIDTHS[t.dtype] for t in (*program.loads, *program.stores)) <= bytes_
 
-        monkeypatch.setattr(Policy, "fits", fits)
+        monkeypatch.setattr(Plan, "fits", fits)
 
     return limit
 
@@ -89,4 +89,4 @@ def test_only_kernels_have_a_limit(how, fast, fits):
         (Store("out0", "v2", "float32"), Store("out1", "v1", "bfloat16")), fast=fast,
     )  # fmt: skip
     site = Site(program, 4096, 4096, 4096)
-    assert Policy(parse(None, {}), **how).fits(site, torch.empty(0)) == fits
+    assert Plan(parse(None, {}), **how).fits(site, torch.empty(0)) == fits

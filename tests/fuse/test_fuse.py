@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from checking import check, leave_custom_ops, randn, reasons
 from torch import nn
 
-from coda_inductor.fuse import driver
 from coda_inductor.fuse.region import NoRegionError
+from coda_inductor.fusing import driver
 from coda_inductor.refusal import refuse
 
 M, N, K = 6, 10, 8

@@ -10,10 +10,10 @@ from checking import check, leave_custom_ops, randn, reasons
 from harness import Harness
 
 from coda_inductor import FallbackError
-from coda_inductor.fuse import driver, lower
 from coda_inductor.fuse.operands import MAX_TILE_OPERANDS, MAX_VECTORS
+from coda_inductor.fusing import driver, lower
+from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
-from coda_inductor.select.policy import Policy
 
 B, T, N, K = 2, 3, 10, 8
 LINEAR = ((B, T, K), (N, K))
@@ -130,9 +130,7 @@ def test_equality_of_tensors_is_not_tested_on_unrounded_values(compare):
 
 def test_a_gemm_with_nothing_to_absorb_is_no_failure(monkeypatch):
     """Weight gradients of a ragged number of rows: no kernel, and none wanted."""
-    monkeypatch.setattr(
-        Policy, "legal", lambda *_: refuse("unaligned", "an odd shape", failure=True)
-    )
+    monkeypatch.setattr(Plan, "legal", lambda *_: refuse("unaligned", "an odd shape", failure=True))
     harness = check(F.linear, *(randn(*shape) for shape in LINEAR))
     assert reasons(harness) == "nothing to absorb, and an odd shape"
     with pytest.raises(Exception, match="an odd shape"):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from checking import check, randn
 
+from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
 from coda_inductor.select.choice import Choice
-from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.rotary import rotate_heads
 
 B, T, H, D, K = 2, 6, 3, 4, 10
@@ -127,7 +127,7 @@ def test_no_rotation_behind_a_sum_with_a_tile():
 
 def losing(what):
     """A policy that refuses programs as ``what`` says, and takes all others."""
-    plain = Policy.judge
+    plain = Plan.judge
 
     def judge(self, site, a):
         if what(site.program):
@@ -141,7 +141,7 @@ def test_a_rotation_that_loses_leaves_the_rest_fused(monkeypatch):
     def function(x, w, cos, sin, row):
         return turns((x @ w + row).relu(), cos, sin)
 
-    monkeypatch.setattr(Policy, "judge", losing(lambda program: program.head))
+    monkeypatch.setattr(Plan, "judge", losing(lambda program: program.head))
     harness = check(function, *inputs(randn(N)))
     (site,) = harness.fused
     assert site.absorbed == ("add", "relu")

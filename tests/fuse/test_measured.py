@@ -18,13 +18,12 @@ from torch.utils._pytree import tree_map
 
 from coda_inductor import pipeline
 from coda_inductor.compat import BackendCompilerFailed
-from coda_inductor.fuse import driver
+from coda_inductor.fusing import driver
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
-from coda_inductor.select import policy
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.rank import MANY, SOME
@@ -146,8 +145,8 @@ def plan(monkeypatch, tmp_path):
             measurer.given = given
             return measurer
 
-        monkeypatch.setattr(policy, "store_of", lambda _: store)
-        monkeypatch.setattr(policy, "gpu_of", lambda _: gpu)
+        monkeypatch.setattr("coda_inductor.plan.store_of", lambda _: store)
+        monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: gpu)
         monkeypatch.setattr(pipeline, "Tuner", tuner)
         record = Record(parse(mode, options), "test", dry=True, as_if=CUDA)
         seen = []
@@ -276,6 +275,16 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
     assert len(found.fused) == len(found.measurer.store.own()) == driver._ROUNDS
     assert found.measurer.closed == 1
     assert found.record.failed  # the next process goes on
+
+
+@pytest.mark.parametrize(("gpu", "rounds"), [(H100, 1), (HOPPER, 2)], ids=["rated", "unknown"])
+def test_planning_runs_once_where_nothing_is_measured(plan, monkeypatch, gpu, rounds):
+    """On a GPU that nothing is known of, kernels win until there is no time to measure them."""
+    runs, fused = [], driver._fused
+    monkeypatch.setattr(driver, "_fused", lambda *given: runs.append(given) or fused(*given))
+    found = plan(us=lambda _: None, gpu=gpu)
+    assert len(runs) == rounds
+    assert found.measurer.asked
 
 
 def test_never_means_no_measurer_and_no_copy(plan, monkeypatch):

@@ -13,9 +13,9 @@ from torch._inductor.utils import run_and_get_code
 from coda_inductor.fuse import columns
 from coda_inductor.graph.edit import CycleError, settle
 from coda_inductor.mainloop import availability
+from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
 from coda_inductor.select import gate
-from coda_inductor.select.policy import Policy
 
 D, HIDDEN = 16, 24
 
@@ -94,7 +94,7 @@ def test_the_gate_is_told_what_is_copied_at_every_call(widths, joined, monkeypat
         return loses(site, *us)
 
     monkeypatch.setattr(gate, "loses", spy)
-    monkeypatch.setattr(Policy, "_kernels", lambda *_: True)
+    monkeypatch.setattr(Plan, "_kernels", lambda *_: True)
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     monkeypatch.setattr(pool, "wait", dict.fromkeys)
     function = three if len(widths) == 3 else two

@@ -104,9 +104,9 @@ def test_a_gpu_without_measurements_is_named(monkeypatch):
 def test_missing_kernels_are_one_warning_not_one_a_site(warnings, monkeypatch):
     """With strict, each is a failure as before; on a GPU, which is what meta stands for."""
     stack(monkeypatch, WHY)
-    from coda_inductor.select.policy import Policy
+    from coda_inductor.plan import Plan
 
-    monkeypatch.setattr(Policy, "_kernels", lambda self, a: True)
+    monkeypatch.setattr(Plan, "_kernels", lambda self, a: True)
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x: (x @ x).relu(), tracing_mode="fake"
     )(torch.ones(8, 8))

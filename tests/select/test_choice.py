@@ -9,12 +9,12 @@ import pytest
 import torch
 from measured import B200, HOPPER, borrowing, configs, figures, keyed, site, table
 
+from coda_inductor.plan import Tuning
 from coda_inductor.select import device, roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import signature
-from coda_inductor.select.policy import Tuning
 from coda_inductor.select.roofline import MARGIN, around_us, fused_us, products_us
 from coda_inductor.select.store import Store
 

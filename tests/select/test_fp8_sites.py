@@ -13,13 +13,13 @@ from torch.fx import Graph
 
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.program import Operand, Step, Store
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import legal_configs, mainloop_stages
 from coda_inductor.select.device import H100
 from coda_inductor.select.figures import key_of
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.policy import Policy
 from coda_inductor.select.roofline import around_us, product_us
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import tensors
@@ -128,7 +128,7 @@ def test_tensors_to_measure_with(name):
     assert (bs[0] == torch.zeros((), dtype=bs[0].dtype)).float().mean() < 0.05
 
 
-def policy_of(a, b, monkeypatch, op=torch.ops.aten.mm.default):
+def plan_of(a, b, monkeypatch, op=torch.ops.aten.mm.default):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     graph = Graph()
     with FakeTensorMode():
@@ -136,7 +136,7 @@ def policy_of(a, b, monkeypatch, op=torch.ops.aten.mm.default):
         for node, (shape, stride, dtype) in zip(nodes, (a, b), strict=True):
             node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
     gemm = graph.call_function(op, tuple(nodes))
-    return Policy.of(parse(None, {}), graph), gemm
+    return Plan.of(parse(None, {}), graph), gemm
 
 
 @pytest.mark.parametrize(
@@ -150,18 +150,16 @@ def policy_of(a, b, monkeypatch, op=torch.ops.aten.mm.default):
     ],
 )
 def test_which_gemms_may_be_fused(dtypes, b_stride, why, monkeypatch):
-    policy, gemm = policy_of(
-        ((M, K), (K, 1), dtypes[0]), ((K, N), b_stride, dtypes[1]), monkeypatch
-    )
-    found = policy.legal(gemm)
+    plan, gemm = plan_of(((M, K), (K, 1), dtypes[0]), ((K, N), b_stride, dtypes[1]), monkeypatch)
+    found = plan.legal(gemm)
     assert found is None if why is None else why in found.text
 
 
 def test_a_gemm_alone_is_expected_to_take_less_than_in_bfloat16(monkeypatch):
     shape = ((M, K), (K, 1)), ((K, N), (1, K))
-    half, gemm = policy_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
+    half, gemm = plan_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
     plain = half.estimate_plain(gemm)
-    eight, gemm = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
+    eight, gemm = plan_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
     found = eight.estimate_plain(gemm)
     assert plain.ground == found.ground == "roofline"
     assert found.unfused_us < 0.7 * plain.unfused_us
@@ -170,15 +168,15 @@ def test_a_gemm_alone_is_expected_to_take_less_than_in_bfloat16(monkeypatch):
 def test_a_graph_of_fp8_gemms_is_bound_by_the_host_at_twice_the_size(monkeypatch):
     """Its GEMMs take half as long, launching them does not."""
     shape = ((3072, 4096), (4096, 1)), ((4096, 4096), (1, 4096))
-    half, _ = policy_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
-    eight, _ = policy_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
+    half, _ = plan_of(*((*x, torch.bfloat16) for x in shape), monkeypatch)
+    eight, _ = plan_of(*((*x, torch.float8_e4m3fn) for x in shape), monkeypatch)
     assert half.too_small is None
     assert "too small" in eight.too_small.text
 
 
 def test_a_graph_whose_gemms_are_all_scaled_is_decided_as_one_of_a_gpu(monkeypatch):
-    """The policy is made before scaled products are raised."""
+    """The plan is made before scaled products are raised."""
     eight = [((M, K), (K, 1), torch.float8_e4m3fn), ((K, N), (1, K), torch.float8_e4m3fn)]
-    policy, _ = policy_of(*eight, monkeypatch, torch.ops.aten._scaled_mm.default)
-    assert policy.on_gpu
-    assert policy.store is not None
+    plan, _ = plan_of(*eight, monkeypatch, torch.ops.aten._scaled_mm.default)
+    assert plan.on_gpu
+    assert plan.store is not None

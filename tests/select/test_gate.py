@@ -14,11 +14,11 @@ from torch.fx import Graph
 import coda_inductor
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.program import EpilogueProgram, Reduce, Step, Store
 from coda_inductor.select import device, gate, roofline
 from coda_inductor.select.choice import select
 from coda_inductor.select.device import H100, known, tables
-from coda_inductor.select.policy import Policy
 from coda_inductor.select.site import Site
 
 
@@ -51,10 +51,10 @@ def test_a_training_step_takes_the_host_longer():
 def test_a_joint_graph_is_a_training_step(monkeypatch):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     graph = graph_of(2048)
-    assert Policy.of(parse(None, {}), graph).too_small is None
+    assert Plan.of(parse(None, {}), graph).too_small is None
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("tangents_1")
-    assert Policy.of(parse(None, {}), graph).too_small is not None
+    assert Plan.of(parse(None, {}), graph).too_small is not None
 
 
 OUT = frozenset({"out0"})
@@ -83,19 +83,19 @@ def graph_of(m: int, device: str = "cuda") -> Graph:
     [({}, True), ({"gate": "always"}, False), ({"triton.cudagraphs": True}, False)],
 )
 def test_only_auto_without_cuda_graphs_is_limited(options, small):
-    policy = Policy.of(parse(None, options), graph_of(512))
-    assert (policy.too_small is not None) == small
-    assert Policy.of(parse(None, options), graph_of(8192)).too_small is None
+    plan = Plan.of(parse(None, options), graph_of(512))
+    assert (plan.too_small is not None) == small
+    assert Plan.of(parse(None, options), graph_of(8192)).too_small is None
 
 
 def test_nothing_is_fused_by_default_where_nothing_was_measured(monkeypatch):
     """Blackwell: no row scale may be moved behind a GEMM that then stays with cuBLAS."""
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     unknown = known("NVIDIA B200", (10, 0), 148, 232448, tables(None))
-    monkeypatch.setattr("coda_inductor.select.policy.gpu_of", lambda _: unknown)
+    monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: unknown)
     graph = graph_of(8192)
     gemm = next(n for n in graph.nodes if n.op == "call_function")
-    auto, always = (Policy.of(parse(None, {"gate": g}), graph) for g in ("auto", "always"))
+    auto, always = (Plan.of(parse(None, {"gate": g}), graph) for g in ("auto", "always"))
     assert "nothing was measured on B200 (compute capability 10.x)" in auto.legal(gemm).text
     assert always.legal(gemm) is None
     assert (auto.compiles, always.compiles) == (False, True)
@@ -112,10 +112,10 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(device, "_majors", {})
-    monkeypatch.setattr("coda_inductor.select.policy.gpu_of", lambda _: H100)
+    monkeypatch.setattr("coda_inductor.plan.gpu_of", lambda _: H100)
     monkeypatch.setattr(availability, "library_stack", lambda: None)
     availability.kernel_stack.cache_clear()
-    old, new = (Policy.of(parse(None, {"gate": "always"}), graph) for graph in graphs)
+    old, new = (Plan.of(parse(None, {"gate": "always"}), graph) for graph in graphs)
     gemms = [next(n for n in graph.nodes if n.op == "call_function") for graph in graphs]
     assert "compute capability 8.0 is not supported" in old.legal(gemms[0]).text
     assert new.legal(gemms[1]) is None
@@ -127,25 +127,25 @@ def test_a_weight_that_a_kernel_would_copy_at_every_call_stays_with_cublas(monke
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
     graph = graph_of(8192)
     gemm = next(n for n in graph.nodes if n.op == "call_function")
-    policy = Policy.of(parse(None, {"gate": "always"}), graph)
-    assert policy.legal(gemm) is None
+    plan = Plan.of(parse(None, {"gate": "always"}), graph)
+    assert plan.legal(gemm) is None
     weight = gemm.args[1]
     with FakeTensorMode():
         weight.meta["val"] = torch.empty_strided(
             (2048, 2048), (1, 2052), dtype=torch.bfloat16, device="cuda"
         )
-    assert "its right operand has a stride of 2052" in policy.legal(gemm).text
+    assert "its right operand has a stride of 2052" in plan.legal(gemm).text
 
 
 @pytest.mark.parametrize("options", [{"gate": "never"}, {"reference": True}], ids=str)
 def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch, options):
     monkeypatch.setattr(availability, "kernel_stack", lambda *_: None)
-    assert Policy.of(parse(None, {}), graph_of(8192)).compiles
-    assert not Policy.of(parse(None, options), graph_of(8192)).compiles
+    assert Plan.of(parse(None, {}), graph_of(8192)).compiles
+    assert not Plan.of(parse(None, options), graph_of(8192)).compiles
     monkeypatch.setattr(
         availability, "kernel_stack", lambda *_: "compute capability 8.0 is not supported"
     )
-    assert not Policy.of(parse(None, {}), graph_of(8192)).compiles
+    assert not Plan.of(parse(None, {}), graph_of(8192)).compiles
 
 
 @pytest.mark.parametrize(("m", "loses"), [(512, True), (8192, False)])
@@ -153,17 +153,17 @@ def test_what_a_rewrite_reads_again_is_charged_in_training(m, loses):
     """The first GEMM of the layer has K = 2048."""
     gemm = next(n for n in graph_of(m).nodes if n.op == "call_function")
     a = gemm.args[0].meta["val"]
-    policy, always = (Policy(parse(None, {"gate": g})) for g in ("auto", "always"))
-    assert (policy.split_loses(a, training=True) is not None) == loses
-    assert policy.split_loses(a, training=False) is None
+    plan, always = (Plan(parse(None, {"gate": g})) for g in ("auto", "always"))
+    assert (plan.split_loses(a, training=True) is not None) == loses
+    assert plan.split_loses(a, training=False) is None
     assert always.split_loses(a, training=True) is None
 
 
 @pytest.mark.parametrize("m", [512, 8192])
 def test_a_layer_norm_of_few_rows_stays(m):
     gemms = [n for n in graph_of(m).nodes if n.op == "call_function"][:1] * 2
-    policy, always = (Policy(parse(None, {"gate": g})) for g in ("auto", "always"))
-    assert (policy.norm_loses(gemms) is not None) == (m == 512)
+    plan, always = (Plan(parse(None, {"gate": g})) for g in ("auto", "always"))
+    assert (plan.norm_loses(gemms) is not None) == (m == 512)
     assert always.norm_loses(gemms) is None
 
 
@@ -202,13 +202,13 @@ def test_statistics_alone_of_a_norm_that_stays_behind_save_nothing():
 @pytest.mark.parametrize("head", [False, True])
 def test_the_driver_sees_what_stays_behind(head, monkeypatch):
     seen = []
-    judge = Policy.judge
+    judge = Plan.judge
 
     def spy(self, site, a):
         seen.append(((site.n, site.k), bool(site.after)))
         return judge(self, site, a)
 
-    monkeypatch.setattr(Policy, "judge", spy)
+    monkeypatch.setattr(Plan, "judge", spy)
 
     def function(x, w, residual, gamma, w2):
         n = F.rms_norm(residual + F.linear(x, w), (16,), gamma, 1e-5)

@@ -30,26 +30,25 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import aten, is_transpose
 from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.rewrite.decompose import decompose_pointwise
 from coda_inductor.rewrite.fp8.norms import make_again, wait
 from coda_inductor.rewrite.fp8.raising import origin
 from coda_inductor.rewrite.fp8.scales import ROW, Source, scales
-from coda_inductor.runtime.fp8_casts import CAST
-from coda_inductor.semantic.fp8 import quantize, scaled_mm
+from coda_inductor.semantic.fp8 import CAST, quantize, scaled_mm
 
 
 def expand_quantizations(graph: Graph, record: Record) -> None:
     """Apply the rewrite to every quantization, in place, where kernels run, or what stands for
     them, or none do and it is asked what they would be."""
-    policy = record.policy
-    runs = policy.compiles or policy.options.reference or record.dry
-    if not (runs and policy.fuses and _quantizations(graph)):
+    plan = record.plan
+    runs = plan.compiles or plan.options.reference or record.dry
+    if not (runs and plan.fuses and _quantizations(graph)):
         return
     decompose_pointwise(graph)
     groups: dict[Any, list[Node]] = {}
@@ -59,7 +58,7 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
     for nodes in groups.values():
         waiting = wait(graph, nodes, scope, record)
         scope.refresh(graph)
-        _expand(graph, nodes, waiting or Source(nodes[0].args[0], nodes[0].args[0]), scope)
+        _expand(graph, nodes, waiting or Source(nodes[0].args[0], nodes[0].args[0]), scope, plan)
         if waiting is None:
             scope.refresh(graph)
         else:
@@ -72,9 +71,9 @@ def _quantizations(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=quantize))
 
 
-def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope) -> None:
+def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
     x, gemm = source.x, producer(source.x)
-    in_epilogue = gemm is not None and reaches(gemm, x, scope)
+    in_epilogue = gemm is not None and plan.absorbs(gemm, x, scope)
     if not in_epilogue and all(n.args[4] and tuple(n.args[1]) == ROW for n in nodes):
         return  # one kernel of Inductor's makes the tensor, maxima of its rows, and the cast
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])

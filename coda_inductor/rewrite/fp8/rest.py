@@ -22,7 +22,6 @@ import torch
 from torch.fx import Graph
 
 from coda_inductor.graph.nodes import fake
-from coda_inductor.mainloop.availability import scales_vectors
 from coda_inductor.record import Record
 from coda_inductor.semantic.fp8 import scaled_mm
 
@@ -30,6 +29,6 @@ from coda_inductor.semantic.fp8 import scaled_mm
 def finish_fp8(graph: Graph, record: Record) -> None:
     """Apply the rewrite, in place, where kernels run on a GPU that can."""
     for node in graph.find_nodes(op="call_function", target=scaled_mm):
-        half = record.policy.compiles and fake(node).dtype == torch.bfloat16
-        if half and node.args[6] and scales_vectors(record.as_if or fake(node).device):
+        half = fake(node).dtype == torch.bfloat16
+        if half and node.args[6] and record.plan.scales_vectors(fake(node).device):
             node.update_arg(6, False)

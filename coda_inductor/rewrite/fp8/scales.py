@@ -18,8 +18,7 @@ from coda_inductor.graph.edit import Put
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
-from coda_inductor.runtime.fp8_casts import AMAX
-from coda_inductor.semantic.fp8 import scale_of
+from coda_inductor.semantic.fp8 import AMAX, scale_of
 
 Kind = tuple[int, ...]
 ROW: Kind = (1,)

@@ -22,8 +22,8 @@ linear in dloss and a, so that a factor is theirs. Rows that the loss does not r
 
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
-Refuses logits of less than ``runtime.loss.SLICE_BYTES`` twice; a gradient that something else
-reads; one with more between it and the linear layer than ``logit_gradients`` knows.
+Refuses logits of less than two slices (``runtime.linear_cross_entropy``); a gradient that something
+else reads; one with more between it and the linear layer than ``logit_gradients`` knows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from coda_inductor.rewrite.loss.logit_gradients import (
     through_soft_cap,
     with_row_term,
 )
-from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.semantic.loss import cross_entropy_backward
 
 
@@ -58,19 +57,19 @@ def slice_loss_gradient(graph: Graph, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is cross_entropy_backward]:
         if not record.enabled(name):
             record.refuse(name, node.name, refuse("disabled", f"options['disable'] names {name}"))
-        elif (why := _slice(graph, node)) is not None:
+        elif (why := _slice(graph, node, record.plan.slice_bytes)) is not None:
             record.refuse(name, node.name, why)
         else:
             record.fire(name)
 
 
-def _slice(graph: Graph, node: Node) -> Refusal | None:
+def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
     given = arguments(node)
     logits = fake(given["logits"])
     # Each size has a hint of its own: of rows that a mask picks, the product would have none.
     size = math.prod(map(hint, logits.shape)) * logits.element_size()
     columns = logits.shape[-1]
-    if size < 2 * linear_cross_entropy.SLICE_BYTES:
+    if size < 2 * slice_bytes:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, given["logits"])
     gradient, kept = through_dropped_rows(gradient, given["logits"], alone=penalty is None)

@@ -87,17 +87,17 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     why = _refusal(norm, found, scope, record)
     if why is not None or norm.target is not layer_norm:
         return why or found
-    rounded = record.policy.rounds(fake(gemm_inputs(found.gemms[0])[0]))
+    rounded = record.plan.rounds(fake(gemm_inputs(found.gemms[0])[0]))
     pivot = means.choose(norm, found.dtype, rounded)
     if isinstance(pivot, Refusal):
         return pivot
     found.pivot = pivot
-    return record.policy.norm_loses(found.gemms) or found
+    return record.plan.norm_loses(found.gemms) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
     """Why the conditions of both norms do not hold, or None."""
-    legal = record.policy.legal
+    legal = record.plan.legal
     if found.backward is not None and not record.enabled("rms_norm_backward"):
         return refuse("disabled", "options['disable'] names rms_norm_backward")
     if not found.gemms:

@@ -18,7 +18,7 @@ and for LayerNorm (rule R5), ``pivot`` being any value a row (``pivot`` chooses 
 Why it is valid: n = D_rstd (x * gamma), and (D_r X) W = D_r (X W); for LayerNorm
 n = D_rstd (v - m 1^T) diag(gamma) + 1 beta^T, multiplied out, which does not change when a row is
 shifted. colsum and offset are computed at every call, for W is what training changes; a kernel of
-Inductor's reads W once for both, which ``Policy.norm_loses`` charges.
+Inductor's reads W once for both, which ``Plan.norm_loses`` charges.
 
 m comes as it is, not as rstd * m: the kernel that adds up the partials and stores rstd would store
 the product too, which Triton 3.6 fails to compile in some orders (docs/gotchas.md).

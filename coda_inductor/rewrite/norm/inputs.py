@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.fuse.grow import reaches
 from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import arguments
@@ -20,15 +19,15 @@ from coda_inductor.refusal import Refusal, refuse
 
 def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     """Why no epilogue makes the statistics of ``norm``, or None."""
-    x, legal = arguments(norm)["x"], record.policy.legal
+    x, plan = arguments(norm)["x"], record.plan
     source = producer(x)
     if source is None:
         if (collective := behind(x)) is not None:
             return between(collective, "it and the GEMM that makes its input")
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
-    if (why := legal(source)) is not None:
+    if (why := plan.legal(source)) is not None:
         return why.within(f"the GEMM that makes its input, {source.name}, is not fused: {{}}")
-    if not reaches(source, x, scope):
+    if not plan.absorbs(source, x, scope):
         return refuse(
             "norm-input-elsewhere", f"its input is not made in the epilogue of {source.name}"
         )

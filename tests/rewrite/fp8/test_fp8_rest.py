@@ -10,10 +10,10 @@ from passes import aten_graph
 
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
+from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.rewrite.fp8 import rest
-from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.fp8 import scaled_mm, scaled_mm_definition
 
 M, N, K = 32, 48, 64
@@ -27,10 +27,10 @@ def operands():
 
 def rewritten(monkeypatch, *, out=HALF, after=True, cublas=True, no_kernels=None):
     """Is the product multiplied after it, when the pass has run?"""
-    monkeypatch.setattr(rest, "scales_vectors", lambda _: cublas)
+    monkeypatch.setattr(availability, "scales_vectors", lambda _: cublas)
     graph = aten_graph(lambda a, b, x, y: scaled_mm(a, b, x, y, out, False, after), *operands())
     record = Record(parse(None, {}), "test")
-    record.policy = Policy(record.options, no_kernels=no_kernels, on_gpu=True)
+    record.plan = Plan(record.options, no_kernels=no_kernels, on_gpu=True)
     rest.finish_fp8(graph, record)
     (node,) = graph.find_nodes(op="call_function", target=scaled_mm)
     return node.args[6]

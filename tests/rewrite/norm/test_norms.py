@@ -14,8 +14,8 @@ from checking import check, leave_custom_ops, raised, randn
 from passes import codes
 from torch import nn
 
+from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
-from coda_inductor.select.policy import Policy
 from coda_inductor.semantic.norms import rms_norm
 
 D, EPS = 16, 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
@@ -178,7 +178,7 @@ def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
         out_of_luck = gemm.meta["val"].shape[-1] == width
         return refuse("too-small", "out of luck") if out_of_luck else None
 
-    monkeypatch.setattr(Policy, "legal", legal)
+    monkeypatch.setattr(Plan, "legal", legal)
     harness = check(norm_gemm, *arguments())
     assert harness.counts["rms_norm"] == 0
     (miss,) = harness.report.refusals

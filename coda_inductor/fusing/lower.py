@@ -34,7 +34,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     Raises:
         FallbackError: with ``options["strict"]``, for a failure.
     """
-    sites, policy = record.report.sites, record.policy
+    sites, plan = record.report.sites, record.plan
     _announce(sites, strict=record.options.strict)
     kernels = [call for call, i in calls.items() if sites[i].how == "kernel"]
     plain = [call for call, i in calls.items() if sites[i].how == "reference"]
@@ -43,7 +43,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     else:
         _settle(graph, kernels, record)
     for call in plain:
-        expand(graph, call, exact=not policy.rounds(_left(call)))
+        expand(graph, call, exact=not plan.rounds(_left(call)))
 
 
 def settle(graph: Graph, record: Record) -> bool:
@@ -73,7 +73,7 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
         if i is not None:
             sites[i] = replace(sites[i], how="reference", refusal=why)
         record.failed = changed = True
-        expand(graph, call, exact=not record.policy.rounds(_left(call)))
+        expand(graph, call, exact=not record.plan.rounds(_left(call)))
     return changed
 
 

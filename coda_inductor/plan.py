@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions about the GEMMs of one graph, under one set of options.
+"""The plan: decisions about the GEMMs of one graph, under one set of options.
 
 A GEMM is asked about twice: *may* its epilogue hold anything (``legal``: dtype, shape, device,
 kernel libraries), before anything is planned; and *how* does the planned site run (``judge``).
@@ -7,17 +7,18 @@ kernel libraries), before anything is planned; and *how* does the planned site r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
+from coda_inductor.fuse.grow import grow
 from coda_inductor.graph.gemms import TRACED, b_major, gemm_inputs
 from coda_inductor.graph.nodes import fake
-from coda_inductor.graph.sides import training
+from coda_inductor.graph.sides import Scope, training
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
@@ -26,6 +27,7 @@ from coda_inductor.program import Store as TileStore
 from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Choice
+from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.select import gate, legality
 from coda_inductor.select.choice import select
 from coda_inductor.select.config import Config
@@ -33,29 +35,13 @@ from coda_inductor.select.device import H100, Gpu, gpu_of
 from coda_inductor.select.roofline import product_us
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
+from coda_inductor.tune.tuner import Tuner
 
 _STORE = TileStore("out0", "acc", "bfloat16")
 #: A kernel that is expected to take so many times as long as the unfused way is not measured.
 _FAR = 1.25
 #: Shapes the partials of a call that is then expanded; any legal config will do.
 REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
-
-
-class Measurer(Protocol):
-    """What measures sites (``tune.tuner``)."""
-
-    @property
-    def left(self) -> Mapping[str, Site]:
-        """What there was no time for."""
-        ...
-
-    def measure(self, sites: Sequence[Site]) -> bool:
-        """Is anything known of them now that was not?"""
-        ...
-
-    def close(self) -> None:
-        """No more sites."""
-        ...
 
 
 def as_16_bits(b: torch.Tensor) -> int:
@@ -81,10 +67,10 @@ class Tuning:
         optimistic: whatever has no expected time wins, until it is measured.
     """
 
-    measurer: Measurer
+    measurer: Tuner
     every: bool
     asked: list[Site] = field(default_factory=list)
-    optimistic: bool = True
+    optimistic: bool = False
 
     def wants(self, choice: Choice) -> bool:
         """Would a measurement of it change anything? Not where there is no kernel, and hardly where
@@ -99,13 +85,12 @@ class Tuning:
         asked, self.asked = self.asked, []
         if asked and self.measurer.measure(asked):
             return True
-        settled = not (asked and self.optimistic)
-        self.optimistic = False
-        return not settled
+        pessimistic, self.optimistic = self.optimistic, False
+        return pessimistic and bool(asked)
 
 
 @dataclass(frozen=True)
-class Policy:
+class Plan:
     """See the module docstring.
 
     Attributes:
@@ -137,16 +122,14 @@ class Policy:
         *,
         dry: bool = False,
         as_if: torch.device | None = None,
-        tuner: Callable[[Store, torch.device], Measurer] | None = None,
-    ) -> Policy:
-        """The policy for ``graph``: its GEMMs together decide whether the host is the limit.
+        tuner: Callable[[Store, torch.device], Tuner] | None = None,
+    ) -> Plan:
+        """The plan for ``graph``: its GEMMs together decide whether the host is the limit.
         ``tuner`` makes what measures, if anything may be measured; a dry run measures only with
         ``as_if``."""
         gemms = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
         pairs, trains = [(fake(a), fake(b)) for a, b in gemms], training(graph)
-        return Policy.of_products(
-            options, pairs, training=trains, dry=dry, as_if=as_if, tuner=tuner
-        )
+        return Plan.of_products(options, pairs, training=trains, dry=dry, as_if=as_if, tuner=tuner)
 
     @staticmethod
     def of_products(
@@ -156,14 +139,14 @@ class Policy:
         training: bool,
         dry: bool = False,
         as_if: torch.device | None = None,
-        tuner: Callable[[Store, torch.device], Measurer] | None = None,
-    ) -> Policy:
+        tuner: Callable[[Store, torch.device], Tuner] | None = None,
+    ) -> Plan:
         """The same for a graph that multiplies ``pairs``, (M, K) and (K, N)."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
         if not pairs:
-            return Policy(options, dry=dry)
+            return Plan(options, dry=dry)
         shapes = [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
         store, gpu = store_of(gpu_of(device)), gpu_of(device)
@@ -175,10 +158,11 @@ class Policy:
         tunes = options.tune == "always" or (options.tune == "auto" and options.gate == "auto")
         wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
-            tuning = Tuning(tuner(store, device), options.tune == "always")
+            every, measurer = options.tune == "always", tuner(store, device)
+            tuning = Tuning(measurer, every, optimistic=not gpu.rated)
         if options.gate == "auto" and tuning is None:
             no_kernels = no_kernels or gate.unmeasured(gpu)
-        return Policy(options, too_small, no_kernels, True, dry, store, tuning, as_if)
+        return Plan(options, too_small, no_kernels, True, dry, store, tuning, as_if)
 
     @property
     def gpu(self) -> Gpu:
@@ -204,6 +188,11 @@ class Policy:
     def legal(self, gemm: Node) -> Refusal | None:
         """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
         return self.takes(*(fake(n) for n in gemm_inputs(gemm)))
+
+    def absorbs(self, gemm: Node, x: Node, scope: Scope) -> bool:
+        """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
+        region = grow((gemm,), scope)
+        return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
     def takes(self, x: Any, w: Any) -> Refusal | None:
         """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N)."""
@@ -236,6 +225,15 @@ class Policy:
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
         )
+
+    def scales_vectors(self, device: torch.device) -> bool:
+        """Do kernels run, and does cuBLAS multiply rows and columns of FP8 with scales?"""
+        return self.compiles and availability.scales_vectors(self.as_if or device)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of the gradient of logits, what is in memory at a time where it is sliced."""
+        return linear_cross_entropy.SLICE_BYTES
 
     def fits(self, site: Site, a: torch.Tensor) -> bool:
         """Does some kernel have the shared memory that ``site`` needs, whose left operand is ``a``?

@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.elementwise import LOWERINGS, REDUCTIONS
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
-from coda_inductor.fuse.lower import SITE, lower
 from coda_inductor.fuse.pair import pair_with
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
+from coda_inductor.fusing.lower import SITE, lower
 from coda_inductor.graph.collectives import ahead, between, overlapped
 from coda_inductor.graph.gemms import (
     GEMMS,
@@ -29,6 +28,7 @@ from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, 
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.snapshots import restore, snapshot
+from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
@@ -70,7 +70,7 @@ def _settled(graph: Graph, record: Record) -> _Fused:
     """Fuse as is best by all that is known in the end. Where sites are measured, that is found in
     rounds: what was planned without a measurement is measured, and the graph planned again, for
     one site's answer decides what its neighbours may absorb."""
-    tuning = record.policy.tuning
+    tuning = record.plan.tuning
     if tuning is None:
         return _fused(graph, record)
     try:
@@ -122,7 +122,7 @@ class _Planner:
     """What becomes of each GEMM of one graph; changes nothing in it."""
 
     def __init__(self, graph: Graph, record: Record):
-        self.record, self.policy, self.scope = record, record.policy, Scope(graph)
+        self.record, self.scope = record, Scope(graph)
         self.banned = {
             node: _disabled(node.meta["coda_pattern"][0])
             for node in graph.nodes
@@ -140,10 +140,10 @@ class _Planner:
 
     def _plan(self, anchor: Node) -> tuple[Region, SiteReport, Choice | None]:
         site = self._unplanned(anchor)
-        if self.policy.dry:
-            site = replace(site, estimate=self.policy.estimate_plain(anchor))
+        if self.record.plan.dry:
+            site = replace(site, estimate=self.record.plan.estimate_plain(anchor))
         alone = Region((anchor,))
-        if (why := overlapped(anchor) or self.policy.legal(anchor)) is not None:
+        if (why := overlapped(anchor) or self.record.plan.legal(anchor)) is not None:
             if why.failure and not _neighbours(anchor):  # nothing is lost: no warning
                 text = f"nothing to absorb, and {why.text}"
                 why = refuse("no-neighbours", text)
@@ -168,7 +168,7 @@ class _Planner:
         return alone, replace(site, refusal=_excused(anchor, first)), None
 
     def _site(self, region: Region) -> Site:
-        planned = site_of(region, region.program(), self._read_after(region))
+        planned = site_of(region, region.program, self._read_after(region))
         return replace(planned, name=_name(region.anchors))
 
     def _unplanned(self, anchor: Node) -> SiteReport:
@@ -186,7 +186,7 @@ class _Planner:
 
     def _candidates(self, anchor: Node) -> Iterator[Make]:
         """How to grow regions around ``anchor``, the most profitable first."""
-        if (found := sum_with(anchor, self.scope, self.policy.legal)) is not None:
+        if (found := sum_with(anchor, self.scope, self.record.plan.legal)) is not None:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
         yield lambda banned: pair_with(anchor, self.scope, banned)
         yield lambda banned: grow((anchor,), self.scope, banned)
@@ -218,7 +218,7 @@ class _Planner:
         """What must stay outside for ``region`` to have a kernel: nothing, where it has one."""
         if not region.work:
             return []
-        fits = self.policy.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
+        fits = self.record.plan.fits(self._site(region), fake(gemm_inputs(region.anchors[0])[0]))
         return [] if fits else heaviest(region)
 
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
@@ -226,7 +226,7 @@ class _Planner:
         patterns = sorted({name for name, _ in _patterns(region)})
         if patterns == ["epilogue"] and not self.record.enabled("epilogue"):
             return site, Choice(refusal=_disabled("epilogue"), how="unfused")
-        choice = self.policy.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
+        choice = self.record.plan.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
         if choice.how == "unfused":
             return site, choice
         before, after = bytes_moved(region, choice.config)
@@ -239,7 +239,7 @@ class _Planner:
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
-            estimate=self.policy.estimate(planned, choice),
+            estimate=self.record.plan.estimate(planned, choice),
             how=choice.how,
             refusal=choice.refusal,
             program=planned.program,
