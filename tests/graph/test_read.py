@@ -112,6 +112,17 @@ def test_what_tells_no_signature_is_read_by_place():
     assert read(node).get("alpha") is None
 
 
+def test_a_name_that_every_object_has_is_no_op():
+    """Dynamo of torch 2.11 calls a property's ``__get__``; ``aten`` has one as every object has."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    for node in (
+        graph.call_function(torch.Tensor.T.__get__, (x,)),
+        graph.call_method("__eq__", (x, 1)),
+    ):
+        assert arguments(node)["input"] is x
+
+
 def test_each_reading_is_its_own():
     """Callers may change what they are given."""
     graph = Graph()
