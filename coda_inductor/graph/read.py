@@ -154,8 +154,9 @@ def _told(target: Any) -> tuple[str, tuple[_Signature, ...]]:
         named = [p.replace(name=_ARGUMENTS.get(p.name, p.name), annotation=None) for p in found]
         return name, (_Signature(named),)
     packet = function if isinstance(function, OpOverloadPacket) else getattr(aten, name, None)
-    known = isinstance(packet, OpOverloadPacket)  # not so aten's own "__get__"
-    overloads = (getattr(packet, each) for each in packet.overloads()) if known else ()
+    if not isinstance(packet, OpOverloadPacket):  # of aten as of any object, such as its "__get__"
+        return name, ()
+    overloads = (getattr(packet, each) for each in packet.overloads())
     written = (o for o in overloads if not any(a.is_out for a in schema(o).arguments))
     return name, tuple(_of_schema(each, method) for each in written)
 
