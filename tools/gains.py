@@ -87,9 +87,9 @@ def _mask(name: str, case: str) -> Row:
 GROUPS: dict[str, tuple[Row, ...]] = {
     "No mask: the default of `transformers`": (
         _sustained("Llama 1B, training", "Llama 1B training"),
-        _model("Llama 1B, prefill", "1B-8192-forward"),
+        _sustained("Llama 1B, prefill", "Llama 1B prefill"),
         _sustained("Llama 8B, 4 layers, training", "Llama 8B, 4 layers, training"),
-        _float8("Llama 8B, 4 layers, prefill", "forward"),
+        _sustained("Llama 8B, 4 layers, prefill", "Llama 8B, 4 layers, prefill"),
         _model("Qwen3 1.7B, 8 layers, training", "qwen3-8192-training", "h200_families_more"),
         _model("Mistral 7B, 4 layers, training", "mistral-8192-training", "h200_families_more"),
         _model("Granite 2B, 8 layers, training", "granite-8192-training", "h200_families_more"),
