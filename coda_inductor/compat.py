@@ -215,6 +215,8 @@ TORCH: dict[str, Private] = {
         "torch._dynamo.utils.counters", "counts what fired",
         'torch._dynamo.utils.counters["coda"] stays empty', defaultdict(Counter),
     ),
+    "default_store": Private("torch.distributed.distributed_c10d._get_default_store",
+                             "tells what ranks said", "each gives all warnings", _nothing),
     "register_log": Private(
         "torch._logging._internal.register_log", "makes our logger known to TORCH_LOGS",
         'TORCH_LOGS="+coda_inductor" is refused', _nothing,
@@ -327,10 +329,8 @@ def __getattr__(name: str) -> Any:
     try:
         value = _find(private.path)
     except (ImportError, AttributeError):
-        _log.warning(
-            "coda_inductor: this torch has no %s (it %s): %s",
-            private.path, private.purpose, private.without,
-        )  # fmt: skip
+        said = private.path, private.purpose, private.without
+        _log.warning("this torch has no %s (it %s): %s", *said)
         value = _unusable(private) if private.instead is None else private.instead
     if name != "joint_custom_pre_pass":  # a setting, which may change
         globals()[name] = value

@@ -1,14 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One logger, one warning a cause, and the counters that users and tests read."""
+"""One logger, one warning a cause and a host, and the counters that users and tests read."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import os
 
-from coda_inductor.compat import counters, register_log
+import torch.distributed as dist
+
+from coda_inductor.compat import counters, default_store, register_log
 
 logger = logging.getLogger("coda_inductor")
 register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_inductor" known to torch
+
+
+def _name_and_rank(record: logging.LogRecord) -> bool:
+    """A filter: warnings name the package and the rank; what several ranks of a host would say is
+    said by the first of them, as far as their process group has a store that tells."""
+    if record.levelno < logging.WARNING:
+        return True
+    text = record.getMessage().removeprefix("coda_inductor: ")
+    rank = ""
+    if dist.is_available() and dist.is_initialized():
+        rank = f" [rank {dist.get_rank()}]"
+        host = os.environ.get("GROUP_RANK", "0")
+        key = f"coda_inductor/{host}/{hashlib.sha256(text.encode()).hexdigest()}"
+        with contextlib.suppress(Exception):  # a store that is gone: each rank speaks
+            if default_store().add(key, 1) > 1:
+                return False
+    record.msg, record.args = f"coda_inductor{rank}: {text}", ()
+    return True
+
+
+logger.addFilter(_name_and_rank)
 
 
 _warned: set[tuple[str, str]] = set()

@@ -81,4 +81,4 @@ def _has_product(gm: GraphModule) -> bool:
 def _tell(what: str, text: str) -> None:
     if what not in told:
         told.add(what)
-        logger.warning("coda_inductor: %s", text)
+        logger.warning("%s", text)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import torch
 from decoder import (
@@ -14,12 +17,14 @@ from decoder import (
     decoder,
     fired,
     fresh,
+    full,
     heard,
     mine,
     single,
     train,
 )
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import coda_inductor
 from coda_inductor.runtime import notice
@@ -77,6 +82,30 @@ def check_a_graph_that_ddp_cut_is_named_once_with_the_remedy():
     assert "block.compile(backend='coda')" in warning
     assert len(coda_inductor.reports()) > 1
     assert fired().get("rms_norm", 0) < WHOLE["rms_norm"]
+
+
+def check_the_pages_recipes_train_as_eager_does():
+    """docs/distributed.md, word for word, with a Llama; nothing of DDP or torch stays changed."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    recipes = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    how = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=2, num_key_value_heads=4, **how)
+    tokens = torch.arange(16).reshape(2, 8)
+    eager = LlamaForCausalLM(config).double()
+    weights = copy.deepcopy(eager.state_dict())
+    eager(tokens, labels=tokens).loss.backward()
+    for recipe in recipes:
+        fresh()
+        model = LlamaForCausalLM(config).double()
+        model.load_state_dict(weights)
+        names = {"model": model}
+        with torch._dynamo.config.patch(optimize_ddp=True):
+            exec(recipe, names)  # noqa: S102 (it is our page)
+            names["model"](tokens, labels=tokens).loss.backward()
+        assert fired().get("swiglu_backward"), recipe
+        for got, want in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(full(got.grad), want.grad, rtol=1e-6, atol=1e-8)
+    assert len(recipes) == 3
 
 
 def check_the_recommended_ways_fuse_what_one_rank_does():

@@ -216,5 +216,17 @@ def check_a_rank_whose_compiler_fails_says_so_and_goes_on_with_the_others():
     assert all("one op at a time" in text and "no room" in text for text in said)
 
 
+def check_what_every_rank_warns_of_is_said_once_a_host():
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with heard(alone=False) as said:
+        log.logger.warning("all %s", "ranks")
+        log.logger.warning("this is %d", rank)
+    everybody = [None] * world
+    torch.distributed.all_gather_object(everybody, said)
+    texts = [text for each in everybody for text in each]
+    assert len([text for text in texts if text.endswith("]: all ranks")]) == 1, texts
+    assert f"coda_inductor [rank {rank}]: this is {rank}" in said
+
+
 def no_room(*_args, **_how):
     raise InductorError(RuntimeError("there is no room"), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One token without a dimension of tokens: norms, gates and residuals of vectors, as eager has them."""
+"""One token without a dimension of tokens: norms, gates and residuals of vectors."""
 
 from __future__ import annotations
 
