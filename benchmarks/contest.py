@@ -88,7 +88,7 @@ def run(
     suite: str,
     case: Case,
     named: dict[str, Way],
-    effort: tuple[float, float, float | None],
+    effort: tuple[float, float],
     progress: Path,
     skip: dict[str, str] | None = None,
 ) -> dict:
@@ -98,8 +98,7 @@ def run(
         suite: a key of SUITES.
         case: one of its cases.
         named: its variants.
-        effort: seconds of timing, all variants together, and of each one's energy (0 for none);
-            ``time.monotonic()`` after which no variant is prepared.
+        effort: seconds of timing, all variants together, and of each one's energy (0 for none).
         progress: as :class:`benchmarks.measure.Variants` takes it.
         skip: variants left out, with the reason.
 
@@ -108,9 +107,9 @@ def run(
         joules of a call}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
         {variant: of ours}``.
     """
-    seconds, energy_s, deadline = effort
+    seconds, energy_s = effort
     forget()
-    variants = Variants(progress, skip, deadline)
+    variants = Variants(progress, skip)
     found = {}
     with torch.set_grad_enabled(case.training):
         work = SUITES[suite].work(case)

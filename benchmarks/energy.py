@@ -9,7 +9,7 @@ repeats without a pause, and multiplied by the time of one call.
 
 from __future__ import annotations
 
-import ctypes
+import importlib
 import statistics
 import threading
 import time
@@ -29,11 +29,9 @@ BATCH_S = 0.01
 SETTLED = 0.2
 
 
-#: NVML's number of the clock of the processors (nvmlClockType_t).
-_SM = 1
-#: NVML's bits for what keeps clocks down (nvmlClocksEventReasons), those that a load causes.
-_LIMITS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-
+#: What keeps clocks down under a load, by the end of NVML's name for it.
+_LIMITS = {"SwPowerCap": "power", "HwSlowdown": "hardware", "SwThermalSlowdown": "heat",
+           "HwThermalSlowdown": "heat", "HwPowerBrakeSlowdown": "power brake"}  # fmt: skip
 
 #: When it was read, MHz, and what keeps it down.
 Clock = tuple[float, int, set[str]]
@@ -46,51 +44,35 @@ class EnergyError(Exception):
 class Counter:
     """The energy that the first CUDA device of this process has used.
 
-    Raises EnergyError where there is no such device, no NVML, or no counter.
+    Raises EnergyError where there is no such device, no NVML (``pip install nvidia-ml-py``), or no
+    counter.
     """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise EnergyError("no CUDA device")
         try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise EnergyError(f"no NVML: {error}") from None
-        self._call("nvmlInit_v2")
-        self._device = ctypes.c_void_p()
-        count = ctypes.c_uint()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        if count.value == 1:
-            self._call("nvmlDeviceGetHandleByIndex_v2", 0, ctypes.byref(self._device))
-        else:
-            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
-            self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._device))
-        self.millijoules()
-        self.mhz()
-        self.limits()
-
-    def _call(self, name: str, *arguments: object) -> None:
-        if status := getattr(self._nvml, name)(*arguments):
-            raise EnergyError(f"{name} returned {status}")
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            self._device = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            self.millijoules(), self.mhz(), self.limits()
+        except Exception as error:  # noqa: BLE001  NVML's errors have no common base without it
+            raise EnergyError(f"no NVML: {error!r}") from None
 
     def millijoules(self) -> int:
         """Since the driver was loaded."""
-        value = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(value))
-        return value.value
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
 
     def mhz(self) -> int:
         """The clock of its processors, at this moment."""
-        value = ctypes.c_uint()
-        self._call("nvmlDeviceGetClockInfo", self._device, _SM, ctypes.byref(value))
-        return value.value
+        return self._nvml.nvmlDeviceGetClockInfo(self._device, self._nvml.NVML_CLOCK_SM)
 
     def limits(self) -> set[str]:
         """What keeps that clock down, at this moment."""
-        value = ctypes.c_ulonglong()
-        name = "nvmlDeviceGetCurrentClocksThrottleReasons"  # of all drivers, by its old name
-        self._call(name, self._device, ctypes.byref(value))
-        return {limit for bit, limit in _LIMITS.items() if value.value & bit}
+        now = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device)
+        names = {f"nvmlClocksThrottleReason{name}": limit for name, limit in _LIMITS.items()}
+        return {limit for name, limit in names.items() if now & getattr(self._nvml, name)}
 
 
 def joules(call: Call, seconds: float, counter: Counter) -> dict:

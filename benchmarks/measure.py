@@ -8,13 +8,11 @@ of a GPU under load drifts by more than the differences measured here. On a CPU,
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 Result = TypeVar("Result")
 MIB = 2**20
-ALARM_INTERVAL_S = 5.0
 LONG_MS = 20.0  # of a call: its host's time is found with fewer of them
 
 
@@ -173,39 +170,6 @@ def register(backend: str) -> None:
         torch._dynamo.register_backend(coda, name=backend)
 
 
-class OutOfTimeError(BaseException):
-    """A variant was not ready in time.
-
-    No Exception: torch.compile takes those that come while it tries a kernel for that kernel's
-    fault and goes on.
-    """
-
-
-@contextlib.contextmanager
-def time_limit(deadline: float | None) -> Iterator[None]:
-    """Raise OutOfTimeError in the main thread, where this must run, once ``time.monotonic()`` is
-    past `deadline`; None is no limit.
-    """
-    if deadline is None:
-        yield
-        return
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise OutOfTimeError("no time was left to prepare it")
-
-    def stop(*_: Any) -> None:
-        raise OutOfTimeError(f"not ready after {seconds:.0f} s, when the time was up")
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    # Again every few seconds, for whatever swallows the first.
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, ALARM_INTERVAL_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
-
-
 class Variants:
     """The calls of one comparison. A variant that fails leaves its error text; the others go on.
 
@@ -218,15 +182,10 @@ class Variants:
         errors: name -> why there is none.
         held_mib: name -> MiB that stay allocated once it is prepared (weights, workspaces, graph
             pools).
-        deadline: ``time.monotonic()`` at which the preparation of a variant is given up; None for
-            never.
     """
 
-    def __init__(
-        self, progress: Path, skip: dict[str, str] | None = None, deadline: float | None = None
-    ):
+    def __init__(self, progress: Path, skip: dict[str, str] | None = None):
         self.progress = progress
-        self.deadline = deadline
         self.calls: dict[str, Call] = {}
         self.skip = skip or {}
         self.errors: dict[str, str] = {}
@@ -247,7 +206,7 @@ class Variants:
         try:
             result = work()
             synchronize()
-        except (Exception, OutOfTimeError) as error:  # noqa: BLE001  what it raises is its result
+        except Exception as error:  # noqa: BLE001  what it raises is its result
             traceback.print_exc()
             self.errors[name] = _reason(error)
             synchronize()
@@ -258,9 +217,8 @@ class Variants:
         """Prepare the variant `make()`, call it once and keep it under `name`."""
 
         def prepare() -> Call:
-            with time_limit(self.deadline):
-                call = make()
-                call()
+            call = make()
+            call()
             return call
 
         before = allocated()

@@ -28,7 +28,6 @@ CACHE_VARIABLES = (
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR"),
 )
 #: Share of a case's time after which no further variant is prepared.
-PREPARATION = 0.7
 
 
 def _list(text: str) -> list[str]:
@@ -107,8 +106,7 @@ def work(folder: Path) -> None:
     start = time.monotonic()
     order = json.loads((folder / "order.json").read_text())
     named = {name: Way(**way) for name, way in order["ways"].items()}
-    deadline = start + PREPARATION * order["left"]
-    effort = (order["seconds"], order["energy_s"], deadline)
+    effort = (order["seconds"], order["energy_s"])
     case, progress = Case.parse(order["case"]), folder / "progress"
     result = contest.run(order["suite"], case, named, effort, progress, order["skip"])
     result["seconds"] = time.monotonic() - start

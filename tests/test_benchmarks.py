@@ -129,7 +129,7 @@ def test_a_case_is_measured(suite, case, tmp_path, monkeypatch):
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
     named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
-    found = contest.run(suite, case, named, (0.001, 0.0, None), tmp_path / "progress")
+    found = contest.run(suite, case, named, (0.001, 0.0), tmp_path / "progress")
     assert found["errors"] == {}
     assert list(found["variants"]) == list(named)
     for name in named:

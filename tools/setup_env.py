@@ -20,12 +20,11 @@ Usage: python3 tools/setup_env.py VENV (demo | test | bench | docs | dev)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import sysconfig
-import threading
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,19 +35,11 @@ MIN_TORCH = (2, 11)
 IMPORTS = {
     "demo": ["torch", "sympy", "tabulate", "rich", "transformers"],
     "bench": ["torch", "sympy", "tabulate", "transformers", "matplotlib"],
-    "test": [
-        "torch",
-        "sympy",
-        "tabulate",
-        "transformers",
-        "matplotlib",
-        "pytest",
-        "pytest_timeout",
-        "xdist",
-    ],
+    "test": ["torch", "sympy", "tabulate", "transformers", "matplotlib", "pytest",
+             "pytest_timeout", "xdist"],
     "docs": ["mkdocs", "material", "mkdocstrings"],
     "dev": ["torch", "mypy", "ruff", "importlinter"],
-}
+}  # fmt: skip
 # A registry that cannot be reached must be noticed in seconds, not after pip's usual minutes. Set
 # in the environment, since the pip that pip starts for a build takes no arguments from here.
 PIP_ENV = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "15", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -123,12 +114,9 @@ def has_cuda_torch() -> bool:
 
 def has_nvidia_driver() -> bool:
     """Does ``nvidia-smi`` answer?"""
-    try:
-        return (
-            subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
-        )
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(FileNotFoundError):
+        return not subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode
+    return False
 
 
 def inherit_packages(python: Path) -> None:
@@ -144,57 +132,11 @@ def inherit_packages(python: Path) -> None:
 
 
 def pip(python: Path, *args: str) -> bool:
-    """Run ``pip install``, show what it does and the end of its errors; returns whether it
-    succeeded."""
+    """Run ``pip install``; returns whether it succeeded. In a terminal pip shows what it does."""
     say("pip install", *args)
-    command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *args]
-    env = {**os.environ, **PIP_ENV}
-    lines: list[str] = []
-    progress = Progress()
-    with subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as run:
-        for line in run.stdout or ():
-            lines.append(line.rstrip())
-            progress.show(line)
-    progress.stop()
-    if run.returncode != 0:
-        errors = [line for line in lines if "ERROR:" in line]
-        print("\n".join(errors[-2:] or lines[-5:]), file=sys.stderr)
-    return run.returncode == 0
-
-
-class Progress:
-    """What pip is doing: in a terminal one line, with the seconds it has taken, else a line a
-    download. Nothing but Python's own library is there yet."""
-
-    STEPS = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "Installing")
-
-    def __init__(self) -> None:
-        self.doing, self.start, self.done = "", time.monotonic(), threading.Event()
-        self.clock = threading.Thread(target=self._tick, daemon=True)
-        if sys.stdout.isatty():
-            self.clock.start()
-
-    def stop(self) -> None:
-        """Clear the line."""
-        self.done.set()
-        if self.clock.is_alive():
-            self.clock.join()
-
-    def show(self, line: str) -> None:
-        """The next line of pip's output."""
-        line = line.strip()
-        if line.startswith(self.STEPS):
-            self.doing = line
-            if not sys.stdout.isatty() and line.startswith("Downloading"):
-                say(line)
-
-    def _tick(self) -> None:
-        while not self.done.wait(0.5):
-            seconds = time.monotonic() - self.start
-            print(f"\r\x1b[K[setup] {seconds:4.0f} s  {self.doing}"[:96], end="", flush=True)
-        print("\r\x1b[K", end="", flush=True)
+    quiet = [] if sys.stdout.isatty() else ["--quiet", "--progress-bar", "off"]
+    command = [str(python), "-m", "pip", "install", *quiet, *args]
+    return subprocess.run(command, env={**os.environ, **PIP_ENV}, check=False).returncode == 0
 
 
 def importable(python: Path, name: str) -> bool:
