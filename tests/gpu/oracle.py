@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torch
 from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
-from coda_inductor.runtime.pool import KernelRequest, wait
 from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
 
@@ -30,11 +28,6 @@ NEEDS_KERNELS = [
     pytest.mark.skipif(kernel_stack() is not None, reason=str(kernel_stack())),
     pytest.mark.timeout(600),
 ]
-
-
-def build(wanted: Iterable[KernelRequest], seconds: float = 500) -> None:
-    """Compile every kernel of a file in parallel; a failure here is a failure."""
-    assert not {r: error for r, error in wait([*set(wanted)], seconds).items() if error}
 
 
 def config_for(program) -> Config:

@@ -5,55 +5,40 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, build, check, config_for
+from oracle import NEEDS_KERNELS, check
 from programs import heads, inputs
 
 from coda_inductor.mainloop.availability import kernel_stack
-from coda_inductor.runtime.pool import KernelRequest
-from coda_inductor.select.config import legal_configs
+from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
 
 pytestmark = NEEDS_KERNELS
 
-DTYPES = ("bfloat16", "float16")
 K = 136  # ragged, as are all M
-#: One of each way across columns: whole heads and parts, halves and neighbours, wide tables.
-EVERY_CONFIG = ("halves_64", "halves_80", "neighbours_in_part", "everything")
 NAMES = [name for name, p in heads().items() if kernel_stack() or legal_configs(p, arch_of())]
+PROGRAMS = [("bfloat16", name) for name in NAMES]
+PROGRAMS += [("float16", name) for name in ("rotary", "everything") if name in NAMES]
+#: All configs of one way across columns, and some of the others.
+STEPS = {"halves_64": 1, "halves_80": 1, "neighbours_in_part": 3, "everything": 3}
+CONFIGS = [
+    (name, str(config))
+    for name, step in STEPS.items()
+    for config in ([] if kernel_stack() else legal_configs(heads()[name], arch_of())[1::step])
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    requests = [
-        KernelRequest(program.to_json(), str(config_for(program)))
-        for dtype in DTYPES
-        for name, program in heads(dtype).items()
-        if name in NAMES
-    ]
-    for name in set(EVERY_CONFIG).intersection(NAMES):
-        program = heads()[name]
-        requests += [
-            KernelRequest(program.to_json(), str(config))
-            for config in legal_configs(program, arch_of())
-        ]
-    build(requests)
-
-
-@pytest.mark.parametrize("heads", [1, 3, 10])
-@pytest.mark.parametrize("m", [1, 127, 1021])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_program(dtype, name, m, heads):
+@pytest.mark.parametrize(("dtype", "name"), PROGRAMS)
+def test_program(dtype, name):
     program = heads(dtype)[name]
-    check(program, *inputs(program, m, heads * program.head, K, device="cuda"))
+    for m, count in ((1, 3), (127, 1), (1021, 10)):
+        check(program, *inputs(program, m, count * program.head, K, device="cuda"))
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY_CONFIG if name in NAMES])
-def test_every_config(name):
+@pytest.mark.parametrize(("name", "config"), CONFIGS)
+def test_config(name, config):
     program = heads()[name]
     arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
-    for config in legal_configs(program, arch_of()):
-        check(program, *arguments, config)
+    check(program, *arguments, Config.parse(config))
 
 
 def test_tables_that_lie_otherwise():

@@ -7,30 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 from layers import compiled, make
-from oracle import NEEDS_KERNELS, build, check, config_for, launched
+from oracle import NEEDS_KERNELS, check, config_for, launched
 from programs import B_MAJOR, TERMS, inputs, kinds, legal
 from torch._inductor.utils import run_and_get_code
 
-from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.runtime.launch import Kernel
-from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
 
 pytestmark = [*NEEDS_KERNELS, pytest.mark.usefixtures("fresh")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 N, K = 264, 128
 NAMES = list(kinds())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built():
-    wanted = []
-    for name in NAMES:
-        program = legal(kinds()[name])
-        text, config = program.to_json(), str(config_for(program))
-        ways = reading_of(program, TERMS[name]).variants
-        wanted += [KernelRequest(text, config, "k", B_MAJOR[name], way) for way in ways]
-    build(wanted)
 
 
 def case(name: str, m: int = 300, device: str = "cuda"):

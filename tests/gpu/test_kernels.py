@@ -1,67 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated kernels on a GPU against the reference executor."""
+"""Generated kernels on a GPU against the reference executor. A test builds what it launches, and no
+other test launches that: processes share the work."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, build, check, config_for, launched
+from oracle import NEEDS_KERNELS, check, config_for, launched
 from programs import B_MAJOR, TERMS, inputs, kinds, one_op, programs
 
-from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
 from coda_inductor.runtime.op import gemm_epilogue
-from coda_inductor.runtime.pool import KernelRequest
-from coda_inductor.select.config import legal_configs
+from coda_inductor.select.config import Config, legal_configs
 from coda_inductor.select.device import arch_of
 
 pytestmark = NEEDS_KERNELS
 
-DTYPES = ("bfloat16", "float16")
 N, K = 264, 136  # ragged for every tile
 
 
-#: How tiles are handed out changes nothing of the epilogues: one kind of each is enough.
-DYNAMIC = ("scale", "swiglu_train", "dswiglu", "norm_bwd", "logsumexp")
-
-
-def representative(kind: str):
-    """The legal configs of ``kind`` that are worth the time to compile them."""
-    configs = legal_configs(kinds()[kind], arch_of(), TERMS[kind])
-    return [config for config in configs if kind in DYNAMIC or not config.dynamic]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    requests = []
-    for dtype in DTYPES:
-        for program in programs(dtype).values():
-            text, config = program.to_json(), str(config_for(program))
-            if program.paired:
-                requests += [KernelRequest(text, config, variant=v) for v in ("", "swapped")]
-            else:
-                requests += [KernelRequest(text, config, b_major=b) for b in "kn"]
-    requests += [KernelRequest(one_op(op).to_json(), str(config_for(one_op(op)))) for op in OPS]
+def representative() -> list[tuple[str, str]]:
+    """Each config with the first kind of site that may have it, and each kind in each schedule."""
+    seen, found = set(), []
     for kind, program in kinds().items():
-        text = program.to_json()
-        for config in representative(kind):
-            for variant in reading_of(program, TERMS[kind]).variants:
-                requests.append(KernelRequest(text, str(config), "k", B_MAJOR[kind], variant))
-    build(requests)
+        for config in legal_configs(program, arch_of(), TERMS[kind]):
+            schedule = (config.pingpong, config.lean, config.dynamic, config.split_k > 1)
+            ways = {str(config), (kind, *schedule)}
+            if not ways <= seen:
+                found.append((kind, str(config)))
+            seen |= ways
+    return found
 
 
+CONFIGS = [] if kernel_stack() else representative()
 #: Paired weights are K-major: the others have no kernel, and ``unsupported`` says so.
 LAYOUTS = [(n, b) for n, p in programs().items() for b in ("k", "n") if b == "k" or not p.paired]
+#: What differs in float16 is how a number is read, stored and rounded for a sum.
+PROGRAMS = [*(("bfloat16", *each) for each in LAYOUTS), *(
+    ("float16", name, "k") for name in ("rms_partial", "chain", "paired_sums")
+)]  # fmt: skip
 
 
-@pytest.mark.parametrize("m", [1, 7, 127, 8191])
-@pytest.mark.parametrize(("name", "b_major"), LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_program(dtype, name, b_major, m):
+@pytest.mark.parametrize(("dtype", "name", "b_major"), PROGRAMS)
+def test_program(dtype, name, b_major):
     program = programs(dtype)[name]
     integers = name == "select"  # comparisons of rounded values may differ
-    check(program, *inputs(program, m, N, K, b_major=b_major, device="cuda", integers=integers))
+    for m in (1, 127, 8191):
+        check(program, *inputs(program, m, N, K, b_major=b_major, device="cuda", integers=integers))
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -75,14 +62,11 @@ def test_op(op):
         assert torch.equal(got[0], exact[0])
 
 
-@pytest.mark.parametrize("name", list(kinds()))
-def test_every_config(name):
-    program = kinds()[name]
-    for config in representative(name):
-        arguments = inputs(
-            program, 1000, 520, 192, b_major=B_MAJOR[name], device="cuda", terms=TERMS[name]
-        )
-        check(program, *arguments, config)
+@pytest.mark.parametrize(("kind", "config"), CONFIGS)
+def test_config(kind, config):
+    program, how = kinds()[kind], {"b_major": B_MAJOR[kind], "terms": TERMS[kind]}
+    arguments = inputs(program, 1000, 520, 192, device="cuda", **how)
+    check(program, *arguments, Config.parse(config))
 
 
 def test_pair_far_apart():
