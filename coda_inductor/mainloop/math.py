@@ -12,6 +12,7 @@ hardware's tanh is not (1e-3 relative), so it is not used.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 
 import cutlass.cute as cute
@@ -21,9 +22,6 @@ from quack import activation
 from quack.epilogue.math import F2
 
 from coda_inductor.mainloop import approximations
-
-#: What approximations are made of: the functions of this file.
-_SELF = sys.modules[__name__]
 
 
 def _lanewise(scalar_function):
@@ -39,52 +37,51 @@ def _lanewise(scalar_function):
     return apply
 
 
-@_lanewise
-def div(x, y):
-    return cute.math.div(Float32(x), Float32(y), full=True)
+def _of_floats(function, **how):
+    """``function`` of Float32 scalars, lifted."""
+    return _lanewise(lambda *args: function(*map(Float32, args), **how))
 
 
-@_lanewise
-def absolute(x):
-    return cute.math.abs(Float32(x))
-
-
-@_lanewise
-def reciprocal(x):
-    return cute.math.rcp(Float32(x), approx=True)
-
-
-@_lanewise
-def reciprocal_of_normal(x):
-    """A subnormal counts as zero: to keep it takes four instructions more."""
-    return cute.math.rcp(Float32(x), approx=True, ftz=True)
-
-
-@_lanewise
-def maximum(x, y):
-    """NaN if either is NaN, like torch."""
-    return Float32(arith.maximumf(Float32(x).ir_value(), Float32(y).ir_value()))
-
-
-@_lanewise
-def minimum(x, y):
-    """NaN if either is NaN, like torch."""
-    return Float32(arith.minimumf(Float32(x).ir_value(), Float32(y).ir_value()))
+div = _of_floats(cute.math.div, full=True)
+absolute = _of_floats(cute.math.abs)
+reciprocal = _of_floats(cute.math.rcp, approx=True)
+#: A subnormal counts as zero: to keep it takes four instructions more.
+reciprocal_of_normal = _of_floats(cute.math.rcp, approx=True, ftz=True)
+sqrt = _of_floats(cute.math.sqrt, approx=True)
+rsqrt = _of_floats(cute.math.rsqrt, approx=True)
+exp = _of_floats(cute.math.exp, fastmath=True)
+exp2 = _of_floats(cute.math.exp2, fastmath=True)
+log = _of_floats(cute.math.log, fastmath=True)
+log2 = _of_floats(cute.math.log2, fastmath=True)
+sigmoid = _of_floats(activation.sigmoid)
+# Full range reduction: rotary angles are large.
+sin, cos = _of_floats(cute.math.sin), _of_floats(cute.math.cos)
+log1p, expm1, tanh, erf = (
+    _of_floats(getattr(approximations, name), f=sys.modules[__name__])
+    for name in ("log1p", "expm1", "tanh", "erf")
+)
+# NaN if either is NaN, like torch.
+maximum, minimum = (
+    _of_floats(lambda x, y, op=op: Float32(op(x.ir_value(), y.ir_value())))
+    for op in (arith.maximumf, arith.minimumf)
+)
+# To the nearest, ties to even, as a store does.
+round_bfloat16, round_float16 = (
+    _of_floats(lambda x, to=to: Float32(x.to(to))) for to in (BFloat16, Float16)
+)
+lt, le, gt, ge, eq, ne = (
+    _of_floats(lambda x, y, op=op: Boolean(op(x, y)))
+    for op in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+)
+logical_and, logical_or = (
+    _lanewise(lambda x, y, op=op: Boolean(op(x, y))) for op in (operator.and_, operator.or_)
+)
+logical_not = _lanewise(lambda x: Boolean(x ^ Boolean(True)))
+where = _lanewise(lambda condition, x, y: Float32(select_(condition, Float32(x), Float32(y))))
 
 
 def relu(x):
     return maximum(x, 0.0)
-
-
-@_lanewise
-def round_bfloat16(x):
-    """To the nearest bfloat16, ties to even, as a store does."""
-    return Float32(Float32(x).to(BFloat16))
-
-
-@_lanewise
-def round_float16(x):
-    return Float32(Float32(x).to(Float16))
 
 
 def _round_float8(kind: str):
@@ -96,131 +93,13 @@ def _round_float8(kind: str):
         " mov.b32 {l, h}, p; cvt.f32.f16 $0, l;}"
     )
 
-    @_lanewise
     def rounded(x):
-        value = Float32(x).ir_value()
+        value = x.ir_value()
         # It has no effects: equal ones may be merged, unused ones dropped.
         return Float32(llvm.inline_asm(value.type, [value], text, "=f,f", has_side_effects=False))
 
-    return rounded
+    return _of_floats(rounded)
 
 
 round_float8_e4m3fn = _round_float8("e4m3")
 round_float8_e5m2 = _round_float8("e5m2")
-
-
-@_lanewise
-def sqrt(x):
-    return cute.math.sqrt(Float32(x), approx=True)
-
-
-@_lanewise
-def rsqrt(x):
-    return cute.math.rsqrt(Float32(x), approx=True)
-
-
-@_lanewise
-def exp(x):
-    return cute.math.exp(Float32(x), fastmath=True)
-
-
-@_lanewise
-def exp2(x):
-    return cute.math.exp2(Float32(x), fastmath=True)
-
-
-@_lanewise
-def log(x):
-    return cute.math.log(Float32(x), fastmath=True)
-
-
-@_lanewise
-def log2(x):
-    return cute.math.log2(Float32(x), fastmath=True)
-
-
-@_lanewise
-def log1p(x):
-    return approximations.log1p(Float32(x), _SELF)
-
-
-@_lanewise
-def expm1(x):
-    return approximations.expm1(Float32(x), _SELF)
-
-
-@_lanewise
-def tanh(x):
-    return approximations.tanh(Float32(x), _SELF)
-
-
-@_lanewise
-def sigmoid(x):
-    return activation.sigmoid(Float32(x))
-
-
-@_lanewise
-def erf(x):
-    return approximations.erf(Float32(x), _SELF)
-
-
-@_lanewise
-def sin(x):
-    """Full range reduction: rotary angles are large."""
-    return cute.math.sin(Float32(x))
-
-
-@_lanewise
-def cos(x):
-    """Full range reduction: rotary angles are large."""
-    return cute.math.cos(Float32(x))
-
-
-@_lanewise
-def where(condition, x, y):
-    return Float32(select_(condition, Float32(x), Float32(y)))
-
-
-@_lanewise
-def lt(x, y):
-    return Boolean(Float32(x) < Float32(y))
-
-
-@_lanewise
-def le(x, y):
-    return Boolean(Float32(x) <= Float32(y))
-
-
-@_lanewise
-def gt(x, y):
-    return Boolean(Float32(x) > Float32(y))
-
-
-@_lanewise
-def ge(x, y):
-    return Boolean(Float32(x) >= Float32(y))
-
-
-@_lanewise
-def eq(x, y):
-    return Boolean(Float32(x) == Float32(y))
-
-
-@_lanewise
-def ne(x, y):
-    return Boolean(Float32(x) != Float32(y))
-
-
-@_lanewise
-def logical_and(x, y):
-    return Boolean(x & y)
-
-
-@_lanewise
-def logical_or(x, y):
-    return Boolean(x | y)
-
-
-@_lanewise
-def logical_not(x):
-    return Boolean(x ^ Boolean(True))

@@ -9,12 +9,11 @@ import math
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, combined, config_for, launched
+from oracle import ARCH, NEEDS_KERNELS, combined, config_for, launched
 from programs import fp8, inputs
 
 from coda_inductor.program import Store, reference
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import arch_of
 from coda_inductor.select.legality import unsupported
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import tensors
@@ -28,7 +27,7 @@ NAMES = [name for name, program in fp8().items() if unsupported(program, N, K) i
 def others(name: str) -> list[Config]:
     """Of the configs one of each tile, schedule and epilogue."""
     found = {(c.tile_m, c.tile_n, c.pingpong, c.lean): c
-             for c in reversed(legal_configs(fp8()[name], arch_of()))}  # fmt: skip
+             for c in reversed(legal_configs(fp8()[name], ARCH))}  # fmt: skip
     return list(found.values())[-4:]
 
 

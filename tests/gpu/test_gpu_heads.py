@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, check
+from oracle import ARCH, NEEDS_KERNELS, check
 from programs import heads, inputs
 
-from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import arch_of
 
 pytestmark = NEEDS_KERNELS
 
 K = 136  # ragged, as are all M
-NAMES = [name for name, p in heads().items() if kernel_stack() or legal_configs(p, arch_of())]
+NAMES = [name for name, p in heads().items() if legal_configs(p, ARCH)]
 PROGRAMS = [("bfloat16", name) for name in NAMES]
 PROGRAMS += [("float16", name) for name in ("rotary", "everything") if name in NAMES]
 #: All configs of one way across columns, and some of the others.
@@ -23,7 +21,7 @@ STEPS = {"halves_64": 1, "halves_80": 1, "neighbours_in_part": 3, "everything": 
 CONFIGS = [
     (name, str(config))
     for name, step in STEPS.items()
-    for config in ([] if kernel_stack() else legal_configs(heads()[name], arch_of())[1::step])
+    for config in legal_configs(heads()[name], ARCH)[1::step]
 ]
 
 

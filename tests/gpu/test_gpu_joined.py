@@ -7,11 +7,10 @@ import itertools
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, check, config_for, launched
+from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
 from programs import inputs, kinds
 
 from coda_inductor.select.config import legal_configs
-from coda_inductor.select.device import arch_of
 
 pytestmark = NEEDS_KERNELS
 
@@ -76,7 +75,7 @@ def test_what_cannot_be_read_in_place_is_copied():
 def test_a_captured_call_may_find_its_tensors_in_the_other_order(in_place, other):
     """Each case has a config of its own: a kernel that has been launched is loaded."""
     program, as_, bs, operands = terms(500, 256)
-    config = legal_configs(program, arch_of())[1 if other == "straight" else 2]
+    config = legal_configs(program, ARCH)[1 if other == "straight" else 2]
     first, second = (as_[::-1], as_) if other == "straight" else (as_, as_[::-1])
     launched(first, bs, operands, program, config)
     graph = torch.cuda.CUDAGraph()

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import NEEDS_KERNELS, check, config_for, launched
+from oracle import ARCH, NEEDS_KERNELS, check, config_for, launched
 from programs import B_MAJOR, TERMS, inputs, kinds, one_op, programs
 
-from coda_inductor.mainloop.availability import kernel_stack
 from coda_inductor.program import reference
 from coda_inductor.program.ops import OPS
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config, legal_configs
-from coda_inductor.select.device import arch_of
 
 pytestmark = NEEDS_KERNELS
 
@@ -25,7 +23,7 @@ def representative() -> list[tuple[str, str]]:
     """Each config with the first kind of site that may have it, and each kind in each schedule."""
     seen, found = set(), []
     for kind, program in kinds().items():
-        for config in legal_configs(program, arch_of(), TERMS[kind]):
+        for config in legal_configs(program, ARCH, TERMS[kind]):
             schedule = (config.pingpong, config.lean, config.dynamic, config.split_k > 1)
             ways = {str(config), (kind, *schedule)}
             if not ways <= seen:
@@ -34,7 +32,6 @@ def representative() -> list[tuple[str, str]]:
     return found
 
 
-CONFIGS = [] if kernel_stack() else representative()
 #: Paired weights are K-major: the others have no kernel, and ``unsupported`` says so.
 LAYOUTS = [(n, b) for n, p in programs().items() for b in ("k", "n") if b == "k" or not p.paired]
 #: What differs in float16 is how a number is read, stored and rounded for a sum.
@@ -62,7 +59,7 @@ def test_op(op):
         assert torch.equal(got[0], exact[0])
 
 
-@pytest.mark.parametrize(("kind", "config"), CONFIGS)
+@pytest.mark.parametrize(("kind", "config"), representative())
 def test_config(kind, config):
     program, how = kinds()[kind], {"b_major": B_MAJOR[kind], "terms": TERMS[kind]}
     arguments = inputs(program, 1000, 520, 192, device="cuda", **how)
