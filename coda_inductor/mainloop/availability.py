@@ -107,16 +107,8 @@ def _written_down(path: str) -> bool:
 @functools.cache
 def _file(module: str) -> Path | None:
     package, *parts = module.split(".")
-    for place in _places(package):
-        found = place.joinpath(*parts)
-        for file in (found.with_suffix(".py"), found / "__init__.py"):
-            if file.is_file():
-                return file
-    return None
-
-
-@functools.cache
-def _places(package: str) -> list[Path]:
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec is not None else None
-    return [Path(place) for place in places or ()]
+    found = [Path(place).joinpath(*parts) for place in places or ()]
+    files = (f for each in found for f in (each.with_suffix(".py"), each / "__init__.py"))
+    return next(filter(Path.is_file, files), None)

@@ -9,30 +9,37 @@ There is nothing to tune, and so nothing to measure at run time.
 No value is clamped before it is cast: ``cvt.rn.satfinite``, which Triton makes of a cast to FP8
 where there is hardware for it (compute capability 8.9), saturates infinite values too and keeps
 NaN. Clamps would be a quarter of the instructions.
+
+A launch through Triton's own door binds and specializes every argument, which takes the host longer
+than all the rest of a call, where a training step in FP8 makes some forty calls a layer. What it
+looks at (dtypes, sizes, strides, addresses that are multiples of 16 bytes) is a key here. A launch
+with one that is known goes to the compiled kernel, as Triton would.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coda_inductor.mainloop.relaunch import Launches, current, key_of
 from coda_inductor.program.dtypes import HALF
 
 #: Elements of a tile that casts: 64 for each thread.
 _TILE = 8192
 #: Its columns where it is turned, and at most where it is not.
 _TURNED, _STRAIGHT = 64, 1024
-#: What a weight may have, beside float32.
 #: Warps that take a tile's maxima, with those of columns and without. On an H200 eight take 1.3
 #: times as long for columns, which they exchange through shared memory (docs/gotchas.md).
 _WARPS = {True: 2, False: 8}
 #: How a scale, or the factor, lies beside the matrix: constants of the kernels.
 _NONE, _ONE, _ROWS, _COLUMNS = range(4)
+#: Launches that are remembered of a kernel: sizes may change without end.
+_MOST = 512
 
 
 @triton.jit
@@ -136,7 +143,42 @@ def _amax_kernel(
         tl.store(over_columns + down.to(tl.int64) * k + columns, most, columns < k)
 
 
+class Launches:
+    """Launches of one kernel. ``known``: what they depend on -> a function of the next one's
+    tensors, which come first among the arguments."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.known: dict[Hashable, Callable[..., Any]] = {}
+
+    def first(
+        self, key: Hashable | None, grid: int, args: tuple, rest: tuple, **options: Any
+    ) -> None:
+        """Launch the kernel with ``(*args, *rest)``; the next time with this key (None: there is
+        none), ``known`` takes other ``args``."""
+        blocks = (grid, 1, 1)
+        compiled = self.kernel[blocks](*args, *rest, **options)
+        if key is None or not hasattr(compiled, "__getitem__"):  # Triton's interpreter has none
+            return
+        launch = compiled[blocks]
+        if len(self.known) >= _MOST:
+            self.known.clear()
+        self.known[key] = lambda *others: launch(*others, *rest)
+
+
 _CASTS, _MAXIMA = Launches(_cast_kernel), Launches(_amax_kernel)
+
+
+def _key_of(*tensors: Tensor | None) -> Hashable:
+    """What a launch depends on; of all, on one device, which is the current one's number."""
+    return tuple(
+        x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors
+    )
+
+
+def _current(x: Tensor) -> bool:
+    """Is ``x`` on the current device?"""
+    return x.is_cuda and torch.cuda.current_device() == x.device.index
 
 
 def cast(
@@ -155,8 +197,8 @@ def cast(
         others = (scale_t, scale, factor, weight)
         scale, scale_t, factor, weight = (v if v is None else v.t() for v in others)
     vectors = (factor, weight, scale, scale_t)
-    key = (x.device.index, divide, key_of(x, *vectors, q, qt)) if current(x) else None
-    if key is not None and (launch := _CASTS.again(key)) is not None:
+    key = (x.device.index, divide, _key_of(x, *vectors, q, qt)) if _current(x) else None
+    if key is not None and (launch := _CASTS.known.get(key)) is not None:
         launch(x, *[x if v is None else v for v in vectors], q, qt)
         return
     m, k = x.shape
@@ -170,7 +212,7 @@ def cast(
     blocks = triton.cdiv(m, tile_m) * triton.cdiv(k, tile_k)
     args = (lying, *(lying if v is None else v for v in laid), q, qt)
     with _device(x):
-        _CASTS.first(key, (blocks, 1), args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
+        _CASTS.first(key, blocks, args, (m, k, lying.stride(0), *hows, divide, tile_m, tile_k))
 
 
 def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int) -> None:
@@ -180,8 +222,8 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     Raises:
         ValueError: as for :func:`cast`.
     """
-    key = (x.device.index, tile, key_of(x, factor, rows, cols)) if current(x) else None
-    if key is not None and (launch := _MAXIMA.again(key)) is not None:
+    key = (x.device.index, tile, _key_of(x, factor, rows, cols)) if _current(x) else None
+    if key is not None and (launch := _MAXIMA.known.get(key)) is not None:
         launch(x, x if factor is None else factor, rows, cols)
         return
     lying = x if x.stride(1) == 1 else x.contiguous()
@@ -194,7 +236,7 @@ def amax(x: Tensor, factor: Tensor | None, rows: Tensor, cols: Tensor, tile: int
     args = (lying, lying if by is None else by, rows, cols)
     rest = (m, k, lying.stride(0), _how(by, m, k), *wanted, tile)
     with _device(x):
-        _MAXIMA.first(key, (blocks, 1), args, rest, num_warps=_WARPS[wanted[1]])
+        _MAXIMA.first(key, blocks, args, rest, num_warps=_WARPS[wanted[1]])
 
 
 def _how(vector: Tensor | None, m: int, k: int, *more: torch.dtype) -> int:

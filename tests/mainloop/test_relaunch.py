@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from coda_inductor.mainloop import fp8_casts, relaunch
-from coda_inductor.mainloop.relaunch import Launches
+from coda_inductor.mainloop import fp8_casts
+from coda_inductor.mainloop.fp8_casts import Launches
 
 M, K = 32, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,7 +34,7 @@ def kernel(monkeypatch):
     made = Kernel()
     monkeypatch.setattr(fp8_casts, "_CASTS", Launches(made))
     monkeypatch.setattr(fp8_casts, "_MAXIMA", Launches(made))
-    monkeypatch.setattr(fp8_casts, "current", lambda _: True)
+    monkeypatch.setattr(fp8_casts, "_current", lambda _: True)
     return made
 
 
@@ -88,7 +88,7 @@ def test_what_was_copied_or_is_of_another_device_is_bound_each_time(kernel, monk
         cast(scale=torch.ones(M, 2)[:, :1].as_strided((M, 1), (2, 1)))
     assert (len(kernel.first), len(kernel.again)) == (4, 0)
     cast()
-    monkeypatch.setattr(fp8_casts, "current", lambda _: False)
+    monkeypatch.setattr(fp8_casts, "_current", lambda _: False)
     cast()
     assert (len(kernel.first), len(kernel.again)) == (6, 0)
 
@@ -102,7 +102,7 @@ def test_maxima_too(kernel):
 
 
 def test_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
-    monkeypatch.setattr(relaunch, "_MOST", 4)
+    monkeypatch.setattr(fp8_casts, "_MOST", 4)
     for m in range(1, 10):
         cast(x=torch.randn(m, K).bfloat16())
         assert len(fp8_casts._CASTS.known) <= 4

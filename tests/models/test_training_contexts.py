@@ -94,31 +94,20 @@ def test_checkpointed_blocks(name, custom, monkeypatch):
         # Backward GEMMs are two for each of seven weights a block, and two for the head; a fused
         # gradient may make up for two or three of them. What is more is recomputation.
         fused_forward, _ = gemms(harness, 0)
-        recomputed = [n for n in harness.parts[1].nodes if n.name in names_of(harness.parts[0])]
+        kernels = {n.name for n in harness.parts[0].nodes if "gemm_epilogue" in str(n.target)}
+        recomputed = [n for n in harness.parts[1].nodes if n.name in kernels]
         assert fused_forward > 0 or name.startswith("GEMMs saved")
         assert bool(recomputed) == again
         if again:  # all of a block but what makes its output, which is saved but for the last
             assert len(recomputed) == fused_forward - 1 - (layers - 1)
 
 
-def names_of(graph):
-    return {n.name for n in graph.nodes if "gemm_epilogue" in str(n.target)}
-
-
 def matrices(harness) -> int:
     """Elements of computed matrices that the forward pass saves; what it returns costs nothing."""
     graph = harness.parts[0]
     returned = graph.output_node().args[0][0]
-    values = [
-        n.meta["val"]
-        for n in harness.saved
-        if n.op != "placeholder" and not same_memory(n, returned)
-    ]
-    return sum(v.numel() for v in values if v.dim() > 1)
-
-
-def same_memory(left, right) -> bool:
-    return base(left) is base(right)
+    kept = [n for n in harness.saved if n.op != "placeholder" and base(n) is not base(returned)]
+    return sum(n.meta["val"].numel() for n in kept if n.meta["val"].dim() > 1)
 
 
 def base(node):
