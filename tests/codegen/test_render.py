@@ -134,3 +134,4 @@ def test_reduction_of_a_pair_counts_one_lane():
     text = render(paired_sums())
     assert '"rows": (y, 0.0)' in text
     assert '"top": (y, y)' in text
+    assert "bias = unpack(bias)[0]" in render(programs()["paired_rows"])
