@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated kernels on a GPU against the reference executor. A test builds what it launches, and no
-other test launches that: processes share the work."""
+"""Generated kernels on a GPU against the reference executor. A test builds what it launches, and
+few kernels are launched by two tests: processes share the work."""
 
 from __future__ import annotations
 
