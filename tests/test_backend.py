@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import Block, D
-from checking import replace_pass
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -25,7 +24,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import coda_inductor
-from coda_inductor import FallbackError, OptionError, backend, debug, joint, log, report
+from coda_inductor import OptionError, backend, debug, joint, log, report
 from coda_inductor.backend import coda
 from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
@@ -159,23 +158,6 @@ def test_log_shows_decisions_and_refusals(messages):
     assert "refused: its input is not made by a GEMM" in text
     assert "DEBUG fuse: mm reference: relu" in text
     assert warnings_of(messages) == []
-
-
-def broken(*args, **kwargs):
-    raise IndexError("a bug of ours")
-
-
-#: Where our own code may fail.
-PASSES = ["idioms", "fuse"]
-
-
-@pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("name", PASSES)
-def test_strict_raises_where_a_pass_fails(name, monkeypatch):
-    replace_pass(monkeypatch, name, lambda _: broken)
-    with pytest.raises(Exception, match="a bug of ours") as caught:
-        run(Block(), torch.randn(3, D), strict=True)
-    assert isinstance(inner(caught), FallbackError)
 
 
 @pytest.mark.usefixtures("light")

@@ -196,7 +196,10 @@ if __name__ == "__main__":
 '''
 
 #: Run by the backend, and compared with eager: nothing is left to it, and a little is.
-COMPILED = (["CustomGraphPass", "tree_map", "tree_leaves", "tree_flatten"], ["make_boxed_func", "select_decomp_table", "remove_noop_ops"])
+COMPILED = (
+    ["CustomGraphPass", "tree_map", "tree_leaves", "tree_flatten"],
+    ["make_boxed_func", "select_decomp_table", "remove_noop_ops"],
+)
 #: Run op by op after our passes, and compared with eager.
 TRACED = (
     ["InductorError", "without_saved_tensors_hooks", "select_decomp_table"],

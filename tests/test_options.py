@@ -63,7 +63,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (None, {"verbose": True}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
+        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
         (None, ["debug"], r"got \['debug'\]"),
         (None, {"max_autotune": "hm"}, "'max_autotune', which is Inductor's, takes bool, got"),
         (None, {"debgu": True}, r"did you mean 'debug'\?"),
@@ -134,9 +134,6 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
     third = str(tmp_path)
     given = parse(None, {"patterns": [third, second]}).patterns
     assert given == (third, second, first)  # the environment's stay
-    monkeypatch.setenv("CODA_PATTERNS", str(tmp_path / "gone.py"))
-    with pytest.raises(PatternError, match=r"gone\.py"):
-        parse(None, None)
 
 
 def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):
