@@ -44,7 +44,8 @@ def coda(
         FallbackError: with ``options={"strict": True}``, where a fallback would happen.
     """
     if missing := lacking():
-        return _stock(gm, inputs, missing)
+        warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
+        return lookup_backend("inductor")(gm, inputs)  # with its own defaults
     settings = parse(mode, options)
     record = Record(settings, name or "graph")
     around = begin(gm, inputs, record)
@@ -75,9 +76,3 @@ class _Names(dict[str, Any]):
 _REGISTRY = lookup_backend.__globals__
 if isinstance(_REGISTRY.get("_COMPILER_FNS"), dict):
     _REGISTRY["_COMPILER_FNS"] = _Names(_REGISTRY["_COMPILER_FNS"])
-
-
-def _stock(gm: GraphModule, inputs: Sequence[Any], missing: list[str]) -> Callable[..., Any]:
-    """Plain Inductor with its own defaults, after one warning."""
-    warn_once("coda", f"it does nothing on this torch, which has no {', '.join(missing)}")
-    return lookup_backend("inductor")(gm, inputs)

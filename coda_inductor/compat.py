@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 import logging
 import types
 from collections import Counter, defaultdict
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from coda_inductor.errors import CodaError
@@ -65,17 +63,6 @@ class _NeverRaised(Exception):  # noqa: N818 (it stands for errors of torch's)
     pass
 
 
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_aggregate(tree, found.append)
-    return found
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    numbers = itertools.count()
-    return _leaves(tree), map_aggregate(tree, lambda _: next(numbers))
-
-
 def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(arguments: list[Any]) -> Any:
         return function(*arguments)
@@ -89,7 +76,6 @@ _DISPATCHED = "each call of a kernel takes the host some microseconds more"
 _ONE_BY_ONE = "gradients of q, k and v are copied before their projections' gradient"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
 _UNMATCHED = "an operator of that name is not recognized"
-_CONTAINERS = "only tuples, lists and dicts of tensors are looked into"
 _MEANING = "the gradient of a user's pattern may fail under a dispatch mode"
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
@@ -109,6 +95,10 @@ TORCH: dict[str, Private] = {
             "torch._ops.OpOverload": "tells an op of torch's from a function",
             "torch._ops.OpOverloadPacket": "does so for all overloads",
             "torch._ops.HigherOrderOperator": "finds nested graphs",
+            "torch.utils._pytree.tree_map": "maps nested arguments",
+            "torch.utils._pytree.tree_leaves": "lists them",
+            "torch.utils._pytree.tree_flatten": "opens one",
+            "torch.utils._pytree.tree_unflatten": "puts them together",
         }.items()
     },
     "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
@@ -176,16 +166,6 @@ TORCH: dict[str, Private] = {
         "hands us the graphs inside a graph", "branches of torch.cond are rewritten too", _nothing,
     ),
     # graphs and values
-    "tree_map": Private(
-        "torch.utils._pytree.tree_map", "maps nested arguments", _CONTAINERS,
-        lambda function, tree: map_aggregate(tree, function),
-    ),
-    "tree_leaves": Private("torch.utils._pytree.tree_leaves", "lists them", _CONTAINERS, _leaves),
-    "tree_flatten": Private("torch.utils._pytree.tree_flatten", "opens one", _CONTAINERS, _flatten),
-    "tree_unflatten": Private(
-        "torch.utils._pytree.tree_unflatten", "puts them together", _CONTAINERS,
-        lambda leaves, spec: map_aggregate(spec, list(leaves).__getitem__),
-    ),
     "TorchDispatchMode": Private(
         "torch.utils._python_dispatch.TorchDispatchMode", "finds random numbers in constant masks",
         "attention masks are not simplified",

@@ -16,9 +16,8 @@ from torch.fx import GraphModule
 
 from coda_inductor.codegen.render import render
 from coda_inductor.compat import trace_structured
-from coda_inductor.errors import KernelError, OptionError
+from coda_inductor.errors import OptionError
 from coda_inductor.log import logger
-from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import GraphReport
 
 _numbers = itertools.count()
@@ -78,15 +77,7 @@ class DebugFolder:
         for key, program in programs.items():
             self.write(f"programs/{key}.txt", f"{program}\n")
             self.write(f"programs/{key}.json", program.to_json())
-            self.write(f"kernels/{key}.py", lambda p=program: _source(p))
-
-
-def _source(program: EpilogueProgram) -> str:
-    """The kernel source, or why there is none."""
-    try:
-        return render(program)
-    except KernelError as error:
-        return f"# no kernel: {error}\n"
+            self.write(f"kernels/{key}.py", lambda p=program: render(p))
 
 
 def _fresh(parent: Path, name: str) -> Path:

@@ -48,6 +48,9 @@ def base(tmp_path):
     put(one.parent / "tmpabcd_1x2.tmp", 2)
     for name in ("precious.txt", "kernels/notes.o", "epilogues/mine.py", "proofs/thesis", "a.tmp"):
         put(base / name, 2000)
+    for store in (Store(H100, base / "measured"), Store(H100, base / "measured" / "mine")):
+        with held(store.path, 1.0):  # measurements are small, and dear: they and their lock stay
+            store.add({})
     (base / "epilogues" / "99_v7.py").symlink_to(base / "precious.txt")
     return base
 
@@ -105,34 +108,6 @@ def test_a_kernel_that_is_being_loaded_stays(tmp_path):
     assert path.exists()
     assert remove(entry)
     assert not path.exists()
-
-
-@pytest.fixture
-def measured(tmp_path):
-    """What was measured on two GPU models, the one ages ago; a lock, and what is not ours."""
-    folder = tmp_path / "measured"
-    old = put(folder / "nvidia_h100-quack0.6.5-cuda13.0-r7.json", 5000, 2000)
-    put(folder / "nvidia_b200-quack0.6.5-cuda13.0-r7.json", 2)
-    put(old.with_suffix(".lock"), 5000, 0)
-    put(folder / "notes.txt", 5000)
-    put(folder / "mine" / "x.json", 5000)
-    return old
-
-
-def test_measurements_are_small_and_dear(measured, tmp_path, monkeypatch):
-    monkeypatch.setenv("CODA_CACHE_SIZE", "1e-9")
-    gone = kernel(tmp_path, "a", 50)
-    tidy(tmp_path, now=NOW)
-    assert measured.exists()
-    assert not gone.exists()
-
-
-def test_the_real_measurements_stay(tmp_path):
-    store = Store(H100, tmp_path / "measured")
-    with held(store.path, 1.0):
-        store.add({})
-    assert store.path.exists()
-    assert not entries(tmp_path)
 
 
 def test_old_temporaries_are_swept(base):

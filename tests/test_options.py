@@ -11,7 +11,7 @@ import torch
 from harness import Harness
 
 from coda_inductor import OptionError, PatternError, patterns
-from coda_inductor.options import Options, parse
+from coda_inductor.options import _OWN, Options, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,54 +60,30 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     assert parse("default", {}) == Options()
 
 
-def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(OptionError, match="unknown option 'verbose'") as caught:
-        parse(None, {"verbose": True})
-    for name in ("debug", "debug_dir", "strict", "patterns", "disable", "gate", "reference",
-                 "fp16_norms", "keep_activations", "tune", "tune_seconds"):  # fmt: skip
-        assert name in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (None, ["debug"], "got ['debug']"),
+        (None, {"verbose": 1}, f"unknown option 'verbose' for .* are {', '.join(sorted(_OWN))};"),
+        (None, ["debug"], r"got \['debug'\]"),
         (None, {"max_autotune": "hm"}, "'max_autotune', which is Inductor's, takes bool, got"),
-        (None, {"debgu": True}, "did you mean 'debug'?"),
-        ("max_autotune", None, "did you mean 'max-autotune'?"),
+        (None, {"debgu": True}, r"did you mean 'debug'\?"),
+        ("max_autotune", None, r"did you mean 'max-autotune'\?"),
         ("fast", None, "unknown mode 'fast'; known"),
+        (None, {"strict": 1}, "'strict' takes True or False, got 1"),
+        (None, {"reference": None}, "'reference' takes True or False, got None"),
+        (None, {"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
+        (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
+        *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
+          for wrong in (0, -1, True, "x", None, float("inf"), float("nan"))),
+        (None, {"disable": 3}, "'disable' takes a list of strings, got 3"),
+        (None, {"disable": [3]}, "'disable' takes a list of strings"),
+        (None, {"patterns": 3}, "'patterns' takes a list of strings, got 3"),
+        (None, {"debug_dir": 3}, "'debug_dir'"),
     ],
-)
-def test_what_is_not_known_is_named(mode, options, message):
-    with pytest.raises(OptionError) as caught:
+)  # fmt: skip
+def test_what_is_wrong_is_named(mode, options, message):
+    with pytest.raises(OptionError, match=message):
         parse(mode, options)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strict": 1}, "'strict' takes True or False, got 1"),
-        ({"reference": None}, "'reference' takes True or False, got None"),
-        ({"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
-        ({"tune": False}, "'tune' is one of auto, always, never, got False"),
-        *[
-            (
-                {"tune_seconds": wrong},
-                f"'tune_seconds' takes a positive number of seconds, got {wrong!r}",
-            )
-            for wrong in (0, -1, True, "x", None, float("inf"), float("nan"))
-        ],
-        ({"disable": 3}, "'disable' takes a list of strings, got 3"),
-        ({"disable": [3]}, "'disable' takes a list of strings"),
-        ({"patterns": 3}, "'patterns' takes a list of strings, got 3"),
-        ({"debug_dir": 3}, "'debug_dir'"),
-    ],
-)
-def test_value_of_the_wrong_type_is_named(options, message):
-    with pytest.raises(OptionError) as caught:
-        parse(None, options)
-    assert message in str(caught.value)
 
 
 def test_options_of_inductors_pass_through_and_override_its_modes():
@@ -158,9 +134,6 @@ def test_patterns_from_the_environment(monkeypatch, tmp_path):
     third = str(tmp_path)
     given = parse(None, {"patterns": [third, second]}).patterns
     assert given == (third, second, first)  # the environment's stay
-    monkeypatch.setenv("CODA_PATTERNS", str(tmp_path / "gone.py"))
-    with pytest.raises(PatternError, match=r"gone\.py"):
-        parse(None, None)
 
 
 def test_one_pattern_file_needs_no_list_and_a_missing_one_is_named(tmp_path, monkeypatch):

@@ -296,15 +296,6 @@ def test_returned_logits_keep_their_gradient(monkeypatch):
     assert_same(*results)
 
 
-def test_explain_is_not_disturbed():
-    model, x = Block(), torch.randn(3, D)
-    with torch.no_grad():
-        want = str(coda_inductor.explain(model, x))
-        with coda_inductor.enabled():
-            assert str(coda_inductor.explain(model, x)) == want
-    assert "3 of 3 GEMMs may absorb" in want
-
-
 def broken(*_):
     raise OSError("No space left on device")
 
@@ -312,13 +303,14 @@ def broken(*_):
 def test_a_failing_pass_costs_itself_and_strict_raises(monkeypatch):
     model, x = Block().double(), input_of(3, D)
     for name in ("idioms", "fuse"):
-        with monkeypatch.context() as patch, coda_inductor.enabled():
+        with monkeypatch.context() as patch:
             replace_pass(patch, name, lambda _: broken)
-            assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
-    replace_pass(monkeypatch, "fuse", lambda _: broken)
-    with coda_inductor.enabled(strict=True), pytest.raises(Exception, match="No space") as caught:
-        infer(model, x)
-    assert isinstance(inner(caught), FallbackError)
+            with coda_inductor.enabled():
+                assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
+            strict = coda_inductor.enabled(strict=True)
+            with strict, pytest.raises(Exception, match="No space") as caught:
+                infer(model, x)
+        assert isinstance(inner(caught), FallbackError)
 
 
 def test_the_mode_decides_whether_sites_are_measured(monkeypatch):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import webbrowser
 from pathlib import Path
 
 import torch
@@ -27,7 +26,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=models.positive,
                         help="tokens a sequence, by default 2048 (--hf)")  # fmt: skip
     parser.add_argument("--out", metavar="PAGE.html", help="write the page there")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -52,14 +50,12 @@ def run(chosen: argparse.Namespace) -> int:
         hint = "--hf is for language models, give others as FILE.py:FUNCTION"
         raise ExplainError(f"{error}; {hint}") from error
     sys.stdout.write(f"{found}\n")
-    if chosen.out or chosen.open:
+    if chosen.out:
         try:
-            path = found.save(chosen.out or f"{found.name}.html").resolve()
+            path = found.save(chosen.out).resolve()
         except OSError as error:
             raise CodaError(f"the page cannot be written: {error}") from None
         sys.stdout.write(f"\nwrote {path}\n")
-        if chosen.open:
-            webbrowser.open(path.as_uri())
     return 0
 
 

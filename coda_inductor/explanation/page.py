@@ -16,8 +16,7 @@ from pygments.lexers import PythonLexer
 
 import coda_inductor
 from coda_inductor import report
-from coda_inductor.codegen.render import render as render_kernel
-from coda_inductor.errors import KernelError
+from coda_inductor.codegen.render import render
 from coda_inductor.explanation import naming
 from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
@@ -60,13 +59,14 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.site.program is not None:
             programs.setdefault(row.site.program, []).append(row)
+    how = PythonLexer(), HtmlFormatter(nowrap=True)
     return [
         {
             "key": program.key,
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
             "work": ", ".join(naming.epilogue_work(users[0].site)),
             "text": str(program),
-            "kernel": _kernel(program),
+            "kernel": Markup(highlight(render(program), *how)),  # noqa: S704 (escapes)
             "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),
             "times": sum(row.times for row in users),
         }
@@ -78,14 +78,6 @@ def _config(row: Row) -> str:
     """The one that its kernel has or would have; empty where none was asked for."""
     estimate = row.site.estimate
     return estimate.config if estimate else row.site.config
-
-
-def _kernel(program: EpilogueProgram) -> Markup:
-    try:
-        source = render_kernel(program)
-    except KernelError as error:
-        source = f"# no kernel: {error}\n"
-    return Markup(highlight(source, PythonLexer(), HtmlFormatter(nowrap=True)))  # noqa: S704 (escapes)
 
 
 def _code_css() -> Markup:

@@ -150,19 +150,12 @@ def words(page):
 
 
 def test_without_kernels_nothing_is_fused_or_saved():
+    """In the table, which is a report's too, and on the page."""
     found, page = explained("llama, training")
     for text in (str(found), words(page)):
         assert "legal, runs as plain ops" in text
         assert not re.search(r"(?<!not )\bfused\b|\bsaved\b", text)
     assert "GEMMs fused" not in page
-
-
-def test_with_kernels_they_are_called_so():
-    found = Explanation("model", "cuda", training=False, sites=[site(how="kernel", refusal=None)])
-    assert "absorbed 1 ops" in found.summary
-    assert "GEMMs fused" in found.html()
-    assert "plain ops here" not in str(found)
-    assert "plain ops here" not in words(found.html())
 
 
 def test_no_gemm_is_a_sentence():
@@ -193,7 +186,11 @@ def test_a_site_that_moves_more_is_marked():
 
 def test_a_model_that_moves_more_or_has_more_kernels_is_marked():
     few, many = Totals(3, 1000), Totals(4, 2000)
-    found = Explanation("m", "cuda", training=False, sites=[site()], before=few, after=many)
+    sites = [site(how="kernel", refusal=None)]
+    found = Explanation("m", "cuda", training=False, sites=sites, before=few, after=many)
+    assert "absorbed 1 ops" in found.summary
+    assert "GEMMs fused" in found.html()
+    assert "plain ops here" not in f"{found} {words(found.html())}"
     assert "rises from 1 KB to 2 KB; kernels rise from 3 to 4" in found.summary
     assert words(found.html()).count("more than before") == 2
     found.before, found.after = many, few
