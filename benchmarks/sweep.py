@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
+from coda_inductor.select.choice import MANY
 from coda_inductor.select.device import H100, gpu_of
 from coda_inductor.select.figures import Figures, key_of, to_row
-from coda_inductor.select.rank import MANY
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import as_text, merged, store_of
 from coda_inductor.tune.tuner import Tuner

@@ -55,7 +55,7 @@ from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
 from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
 from coda_inductor.runtime import pool
-from coda_inductor.select.rank import MANY, SOME
+from coda_inductor.select.choice import MANY, SOME
 from coda_inductor.select.store import Store
 from coda_inductor.tune.tuner import Tuner
 

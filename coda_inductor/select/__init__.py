@@ -6,7 +6,6 @@ config        kernel configs, and which are legal for a program
 legality      can a site be a kernel at all
 figures       what was measured of one site; store: where that is kept
 roofline      expected times of what was not measured
-rank          which config first
 gate          is a fused site expected to win
-choice        how one site runs
+choice        how one site runs, and which configs are worth a measurement
 """

@@ -2,24 +2,27 @@
 """One question, one answer: how does a site run? The gate and the launch both read the choice.
 
 What was measured of the site on this GPU model decides (``store``). Without that the config is that
-of the nearest measured site of a program like it, or a default (``rank``), and the roofline says
-whether it wins, with a margin (``roofline``, ``gate``).
+of the nearest measured site of a program like it, or a default (``candidates``), and the roofline
+says whether it wins, with a margin (``roofline``, ``gate``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
-from coda_inductor.select.config import Config, legal_configs
+from coda_inductor.select.config import Config, legal_configs, usual
 from coda_inductor.select.device import H100, Gpu, arch_of
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.legality import unsupported
-from coda_inductor.select.rank import candidates
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store, store_of
+
+#: How many configs of a site are compiled and timed: by default, and where the user waits for it.
+SOME, MANY = 6, 16
 
 
 def select(
@@ -86,3 +89,27 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
     if loses is not None and gated:
         return Choice("unfused", config, loses, us, unfused, where)
     return Choice("kernel", config, None, us, unfused, where)
+
+
+def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:
+    """All legal configs of ``site``: those that were measured where it was measured nearest, the
+    fastest first, then a default, then those that leave the fewest processors idle."""
+    legal = legal_configs(site.program, gpu.arch, site.terms)
+    measured: list[Config] = []
+    if near is not None:
+        measured = sorted((c for c in legal if str(c) in near.us), key=lambda c: near.us[str(c)])
+        best = near.best(map(str, legal))  # of equals the first in order
+        measured.sort(key=lambda c: str(c) != best)
+    wasted = sorted(legal, key=lambda c: _waste(site, c, gpu))
+    default = [c for c in wasted if c in usual(site.program, gpu.arch)][:1]
+    return list(dict.fromkeys((*measured, *(default or legal[:1]), *wasted)))
+
+
+def _waste(site: Site, config: Config, gpu: Gpu) -> float:
+    """Accumulator elements that the busiest processor computes, with what loading a tile's operands
+    costs: the wider a tile, the more multiplications for each element of A and B."""
+    columns = site.n * len(site.program.accs)
+    tiles = math.ceil(site.m / config.tile_m) * math.ceil(columns / config.tile_n)
+    each = config.tile_m * config.tile_n
+    loads = 1 + 64 * (1 / config.tile_m + 1 / config.tile_n)
+    return math.ceil(tiles / gpu.processors) * each * loads

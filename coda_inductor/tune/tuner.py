@@ -26,7 +26,7 @@ from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
-from coda_inductor.select import rank
+from coda_inductor.select.choice import candidates
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.site import Site
@@ -91,7 +91,7 @@ class Tuner:
         self._processes.clear()
 
     def _configs(self, site: Site) -> list[Config]:
-        return rank.candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
+        return candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
         """The largest first. Several processes: while one compiles what is not fused, which takes

@@ -24,9 +24,9 @@ from coda_inductor.options import parse
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import SiteReport
+from coda_inductor.select.choice import MANY, SOME
 from coda_inductor.select.device import H100, tables
 from coda_inductor.select.figures import key_of
-from coda_inductor.select.rank import MANY, SOME
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store
 from coda_inductor.tracing import trace

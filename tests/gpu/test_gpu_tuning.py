@@ -17,7 +17,7 @@ from programs import inputs, kinds
 
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.pool import wait
-from coda_inductor.select import rank
+from coda_inductor.select import choice
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import from_row
 from coda_inductor.select.site import Site
@@ -137,7 +137,7 @@ def test_the_next_process_measures_nothing(folder, both):
 def candidates():
     """(site, three configs, compiled)."""
     site = Site(kinds()["rms_partial"], 1024, 1024, 1024)
-    found = [str(config) for config in rank.candidates(site, gpu_of())[:3]]
+    found = [str(config) for config in choice.candidates(site, gpu_of())[:3]]
     as_, bs, _ = inputs(site.program, 8, 64, 64)
     wanted = [r for config in found for r in requests(as_, bs, site.program.to_json(), config)]
     assert not any(wait(wanted).values())

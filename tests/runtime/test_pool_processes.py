@@ -90,13 +90,15 @@ def test_a_fork_leaves_the_server_to_its_parent():
 
 
 def test_a_compiler_that_never_returns_is_killed():
-    stuck = ask(FOR_EVER)
+    """With what it has started."""
+    stuck = ask(COMPILER)
     pool.submit([stuck])
     _, workers = running()
+    (compiler,) = until(lambda: children(workers[0]))
     start = time.monotonic()
     assert pool.wait([stuck], timeout=0.5) == {stuck: "compiling its kernel took too long"}
     assert time.monotonic() - start < 30
-    until(lambda: not any(map(alive, workers)))
+    until(lambda: not any(map(alive, [*workers, compiler])))
     assert not pool._jobs
     assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
 
@@ -107,14 +109,6 @@ def test_work_that_was_not_begun_is_dropped_too(monkeypatch, tmp_path):
     pool.wait([ask(FOR_EVER), late], timeout=0.5)
     assert pool.wait([ask("pass")], timeout=30) == {ask("pass"): None}
     assert not (tmp_path / "late").exists()
-
-
-def test_the_compilers_that_a_worker_started_end_with_it(tmp_path):
-    pool.submit([ask(COMPILER)])
-    _, workers = running()
-    (compiler,) = until(lambda: children(workers[0]))
-    pool.wait([ask(COMPILER)], timeout=0.1)
-    until(lambda: not alive(compiler))
 
 
 SCRIPT = """
@@ -188,15 +182,18 @@ def test_a_server_that_died_is_replaced():
     assert running()[0] != server
 
 
-def test_a_server_that_cannot_import_says_why(serve):
-    serve("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken")
-    assert pool.wait([ask("pass")]) == {ask("pass"): "no compile server: ImportError: no libfoo"}
-
-
-def test_a_limit_on_processes_is_a_reason(serve):
-    serve("def fork(): raise OSError('too many')\nos.fork = fork")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken",
+         "no compile server: ImportError: no libfoo"),
+        ("def fork(): raise OSError('too many')\nos.fork = fork",
+         "no compile worker could be started: too many"),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
+    serve(text)
     requests = [ask("pass"), ask("pass", 1)]
-    why = "no compile worker could be started: too many"
     assert pool.wait(requests) == dict.fromkeys(requests, why)
 
 

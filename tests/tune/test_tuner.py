@@ -14,7 +14,7 @@ from measured import HOPPER, figures, keyed, site
 
 from coda_inductor import locks
 from coda_inductor.log import forget_warnings
-from coda_inductor.select import rank
+from coda_inductor.select.choice import candidates
 from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.store import Store
 from coda_inductor.tune import tuner
@@ -33,7 +33,7 @@ def machine(monkeypatch):
 
 
 def wanted(of=ONE, most: int | None = 3) -> list[str]:
-    return [str(config) for config in rank.candidates(of, HOPPER)[:most]]
+    return [str(config) for config in candidates(of, HOPPER)[:most]]
 
 
 def test_each_site_is_measured_once(machine, tmp_path):
