@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REAL = DEVICE == "cuda"
 #: Tokens of a batch; how often a step is timed.
 TOKENS, STEPS = (8192, 20) if REAL else (64, 3)
-WIDTHS = (2048, 8192, 32, 8, 128256, 16) if REAL else (64, 128, 4, 2, 256, 2)
+WIDTHS = (2048, 8192, 32, 8, 128256, 16) if REAL else (64, 128, 4, 2, 256, 1)
 NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "vocab_size", "num_hidden_layers")  # fmt: skip
 
