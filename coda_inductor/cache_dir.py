@@ -27,6 +27,8 @@ import tempfile
 from pathlib import Path
 
 _log = logging.getLogger("coda_inductor")
+#: Where else to look if everybody may rename what lies in ``TMPDIR``.
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108
 #: Says to backup programs what this folder is, and to us that it is ours (bford.info/cachedir).
 TAG = "CACHEDIR.TAG"
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by coda_inductor.\n"
@@ -103,18 +105,25 @@ def private_dir() -> Path:
     Raises:
         OSError: none can be made.
     """
-    base, name = Path(tempfile.gettempdir()), f"coda_inductor_uid_{_uid()}"
-    with contextlib.suppress(FileExistsError):
-        (base / name).mkdir(mode=0o700)
-    # What an earlier process of ours had to make is used again: workers find it so, too.
-    for path in (base / name, *sorted(base.glob(f"{name}_*"))):
-        if _is_private(path) and _planted(path) is None:
-            return path
-    fresh = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
-    if _planted(fresh) is None:
-        _warn(f"{base / name} is not this user's alone: {fresh} is used instead")
-    else:
-        _warn(f"everybody can write to {base}: choose a folder of your own as CODA_CACHE_DIR")
+    name = f"coda_inductor_uid_{_uid()}"
+    bases = [Path(tempfile.gettempdir()), *map(Path, _TEMPORARY)]
+    for base in bases:
+        try:
+            with contextlib.suppress(FileExistsError):
+                (base / name).mkdir(mode=0o700)
+            # What an earlier process of ours had to make is used again: workers find it so, too.
+            for path in (base / name, *sorted(base.glob(f"{name}_*"))):
+                if _is_private(path) and _planted(path) is None:
+                    return path
+            fresh = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
+            if _planted(fresh) is None:
+                _warn(f"{base / name} is not this user's alone: {fresh} is used instead")
+                return fresh
+            fresh.rmdir()
+        except OSError:
+            continue
+    fresh = Path(tempfile.mkdtemp(prefix=f"{name}_"))
+    _warn(f"everybody can write to {bases[0]}: choose a folder of your own as CODA_CACHE_DIR")
     return fresh
 
 

@@ -134,8 +134,14 @@ def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
     assert find(caplog)[0] == own, "the next process, a compile worker, finds the same"
 
 
-def test_a_temporary_directory_in_which_anybody_can_rename(no_home, caplog):
+def test_a_temporary_directory_in_which_anybody_can_rename(place, no_home, caplog, monkeypatch):
+    other = place / "other"
+    other.mkdir()
+    other.chmod(0o1777)
+    monkeypatch.setattr(module, "_TEMPORARY", (str(place / "missing"), str(other)))
     no_home.parent.chmod(0o777)
+    assert find(caplog)[0] == other / no_home.name
+    other.chmod(0o777)
     own = find(caplog)[0]
     assert mode(own) == 0o700
     assert f"everybody can write to {no_home.parent}: choose a folder" in caplog.text
