@@ -235,49 +235,46 @@ class _FailedError(Exception):
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
-    """Run ``passes``; one that fails as if it were not in the list.
+    """Run ``passes``; one that fails as if it were not in the list. One warning a cause for what
+    failed in the end; an error instead when strict.
 
     A copy of the graph before each pass would take a third of all our time. There is one, from
     before the first: after a failure, which is rare, the others run again from there. Without a
     pass that the others need, what they do may be wrong: then only needed ones run.
     """
     kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
-    without: list[_FailedError] = []
+    heard, left = len(record.report.refusals), list(passes)
+    causes: dict[str, Exception] = {}
     while True:
         try:
             with record.undone_on_error():
-                _run_all(passes, graph, record, _left_out(passes, without))
+                _run_all(left, graph, record)
+            break
         except _FailedError as error:
-            without.append(error)
+            causes[error.failing.name] = error.error
+            left.remove(error.failing)
+            if error.failing.needed:
+                left = [each for each in left if each.needed]
             for module, inner, old in kept:
                 restore(inner, old)
                 if module is not None:
                     module.recompile()
-        else:
-            break
-    heard = len(record.report.refusals)
-    for failure in without:
-        record.refuse("pass", failure.failing.name, failed(failure.error))
+    for name, cause in causes.items():
+        record.refuse("pass", name, failed(cause))
         record.failed = True
-    _announce(heard, record)
+    for refusal in record.report.refusals[heard:]:
+        if refusal.failure and not record.dry:
+            if record.options.strict:
+                raise FallbackError(str(refusal))
+            warn_once(refusal.what, refusal.text, first=refusal.where)
 
 
-def _left_out(passes: Sequence[Pass], failures: Sequence[_FailedError]) -> list[Pass]:
-    """The passes that failed. Where one is ``needed``, all that are not go with it: they rely on
-    it."""
-    failing = [failure.failing for failure in failures]
-    if any(each.needed for each in failing):
-        failing += [each for each in passes if not each.needed and each not in failing]
-    return failing
-
-
-def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequence[Pass]) -> None:
+def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     for each in passes:
         if each.stage:
             record.folder.graph(each.stage, _owner(graph))
-        if each in without or not record.enabled(each.name):
+        if not record.enabled(each.name):
             continue
-        heard = len(record.report.refusals)
         try:
             if each.when(graph, record):
                 _observed(each, graph, record)
@@ -288,7 +285,6 @@ def _run_all(passes: Sequence[Pass], graph: Graph, record: Record, without: Sequ
                 raise FallbackError(f"pass {each.name}: {failed(error).text}") from error
             logger.debug("pass %s failed", each.name, exc_info=True)
             raise _FailedError(each, error) from error
-        _announce(heard, record)
 
 
 def _observed(each: Pass, graph: Graph, record: Record) -> None:
@@ -301,15 +297,6 @@ def _observed(each: Pass, graph: Graph, record: Record) -> None:
         observer.apply_graph_pass(lambda g: each.run(g, record))
     if each in ON_ATEN:
         graph.lint()
-
-
-def _announce(heard: int, record: Record) -> None:
-    """One warning a cause for what failed since; an error instead when strict."""
-    for refusal in record.report.refusals[heard:]:
-        if refusal.failure and not record.dry:
-            if record.options.strict:
-                raise FallbackError(str(refusal))
-            warn_once(refusal.what, refusal.text, first=refusal.where)
 
 
 def _count(record: Record) -> None:

@@ -8,8 +8,11 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from harness import Harness
 from passes import aten_graph, run_pass
 
+from coda_inductor import FallbackError
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
@@ -59,6 +62,12 @@ def test_a_bug_in_the_analysis_is_a_failure_of_that_norm_alone(monkeypatch):
     assert (why.code, why.failure) == ("defect", True)
     assert "a bug of ours" in why.text
     assert targets(graph) == before
+    with pytest.raises(Exception, match="a bug of ours") as caught:  # where it is strict
+        Harness().run(
+            lambda *args: F.linear(F.rms_norm(args[0] @ args[1], (6,)), args[2]),
+            *(torch.randn(s) for s in ((3, 4), (4, 6), (5, 6))),
+        )
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), FallbackError)
 
 
 def stream(x, y, w, gamma, beta):
