@@ -53,7 +53,7 @@ from coda_inductor.rewrite.noops import remove_noops
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
-from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
+from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.choice import MANY, SOME
 from coda_inductor.select.store import Store
@@ -156,7 +156,6 @@ ON_ATEN = (
     Pass("fp8_rest", finish_fp8),
     Pass("decompose_rest", decompose, needed=True),
     Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took
-    Pass("views", reshapes_to_views, _trains, needed=True),
     Pass("borders", save_borders, _trains),
     Pass("refresh_views", refresh_views, needed=True),
 )

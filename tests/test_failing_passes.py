@@ -22,10 +22,7 @@ PASSES = list(dict.fromkeys(each.name for each in (*pipeline.ON_DYNAMO, *pipelin
 #: Without one of these only these run.
 NEEDED = [each.name for each in (*pipeline.ON_DYNAMO, *pipeline.ON_ATEN) if each.needed]
 #: Those that do nothing without a backward pass.
-BACKWARD = [
-    "late_gradients", "loss", "embedding",
-    "recompute", "views", "borders",
-]  # fmt: skip
+BACKWARD = ["late_gradients", "loss", "embedding", "recompute", "borders"]
 
 #: What changes a graph.
 CHANGES = [(Graph, "create_node"), (Graph, "erase_node"), (Node, "replace_all_uses_with")]

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from coda_inductor.compat import tree_leaves
+from coda_inductor.compat import storage, tree_leaves
 from coda_inductor.graph.nodes import arguments, aten, erased, fake, prims
 from coda_inductor.graph.walk import closure
 
@@ -27,14 +27,24 @@ def insert(
 ) -> Node:
     """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
 
-    Meta that steers the partitioner and names the source line is copied from ``like``.
+    Meta that steers the partitioner and names the source line is copied from ``like``. A reshape
+    that copies nothing is a view: the partitioner knows no reshapes, would save a tensor and its
+    view as two, and let the backward pass write over the one while the other is still to be read
+    (seen in GPT-2 on a CPU, torch 2.13).
     """
     node = graph.call_function(target, args, kwargs or {})
     node.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
+    node.meta["val"] = computed(target, args, kwargs or {}, like=like)
+    if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
+        node.target = aten.view.default
+    return node
+
+
+def computed(target: Any, args: tuple, kwargs: dict, *, like: Node) -> Any:
+    """What a call of ``target`` returns for the recorded values of its arguments."""
     mode = fake_mode(args) or fake_mode((like,))
     with contextlib.nullcontext() if mode is None else mode:
-        node.meta["val"] = getattr(target, "fake", target)(*map_arg(args, fake), **(kwargs or {}))
-    return node
+        return getattr(target, "fake", target)(*map_arg(args, fake), **map_arg(kwargs, fake))
 
 
 def fake_mode(args: Sequence[Any]) -> Any:

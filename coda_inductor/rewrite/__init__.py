@@ -8,6 +8,6 @@ heads      queries and keys are rotated in the rows of their projection (R8)
 embedding  its gradient touches only the rows that were looked up
 recompute  the backward pass computes elementwise values anew
 tables     sines and cosines are computed once
-views      reshapes are views, which the partitioner does not save
+views      recorded values of views share memory as they do
 borders    what one checkpointed block hands to the next is saved
 """

@@ -33,6 +33,16 @@ def test_put_records_values_and_prune_takes_them_out():
     assert len(graph.nodes) == before - 6
 
 
+def test_a_reshape_that_copies_nothing_is_a_view():
+    graph = aten_graph(lambda x: x, torch.randn(4, 6).t())
+    (x,) = graph.find_nodes(op="placeholder")
+    put = Put(graph, like=x)
+    with graph.inserting_before(graph.output_node()):
+        shapes = [2, 3, 4], [6, 2, 2], [24]
+        targets = [put.reshape(x, shape).target for shape in shapes]
+    assert targets == [aten.view.default] * 2 + [aten.reshape.default]
+
+
 class Behind(nn.Module):
     """As adapters do it: attributes of the model inside are its own."""
 

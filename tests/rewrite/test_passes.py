@@ -20,12 +20,12 @@ from coda_inductor.rewrite.loss.slices import slice_loss_gradient
 from coda_inductor.rewrite.norm.defer import defer_norms
 from coda_inductor.rewrite.recompute import recompute_in_backward
 from coda_inductor.rewrite.tables import keep_tables
-from coda_inductor.rewrite.views import refresh_views, reshapes_to_views
+from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 
 PASSES = (
     defer_norms, slice_loss_gradient, gather_lookup_gradients, recompute_in_backward, keep_tables,
-    reshapes_to_views, refresh_views, save_borders, merge_collectives,
+    refresh_views, save_borders, merge_collectives,
 )  # fmt: skip
 
 
