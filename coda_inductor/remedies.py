@@ -141,8 +141,6 @@ _DO = {
     "mask-dropout": "Leave attention's dropout at 0 (attention_dropout, dropout_p).",
     "mask-heads": "Give all heads one mask: of shape (batch or 1, 1, queries, keys).",
     "mask-region": "Use torch.utils.checkpoint in place of torch.compiler.nested_compile_region.",
-    "mask-module": "Project queries, keys and values with nn.Linear, and call "
-    "scaled_dot_product_attention.",
     "mask-shape": "Give queries, keys and values 4 dimensions and one batch size, the number of "
     "query heads a multiple of that of key and value heads.",
     "mask-mutated": "Build the mask out of place (torch.where, logical_and).",

@@ -54,8 +54,6 @@ LEAST, SHORTEST = 2**28, 1024
 _HEADS = range(16, 257, 8)
 _SDPA = F.scaled_dot_product_attention
 _TENSORS = "query", "key", "value"
-#: What Dynamo records of nn.MultiheadAttention, and its masks.
-_MODULE, _MODULE_MASKS = F.multi_head_attention_forward, ("key_padding_mask", "attn_mask")
 #: Elements of a mask, which kernels count in 32 bits.
 INDICES = 2**31
 
@@ -123,9 +121,6 @@ def skip_blocks(graph: Graph, record: Record) -> None:
         around = None if body.around is None else scopes[id(body.around)]
         scope = scopes[id(body)] = _Scope(body, around)
         for call in body.graph.nodes:
-            if call.target is _MODULE and any(map(call.kwargs.get, _MODULE_MASKS)):
-                text = "nn.MultiheadAttention is one call here, with its attention inside"
-                record.refuse(NAME, call.name, refuse("mask-module", text))
             arguments = arguments_of(call) if call.target is _SDPA else None
             if arguments is None or arguments.get("attn_mask") is None:
                 continue

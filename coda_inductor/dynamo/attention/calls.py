@@ -41,7 +41,7 @@ from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
 from coda_inductor.dynamo.nodes import Put, run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Body, bodies, changes_mode, value, writes_to
+from coda_inductor.matching import bodies, changes_mode, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -52,6 +52,8 @@ GROUPS_ON = "cuda"
 #: What a mask means to SDPA, if it is one of the two that it has a flag for.
 CAUSAL, FULL = "causal", "full"
 Verdict = str | Refusal
+#: By mask and by numbers of queries and keys, as texts: SymInts have no hash.
+Verdicts = dict[tuple[Node, str, str], Verdict]
 
 _TENSORS = ("query", "key", "value")
 _MAX_HEAD = 256
@@ -65,46 +67,22 @@ _VIEWS = frozenset(
 def simplify_attention(graph: Graph, record: Record) -> None:
     """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
     place."""
-    known: dict[int, _Masks] = {}
+    known: dict[int, Constants] = {}
+    verdicts: Verdicts = {}
     for body in bodies(graph):
         around = None if body.around is None else known[id(body.around)]
-        masks = known[id(body)] = _Masks(body, around)
-        _simplify(body.graph, masks, record)
+        constants = known[id(body)] = Constants(body.graph, body.outer, around)
+        _simplify(body.graph, constants, verdicts, record)
 
 
-class _Masks:
-    """The verdict on each mask of one graph: :data:`CAUSAL`, :data:`FULL`, or why it stays."""
-
-    def __init__(self, body: Body, around: _Masks | None):
-        outside: Constants | None = None if around is None else around.constants
-        self.constants: Constants = Constants(body.graph, body.outer, outside)
-        self.body, self.around = body, around
-        self.known: dict[tuple[Node, str, str], Verdict] = {}
-
-    def verdict(self, mask: Node, queries: Any, keys: Any) -> Verdict:
-        known_outside = mask in self.body.outer and mask not in self.constants.changed
-        if known_outside and self.around is not None:  # evaluated once for all layers
-            return self.around.verdict(self.body.outer[mask], queries, keys)
-        key = (mask, str(queries), str(keys))  # SymInts have no hash
-        if key not in self.known:
-            sized = isinstance(queries, int) and isinstance(keys, int)
-            symbolic = refuse("mask-size", "its size is symbolic")
-            try:
-                known = self.constants.value(mask)
-                self.known[key] = classify(known, queries, keys) if sized else symbolic
-            except NotConstantError as error:
-                self.known[key] = error.refusal
-        return self.known[key]
-
-
-def _simplify(graph: Graph, masks: _Masks, record: Record) -> None:
+def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
     for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
         arguments = arguments_of(node)
         if arguments is None:
             continue
         mask = arguments.get("attn_mask")
         if mask is not None and record.enabled("constant_mask"):
-            verdict = _verdict(node, arguments, masks)
+            verdict = _verdict(node, arguments, constants, verdicts)
             if isinstance(verdict, Refusal):
                 record.refuse(
                     "constant_mask", node.name, verdict.within("no flag for the mask, {}")
@@ -137,7 +115,9 @@ def arguments_of(node: Node) -> dict[str, Any] | None:
     return call.args
 
 
-def _verdict(call: Node, arguments: dict[str, Any], masks: _Masks) -> Verdict:
+def _verdict(
+    call: Node, arguments: dict[str, Any], constants: Constants, verdicts: Verdicts
+) -> Verdict:
     mask = arguments["attn_mask"]
     if not isinstance(mask, Node) or not isinstance(value(mask), torch.Tensor):
         return refuse("mask-unknown", "it is no tensor of this graph")
@@ -146,7 +126,15 @@ def _verdict(call: Node, arguments: dict[str, Any], masks: _Masks) -> Verdict:
     query, key = (value(arguments[name]) for name in ("query", "key"))
     if widened(value(call), query, key):
         return refuse("mask-shape", "scores are broadcast to it")
-    return masks.verdict(mask, query.shape[-2], key.shape[-2])
+    mask, constants = constants.home(mask)  # evaluated once for all layers
+    lengths = query.shape[-2], key.shape[-2]
+    place = mask, *map(str, lengths)
+    if place not in verdicts:
+        try:
+            verdicts[place] = classify(constants.value(mask), *lengths)
+        except NotConstantError as error:
+            verdicts[place] = error.refusal
+    return verdicts[place]
 
 
 def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -160,10 +148,12 @@ def widened(result: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> boo
     )
 
 
-def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
+def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
     """What a constant ``mask``, broadcastable to (..., queries, keys), means to SDPA:
     :data:`CAUSAL`, :data:`FULL`, or why it is neither. True, or 0.0 in an additive mask, lets a
     query see a key; ``-inf``, or the dtype's lowest number, hides it."""
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        return refuse("mask-size", "its size is symbolic")
     seen = _seen(mask)
     if isinstance(seen, Refusal):
         return seen
@@ -172,17 +162,9 @@ def classify(mask: torch.Tensor, queries: int, keys: int) -> Verdict:
     if queries != keys:
         text = f"it is not full, and there are {queries} queries but {keys} keys"
         return refuse("mask-lengths", text)
-    if seen.dim() < 2 or seen.shape[-2:] != (queries, keys):
-        return refuse("mask-form", "it hides keys from all queries alike")
-    square = torch.ones(queries, keys, dtype=torch.bool)
-    causal = square.tril()
-    if torch.equal(seen, causal.expand_as(seen)):
+    causal = torch.ones(queries, keys, dtype=torch.bool).tril()
+    if seen.shape[-2:] == causal.shape and torch.equal(seen, causal.expand_as(seen)):
         return CAUSAL
-    first = seen.reshape(-1, queries, keys)[0]
-    window = int(first[-1].sum())
-    if 0 < window < keys and torch.equal(seen, causal.triu(1 - window).expand_as(seen)):
-        text = f"a sliding window of {window} over {keys} keys, which SDPA has no flag for"
-        return refuse("mask-form", text)
     return refuse("mask-form", "it is constant, but neither causal nor full")
 
 

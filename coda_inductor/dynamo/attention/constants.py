@@ -67,6 +67,13 @@ class Constants:
         for node in graph.nodes:
             self._why[node] = self._check(node)
 
+    def home(self, node: Node) -> tuple[Node, Constants]:
+        """``node``, or what it is outside of bodies that do not change it; and the constants
+        there."""
+        if node in self._outer and self._around is not None and node not in self.changed:
+            return self._around.home(self._outer[node])
+        return node, self
+
     def _check(self, node: Node) -> Refusal | None:
         if node in self.changed:
             return refuse("mask-mutated", "an in-place op changes it")

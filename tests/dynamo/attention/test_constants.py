@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0-dim constants on a tile have the value that their dtype gives them, as in torch."""
+"""0-dim constants on a tile have the value that their dtype gives them, as in torch; masks that a
+model makes on a GPU are evaluated without any."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import math
 import pytest
 import torch
 from checking import check, randn
+from torch.fx import Graph
+
+from coda_inductor.dynamo.attention.constants import Constants
 
 FULL = [
     (3.7, torch.int64), (-3.7, torch.int32), (-1, torch.uint8), (2.5, torch.bool), (0, torch.bool),
@@ -24,18 +28,6 @@ def scalar_tensor(number, dtype):
     return torch.scalar_tensor(number, dtype=dtype)
 
 
-USES = {
-    "sub": lambda z, c: z - c * 2,
-    "add": lambda z, c: torch.add(z, c, alpha=3),
-    "maximum": lambda z, c: torch.maximum(z, c.to(z.dtype)),
-    "value of where": lambda z, c: torch.where(z > 0, z * 2, c),
-    "condition of where": lambda z, c: torch.where(c != 0, z * 2, z),
-    "condition": lambda z, c: torch.where(c.bool(), z * 2, z),
-    "or": lambda z, c: torch.where(torch.logical_or(z > 0, c), z * 2, z),
-    "and": lambda z, c: torch.where(torch.logical_and(z > 0, c), z * 2, z),
-}
-
-
 @pytest.mark.parametrize(
     ("number", "dtype", "make"), [*((*each, full) for each in FULL), (*FULL[0], scalar_tensor)]
 )
@@ -46,17 +38,37 @@ def test_constants_have_their_dtype(number, dtype, make):
     assert check(function, randn(6, 8), randn(8, 10)).fused
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("number", "dtype"), [FULL[0], FULL[3], FULL[4]], ids=str)
-def test_wherever_they_are_read(number, dtype, use):
-    def function(x, w):
-        return USES[use](x @ w, full(number, dtype))
-
-    check(function, randn(6, 8), randn(8, 10))
-
-
 def test_a_number_that_is_complex_is_no_constant():
     def function(x, w):
         return (x @ w) * torch.full((), 2.0, dtype=torch.complex128)
 
     assert not check(function, randn(6, 8), randn(8, 10)).fused
+
+
+T = 6
+
+
+def made(graph, **where):
+    ones = graph.call_function(torch.ones, (T, T), {"dtype": torch.bool, **where})
+    return graph.call_method("tril", (ones,))
+
+
+WAYS = {
+    "cuda()": lambda g: g.call_method("cuda", (made(g),)),
+    "cuda(1)": lambda g: g.call_method("cuda", (made(g), 1), {"non_blocking": True}),
+    "device=0": lambda g: made(g, device=0),
+    "device='cuda:1'": lambda g: made(g, device="cuda:1"),
+    "device=torch.device": lambda g: made(g, device=torch.device("cuda", 0)),
+    "to('cuda')": lambda g: g.call_method("to", (made(g), "cuda")),
+    "to(device=0)": lambda g: g.call_method("to", (made(g),), {"device": 0}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_is_evaluated_on_the_cpu(way):
+    graph = Graph()
+    mask = WAYS[way](graph)
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.empty(T, T, dtype=torch.bool)
+    found = Constants(graph).value(mask)
+    torch.testing.assert_close(found, torch.ones(T, T, dtype=torch.bool).tril())
