@@ -25,10 +25,9 @@ from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
-from coda_inductor.dynamo.likelihoods import gathered_losses
+from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
-from coda_inductor.dynamo.whole_losses import whole_losses
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
@@ -129,8 +128,7 @@ class Pass:
 ON_DYNAMO = (
     Pass("spelling", respell, spelled_in_aten, stage="0_before"),
     Pass("in_place", change_copies),
-    Pass("likelihoods", gathered_losses),
-    Pass("whole_losses", whole_losses),
+    Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),

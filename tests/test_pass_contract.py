@@ -130,12 +130,12 @@ CASES = {
         of.loss, LOSS, fired("cross_entropy_backward"), "loss", ("cross_entropy_backward", "loss"),
         but={"inference": 0},
     ),
-    "likelihoods": Case(
-        of.likelihood, LOSS, found(cross_entropy), "likelihoods", ("likelihoods", "cross_entropy"),
+    "gathered losses": Case(
+        of.likelihood, LOSS, found(cross_entropy), "losses", ("losses", "cross_entropy"),
     ),
-    "whole_losses": Case(
+    "losses": Case(
         lambda x, w: F.cross_entropy(of.logits(x, w).transpose(1, 2), of.labels(x)), LOSS,
-        found(cross_entropy), "whole_losses", ("whole_losses",),
+        found(cross_entropy), "losses", ("losses",),
     ),
     "late_gradients": Case(
         of.loss_and_logits, LOSS, found("detach"), "late_gradients", ("late_gradients",),

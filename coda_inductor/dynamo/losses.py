@@ -1,33 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropies of rows of logits that lie otherwise than the LM head makes them become ones of
-all rows, as it makes them.
+"""Losses of an LM head's logits, however they are written, become cross entropies of all rows as
+the head makes them.
 
 Before (logits z (B, T, V))::
 
     loss = F.cross_entropy(z[:, :-1].reshape(-1, V), tokens[:, 1:].reshape(-1))
     loss = F.cross_entropy(z.transpose(1, 2), labels)
+    p = torch.gather(F.log_softmax(z, -1), -1, index)         # DPO; index (..., 1)
 
 After::
 
     loss = F.cross_entropy(z.flatten(0, -2), F.pad(labels (B, T - 1), (0, 1), value=ignored))
     loss = F.cross_entropy(z.flatten(0, -2), labels.flatten())
+    p = F.cross_entropy(z.flatten(0, -2), index.flatten(), reduction="none").neg().view_as(index)
 
 Why it is valid: a row that is ignored adds nothing to a sum or to how many rows a mean is over, and
 has no gradient. Without reduction, its zero is cut off again. Which dimension holds the classes
-says nothing of the loss of a row.
+says nothing of the loss of a row. A cross entropy of one class is minus its log-softmax; of an
+``index`` none is ignored: one below zero stays the error that it is.
 
-What it enables: rule R7. The log-sum-exps are of the rows that the head makes, none of its logits
-is copied, and their gradient is made a slice of the vocabulary at a time.
+What it enables: rule R7. The log-sum-exps are of the rows that the head makes, neither logits nor
+their log-softmax are copied, and the gradient is made a slice of the vocabulary at a time.
 
 Leaves alone, silently, for nothing is lost that was there: class weights, probabilities, an
 ``ignore_index`` that is no literal; other slices; what is changed in place between; logits whose
 rows without the last something else reads; sequences of unknown length without their last; rows of
-float16 that are left out, whose logits may be infinite.
+float16 that are left out, whose logits may be infinite; log-softmaxes that something else reads (an
+entropy), or over another dimension; several tokens a row; fewer rows of an index than of logits.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,27 +40,80 @@ from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.read import Call, read
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
 from coda_inductor.matching import Hazards, bodies, is_cast, is_view, normalize, target_name, value
+from coda_inductor.matching.normalize import is_last
 from coda_inductor.record import Record
 
+#: Of no class, in 32 bits too.
+_NOTHING = -(2**31)
+#: Methods that copy: into another layout or a wider dtype.
+_COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
 
-def whole_losses(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
+
+def respell_losses(graph: Graph, record: Record) -> None:
+    """Apply the rewrites to ``graph`` and its checkpointed regions, in place."""
     if not record.enabled("cross_entropy"):
         return
     for body in bodies(graph):
-        found = [n for n in body.graph.nodes if target_name(n) == "cross_entropy"]
         hazards = Hazards(body.graph)
-        for node in found:
-            given = read(node)
-            if given is None or not _of_classes(given):
-                continue
-            logits, chain = _classes_second(given["input"]), ()
-            if logits is None:
-                logits, chain = _without_last_row(given)
-            if logits is not None and not hazards.between((given["input"], *chain, node)):
-                _replace(node, given, logits, chain)
+        for node in list(body.graph.nodes):
+            name = target_name(node)
+            if name in ("gather", "take_along_dim") and (call := read(node)) is not None:
+                _gathered(call, hazards)
+            elif name == "cross_entropy" and (call := read(node)) is not None:
+                _of_some_rows(call, hazards)
+
+
+def _gathered(gather: Call, hazards: Hazards) -> None:
+    """Put a cross entropy in the place of a gather of a log-softmax, if it is one."""
+    node, softmax, index = gather.node, gather["input"], gather["index"]
+    if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
+        return
+    put = Put(node)
+    how = {"ignore_index": _NOTHING, "reduction": "none"}
+    loss = _of_all_rows(put, logits, put("flatten", index), value(softmax).dtype, how)
+    node.replace_all_uses_with(put("view_as", put("neg", loss), index))
+    node.graph.erase_node(node)
+    node.graph.erase_node(softmax)
+
+
+def _under_softmax(gather: Call) -> Node | None:
+    """The logits whose log-softmax is gathered, one element a row; None if it is no such."""
+    softmax = gather["input"]
+    canon = normalize(softmax)
+    if canon is None or canon.op != "log_softmax_last" or len(softmax.users) > 1:
+        return None
+    (logits,) = canon.args
+    x, rows, index = value(logits), value(softmax), value(gather["index"])
+    if not all(hasattr(t, "fake_mode") for t in (x, rows, index)) or index.dtype != torch.int64:
+        return None
+    one = x.dim() > 1 and same(tuple(index.shape), (*x.shape[:-1], 1))
+    last = is_last(gather["dim"], softmax) and not gather.get("sparse_grad")
+    narrowed = torch.promote_types(x.dtype, rows.dtype) != rows.dtype
+    return logits if one and last and x.is_floating_point() and not narrowed else None
+
+
+def _of_all_rows(
+    put: Put, logits: Node, classes: Node, dtype: torch.dtype, how: dict[str, Any]
+) -> Node:
+    """The cross entropy of all rows of ``logits`` (..., V), computed in ``dtype``."""
+    if value(logits).dtype != dtype:
+        logits = put("to", logits, dtype)
+    return put(F.cross_entropy, put("flatten", logits, 0, -2), classes, **how)
+
+
+def _of_some_rows(given: Call, hazards: Hazards) -> None:
+    """Put the loss of all rows in the place of one without the last row of each sequence, or of one
+    of classes in the second dimension."""
+    if not _of_classes(given):
+        return
+    logits, chain = _classes_second(given["input"]), ()
+    if logits is None:
+        logits, chain = _without_last_row(given)
+    if logits is not None and not hazards.between((given["input"], *chain, given.node)):
+        _replace(given, logits, chain)
 
 
 def _of_classes(given: Call) -> bool:
@@ -100,10 +158,6 @@ def _without_last_row(given: Call) -> tuple[Node | None, tuple[Node, ...]]:
     return None, ()
 
 
-#: Methods that copy: into another layout or a wider dtype.
-_COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
-
-
 def _copied(source: Node, copy: Node) -> bool:
     """Has ``copy`` the values of ``source``, in a dtype that holds them, on one device?"""
     before, after = value(source), value(copy)
@@ -113,20 +167,17 @@ def _copied(source: Node, copy: Node) -> bool:
     return torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
-def _replace(node: Node, given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
-    """Put the loss of all rows of ``logits`` in the place of ``node``; ``chain``: the slice that
+def _replace(given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
+    """Put the loss of all rows of ``logits`` in the place of ``given``; ``chain``: the slice that
     leaves the last row of each sequence out, if one does, and what follows it."""
-    put = Put(node)
-    target, ignored = given["target"], given["ignore_index"]
-    dtype = value(node).dtype  # autocast widens the logits, which nothing below is recorded under
-    if value(logits).dtype != dtype:
-        logits = put("to", logits, dtype)
-    classes = target
+    node, put, classes = given.node, Put(given.node), given["target"]
     if chain:
         rows = value(chain[0]).shape[:2]
-        classes = put(F.pad, put("view", target, *rows), (0, 1), "constant", ignored)
+        padding = (0, 1), "constant", given["ignore_index"]
+        classes = put(F.pad, put("view", classes, *rows), *padding)
     how = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing")}
-    found = put(F.cross_entropy, put("flatten", logits, 0, -2), put("flatten", classes), **how)
+    # Autocast widens the logits, which nothing here is recorded under.
+    found = _of_all_rows(put, logits, put("flatten", classes), value(node).dtype, how)
     if given["reduction"] == "none":
         found = put("view_as", found, classes)
         if chain:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of all positions but the last, of logits with their classes in the second dimension, and
+log-probabilities that are gathered by hand are losses of the rows that the LM head makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import TOLERANCE, check, check_gradients, raised, randn
+from language_model import B, LanguageModel, T, V, inputs
+from torch import nn
+
+from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor.semantic.loss import cross_entropy, cross_entropy_definition
+
+
+def hugging_face(z, t):
+    rows, labels = z[..., :-1, :].contiguous(), t[..., 1:].contiguous()
+    return nn.CrossEntropyLoss()(rows.view(-1, V), labels.view(-1))
+
+
+def flattened(z, t):
+    return F.cross_entropy(z[:, :-1].flatten(0, 1), t[:, 1:].flatten(), ignore_index=3)
+
+
+def summed(z, t):
+    rows = z[:, 0:-1, :].reshape(-1, z.size(-1))
+    loss = F.cross_entropy(rows, t[:, 1:].reshape(-1), reduction="sum", label_smoothing=0.1)
+    return loss / (B * (T - 1))
+
+
+def weighed(z, t):
+    rows = z[:, :-1].reshape(-1, V)
+    loss = F.cross_entropy(rows, t[:, 1:].reshape(-1), reduction="none")
+    return (loss * torch.arange(B * (T - 1))).sum()
+
+
+def transposed(z, t):
+    return F.cross_entropy(z.transpose(1, 2), t, ignore_index=3)
+
+
+def permuted(z, t):
+    return (F.cross_entropy(z.permute(0, 2, 1), t, reduction="none") * (t != 3)).mean()
+
+
+def dpo(z, t):
+    kept = t != 3
+    labels = torch.where(kept, t, 0)
+    each = torch.gather(z.log_softmax(-1), dim=2, index=labels[..., None]).squeeze(2)
+    return (each * kept).sum(-1)
+
+
+def gathered(z, t):
+    return F.log_softmax(z, dim=-1).gather(dim=-1, index=t.unsqueeze(-1)).squeeze(-1)
+
+
+LOSSES = {
+    **{f.__name__: f for f in (hugging_face, flattened, summed, weighed, transposed, permuted)},
+    **{f.__name__: f for f in (dpo, gathered)},
+    "flat": lambda z, y: z.reshape(-1, V).log_softmax(1).gather(1, y.reshape(-1, 1)).mean(),
+    "along": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_heads_rows_are_read_as_they_are(name, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", B * T * 2 * 128)
+    harness = check_gradients(LanguageModel(LOSSES[name]), *inputs())
+    assert raised(harness, cross_entropy) == 1
+    assert harness.counts["cross_entropy"] == harness.counts["cross_entropy_backward"] == 1
+    kept = [n.meta["val"] for n in harness.saved if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert sum(t.numel() in (B * T * V, B * (T - 1) * V) for t in kept) == 1  # the logits
+
+
+def widened(z, t):
+    return F.cross_entropy(z[:, :-1].float().reshape(-1, V), t[:, 1:].reshape(-1))
+
+
+def widened_gathered(z, t):
+    return F.log_softmax(z, -1, dtype=torch.float32).gather(-1, t[..., None])
+
+
+@pytest.mark.parametrize("loss", [widened, transposed, widened_gathered])
+def test_in_16_bits(loss):
+    dtype = torch.bfloat16
+    model, how = LanguageModel(loss, dtype), {"tolerance": TOLERANCE[dtype]}
+    assert raised(check_gradients(model, *inputs(dtype), **how), cross_entropy) == 1
+
+
+@pytest.mark.parametrize("loss", [transposed, hugging_face, gathered])
+def test_dynamic_sizes(loss):
+    """One more row a sequence would ask how long it is."""
+    x, labels = inputs()
+    torch._dynamo.mark_dynamic(labels, 1)
+    torch._dynamo.mark_dynamic(x, 1)
+    harness = check_gradients(LanguageModel(loss), x, labels)
+    assert harness.counts["cross_entropy"] == (loss is transposed)
+
+
+@pytest.mark.parametrize("loss", [hugging_face, transposed])
+def test_no_sequences(loss):
+    x, labels = inputs()
+    harness = check_gradients(LanguageModel(loss), x.detach()[:0].requires_grad_(), labels[:0])
+    assert raised(harness, cross_entropy) == 1
+
+
+def test_logits_that_are_returned_too():
+    def both(z, t):
+        return hugging_face(z, t), z
+
+    assert check_gradients(LanguageModel(both), *inputs()).counts["cross_entropy"] == 1
+
+
+def rows_of(z, t, *more):
+    return F.cross_entropy(z.reshape(-1, z.shape[-1]), t.reshape(-1), *more)
+
+
+def read_elsewhere(z, t):
+    rows = z[:, :-1].reshape(-1, V)
+    return F.cross_entropy(rows, t[:, 1:].reshape(-1)) + rows.square().mean()
+
+
+def probabilities(z, t):
+    return F.cross_entropy(z.transpose(1, 2), (2 * z.detach()).softmax(-1).transpose(1, 2))
+
+
+def changed_between(z, t):
+    z = z.detach().clone()
+    rows, chances = z[:, :-1].reshape(-1, V), z.log_softmax(-1)
+    z.zero_()
+    return F.cross_entropy(rows, t[:, 1:].reshape(-1)), chances.gather(-1, t[..., None])
+
+
+def entropy(z, t):
+    chances = z.log_softmax(-1)
+    return chances.gather(-1, t[..., None]), (chances.exp() * chances).sum(-1)
+
+
+OTHERS = {
+    "without the first": lambda z, t: rows_of(z[:, 1:], t[:, 1:]),
+    "without the last class": lambda z, t: rows_of(z[..., :-1], t % (V - 1)),
+    "without the last sequence": lambda z, t: rows_of(z[:-1], t[:-1]),
+    "weights": lambda z, t: rows_of(z[:, :-1], t[:, 1:], torch.linspace(0, 1, V, dtype=z.dtype)),
+    "rounded": lambda z, t: rows_of(z[:, :-1].float().double(), t[:, 1:]),
+    "other turn": lambda z, t: F.cross_entropy(z.permute(1, 2, 0), t.t()),
+    **{f.__name__: f for f in (read_elsewhere, probabilities, changed_between, entropy)},
+    "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
+    "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
+    "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),
+    "across": lambda z, y: z.log_softmax(-1).gather(1, y[..., None] % T),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay(name):
+    harness = check(LanguageModel(OTHERS[name]), *inputs(), tolerance=1e-6)
+    roots = [n.args[0] for n in harness.raised.nodes if n.target is cross_entropy]
+    assert not any(z.meta["example_value"].numel() == B * T * V for z in roots)
+
+
+def test_no_index_is_ignored():
+    """One below zero is an error, as it was."""
+    harness = check_gradients(LanguageModel(gathered), *inputs())
+    (loss,) = (n for n in harness.raised.nodes if n.target is cross_entropy)
+    assert loss.args[2] == -(2**31)
+    with pytest.raises((RuntimeError, IndexError)):
+        cross_entropy_definition(randn(2, V), torch.tensor([1, -100]), *loss.args[2:])
