@@ -56,31 +56,20 @@ def raise_idioms(graph: Graph, record: Record) -> None:
     known = patterns.load(record.options.patterns, strict=record.options.strict)
     dual = forward_mode(graph)
     for body in bodies(graph):
-        ops = _ops(body.graph)
+        ops = ops_of(_calls(body.graph))
         for pattern in known:
             if record.enabled(pattern.name) and _raise(body.graph, pattern, ops, record, dual):
-                ops = _ops(body.graph)
+                ops = ops_of(_calls(body.graph))
 
 
 def _calls(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op in ("call_function", "call_method")]
 
 
-def _ops(graph: Graph) -> set[str] | None:
-    """What its calls may be matched as; None where that fails for one, which shall do so alone."""
-    try:
-        return ops_of(_calls(graph))
-    except Exception:
-        logger.debug("the ops of a graph", exc_info=True)
-        return None
-
-
-def _raise(
-    graph: Graph, pattern: Pattern, ops: set[str] | None, record: Record, dual: str | None
-) -> bool:
+def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: str | None) -> bool:
     """Replace every idiom of ``pattern`` in one graph, that has ``ops``; ``dual`` names a call that
     goes forward. Returns whether there was any."""
-    idioms = [idiom for idiom in pattern.traced if ops is None or idiom.ops <= ops]
+    idioms = [idiom for idiom in pattern.traced if idiom.ops <= ops]
     if not idioms:
         return False
     found, hazards = False, Hazards(graph)

@@ -5,7 +5,7 @@ the halves of its weight, which the fuser then pairs in one tile (rule R6).
 Before (W (2F, K))::
 
     z = linear(x, W)
-    g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices, narrow, tensor_split
+    g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices, narrow
     a = silu(g) * u                             # or F.glu(z) alone
 
 After::
@@ -51,8 +51,8 @@ from coda_inductor.record import Record
 
 _PRODUCTS = ("linear", "matmul", "mm", "addmm")
 #: What gives halves, and what may lie between a product and that; all else is not looked at.
-_CUTS = ("getitem", "select", "narrow")
-_BETWEEN = ("view", "reshape", "unflatten", "unbind", "tensor_split", "chunk", "split")
+_CUTS = ("getitem", "narrow")
+_BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
 _JOINED = ("chunk", "split")  # whose gradient is put together already
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 

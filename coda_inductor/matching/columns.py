@@ -5,14 +5,11 @@
 ``x.view(..., 2, h)[..., 0, :]`` are all ``columns(x, 0, h, 1)``; ``x[..., ::2]`` and
 ``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Put together,
 ``stack(parts, -1)`` with its last two dimensions merged is ``interleave``, and ``stack(parts, -2)``
-is a ``cat``; pairs of columns as a matrix that is transposed and merged again are ``apart``. The
-nodes between are looked through, and named (``Canon.through``).
+is a ``cat``. The nodes between are looked through, and named (``Canon.through``).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +35,6 @@ def item(source: Any, index: Any) -> Canon | None:
     return _unfolded(source, one, taken[0]) if len(taken) == 1 and isinstance(one, int) else None
 
 
-def select(call: Call) -> Canon | None:
-    """``select(x, dim, index)``."""
-    whole = isinstance(call["index"], int)
-    return _unfolded(call["input"], call["index"], call["dim"]) if whole else None
-
-
 def narrow(call: Call) -> Canon | None:
     """``narrow(x, dim, start, length)``."""
     start, length = call["start"], call["length"]
@@ -66,15 +57,13 @@ def joined(call: Call) -> Canon | None:
 
 
 def merged(call: Call) -> Canon | None:
-    """The last two dimensions made one, of a stack, of complex numbers' two parts, or of pairs of
-    columns that were transposed; None for any other ``flatten``, ``view`` or ``reshape``."""
+    """The last two dimensions made one, of a stack or of complex numbers' two parts; None for any
+    other ``flatten``, ``view`` or ``reshape``."""
     source = read(call["input"])
     if source is None or not _merges(call):
         return None
     if source.op == "view_as_real":
         return Canon("complex_as_columns", (source["input"],), (source.node,))
-    if source.op == "transpose":
-        return _apart(source)
     stacked = joined(source) if source.op == "stack" else None
     if stacked is None or stacked.args[0] not in (-1, -2):
         return None
@@ -82,15 +71,6 @@ def merged(call: Call) -> Canon | None:
     if dim == -1:
         return Canon("interleave", tuple(tensors), (source.node,))
     return Canon("cat", (-1, *tensors), (source.node,))
-
-
-def _apart(turned: Call) -> Canon | None:
-    """All first columns of pairs, then all second ones: ``turned`` has them as two rows."""
-    pairs = turned["input"]
-    source, width = _unfolds(pairs)
-    if width != 2 or {_from_end(turned[dim], pairs) for dim in ("dim0", "dim1")} != {-1, -2}:
-        return None
-    return Canon("apart", (source,), (turned.node, pairs))
 
 
 def complex_columns(call: Call) -> Canon | None:
@@ -104,55 +84,26 @@ def complex_columns(call: Call) -> Canon | None:
 def _part(source: Any, index: int) -> Canon | None:
     """``chunk``, ``split`` or ``unbind``, of which ``index`` is taken."""
     call = read(source)
-    if call is None or index < 0 or call.op not in (*_PLACES, "unbind"):
+    if call is None or index < 0 or call.op not in ("chunk", "split", "unbind"):
         return None
     if call.op == "unbind":
         return _unfolded(call["input"], index, call["dim"], (source,))
-    recorded = value(call["input"])
-    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) and recorded.dim() else None
+    known = value(call["input"])
+    width = known.shape[-1] if isinstance(known, torch.Tensor) and known.dim() else None
     if not isinstance(width, int) or _from_end(call["dim"], call["input"]) != -1:
         return None
-    places = _PLACES[call.op](call, width)
-    if places is None:
+    if call.op == "chunk":
+        parts = call["chunks"]
+        size = -(-width // parts) if isinstance(parts, int) else None
+    else:
+        size = call["split_size"]
+    if isinstance(size, (list, tuple)) and all(isinstance(n, int) for n in size):
+        start, stop = sum(size[:index]), sum(size[: index + 1])
+    elif isinstance(size, int) and size:
+        start, stop = index * size, (index + 1) * size
+    else:
         return None
-    return _columns(call["input"], places[index], places[index + 1], 1, (source,))
-
-
-def _chunks(call: Call, width: int) -> Sequence[int] | None:
-    number = call["chunks"]
-    size = -(-width // number) if isinstance(number, int) else 0
-    return _every(size, width)
-
-
-def _every(size: int, width: int) -> Sequence[int] | None:
-    """Where parts of ``size`` begin, and the last one ends, beyond ``width`` if it is shorter."""
-    return range(0, width + 2 * size, size) if size > 0 else None
-
-
-def _splits(call: Call, width: int) -> Sequence[int] | None:
-    size = call["split_size"]
-    if isinstance(size, int):
-        return _every(size, width)
-    return [0, *itertools.accumulate(size)] if _numbers(size) else None
-
-
-def _tensor_splits(call: Call, width: int) -> Sequence[int] | None:
-    """Into so many parts, of which the first may be one wider than the others, or at places."""
-    at = call["index"]
-    if isinstance(at, int):
-        size, wider = divmod(width, at)
-        return [i * size + min(i, wider) for i in range(at + 1)]
-    return [0, *at, width] if _numbers(at) else None
-
-
-def _numbers(sizes: Any) -> bool:
-    return isinstance(sizes, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in sizes)
-
-
-#: What divides a dimension -> the places where parts of so many columns begin.
-_PLACES: dict[str, Callable[[Call, int], Sequence[int] | None]] = {
-    "chunk": _chunks, "split": _splits, "tensor_split": _tensor_splits,
-}  # fmt: skip
+    return _columns(call["input"], start, stop, 1, (source,))
 
 
 def _columns(

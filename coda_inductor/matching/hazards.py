@@ -11,7 +11,6 @@ with quantized weights, have both.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,44 +52,29 @@ class Hazards:
         return next((mode for start, mode in reversed(self._modes) if start < node), None)
 
 
-@dataclass
-class _Mode:
-    """What is set at one place of a graph: gradients (None: as before the graph, which is not
-    known), regions within each other by what began each, and how often something else was set."""
-
-    gradients: Hashable = None
-    regions: list[tuple[Any, Hashable]] = field(default_factory=list)
-    others: int = 0
-
-    def change(self, node: Node) -> None:
-        """As ``node`` does."""
-        name = getattr(node.target, "__name__", "")
-        if name in _GRADIENTS and isinstance(node.args[0], bool):
-            self.gradients = node.args[0]
-        elif name in _ENTER and not node.all_input_nodes:
-            self.regions.append((node, (name, *map(str, node.args), str(node.kwargs))))
-        elif name in _EXIT and self.regions and self.regions[-1][0] is node.args[0]:
-            self.regions.pop()
-        else:
-            self.others += 1
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for equal modes."""
-        return self.gradients, tuple(how for _, how in self.regions), self.others
-
-
 def _modes(nodes: list[Node]) -> list[tuple[Node, Hashable]]:
-    """Each node that changes the mode, with the mode behind it; nothing where none does."""
+    """Each node that changes the mode, with the mode after it, equal for equal ones: gradients
+    (None: as before the graph, which is not known), regions within each other by what began each,
+    and how often something else was set. Nothing where no node changes it."""
     changing = [node for node in nodes if changes_mode(node)]
     if not changing:
         return []
     before = nodes[: nodes.index(changing[0])]
-    mode = _Mode(True if any(map(_differentiated, before)) else None)
-    found = [(nodes[0], mode.key)]
+    gradients = True if any(map(_differentiated, before)) else None
+    regions: list[tuple[Any, Hashable]] = []
+    others = 0
+    found: list[tuple[Node, Hashable]] = [(nodes[0], (gradients, (), others))]
     for node in changing:
-        mode.change(node)
-        found.append((node, mode.key))
+        name = getattr(node.target, "__name__", "")
+        if name in _GRADIENTS and isinstance(node.args[0], bool):
+            gradients = node.args[0]
+        elif name in _ENTER and not node.all_input_nodes:
+            regions.append((node, (name, *map(str, node.args), str(node.kwargs))))
+        elif name in _EXIT and regions and regions[-1][0] is node.args[0]:
+            regions.pop()
+        else:
+            others += 1
+        found.append((node, (gradients, tuple(how for _, how in regions), others)))
     return found
 
 

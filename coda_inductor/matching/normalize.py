@@ -259,7 +259,6 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "stack": columns.joined,
     "flatten": _flatten,
     "getitem": _item,
-    "select": columns.select,
     "narrow": columns.narrow,
     "view_as_complex": columns.complex_columns,
     "add": _sum,

@@ -58,15 +58,11 @@ def out_argument(x, h):
 
 MUTATIONS = {
     "method": lambda x, h: x.mul_(2),
-    "through the alias": lambda x, h: h.mul_(2),
     "through a view": lambda x, h: x[0].add_(1),
-    "function": lambda x, h: torch.relu_(x),
-    "keyword": lambda x, h: F.relu(x, inplace=True),
     "positional": positional_inplace,
     "item": item_assignment,
     "out=": out_argument,
     "foreach": lambda x, h: torch._foreach_mul_([x], 2.0),
-    "copy": lambda x, h: x.copy_(x.flip(0)),
 }
 
 
@@ -115,22 +111,6 @@ def test_mode_that_ends_inside_an_idiom(mode):
     assert BETWEEN in reasons(harness)
 
 
-def test_whole_idiom_under_autocast_keeps_its_dtype():
-    def function(x, w, weight):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = F.linear(x, w)
-            h = y.float()
-            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
-            return weight * h.to(y.dtype)
-
-    x, w, weight = (randn(*s, dtype=torch.float32) for s in ((3, D), (D, D), (D,)))
-    harness = Harness()
-    have, want = harness.run(function, x, w, weight), function(x, w, weight)
-    assert have.dtype == want.dtype == torch.float32
-    torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
-    assert raised(harness, rms_norm) == 1
-
-
 def gradients(function, args):
     args = [a.clone().requires_grad_() for a in args]
     function(*args).sin().sum().backward()
@@ -173,11 +153,7 @@ WIDENED = {
     "reductions": centered,
     "a difference": lambda h: torch.exp(h * 1e-2) - torch.exp(h * 1e-2 - 1e-9),
     "a comparison": lambda h: torch.where(h > 1000 + 1e-9, h, -h),
-    "layer_norm": lambda h: F.layer_norm(h, (4 * D,), eps=1e-12),
     "rms_norm": by_hand,
-    "swiglu": lambda h: F.silu(h - 1000) * (h - 1000),
-    "cross entropy": lambda h: F.cross_entropy(h, torch.arange(4), reduction="none"),
-    "a sum of products": lambda h: (h + h.flip(0)).tanh(),
 }
 
 
@@ -192,14 +168,6 @@ def test_what_is_computed_in_float64_stays_so(name):
     check(function, randn(4, D, dtype=torch.float32), w, b, tolerance=1e-12)
 
 
-def test_a_sum_in_float64_is_no_float32_gemm():
-    def function(x, v, w):
-        return (x @ v.t()).double() + (x @ w.t()).double()
-
-    args = [randn(*s, dtype=torch.float32) for s in ((4, D), (D, D), (D, D))]
-    check(function, *args, tolerance=1e-14)
-
-
 @pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
 def test_a_norm_has_the_strides_of_torchs(norm):
     """A patch embedding: its tokens lie a picture apart. torch's norms return rows."""
@@ -212,7 +180,7 @@ def test_a_norm_has_the_strides_of_torchs(norm):
     assert "stride would change" in reasons(harness)
 
 
-@pytest.mark.parametrize("use", ["mul", "add", "maximum", "where"])
+@pytest.mark.parametrize("use", ["add", "where"])
 def test_arithmetic_of_bools_gives_bools(use):
     def function(x, w):
         h = x @ w
@@ -238,18 +206,12 @@ def float64_weight(x, w):
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
 
-def float64_bias(x, w):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + EPS) * x[0] + w
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", [float64_weight, float64_bias])
-def test_a_float64_operand_makes_a_float64_result(function, dtype):
+def test_a_float64_operand_makes_a_float64_result(dtype):
     """Which has not been through float32."""
     args = randn(4, D, dtype=dtype), randn(D)
     harness = Harness()
-    have, want = harness.run(function, *args), function(*args)
+    have, want = harness.run(float64_weight, *args), float64_weight(*args)
     assert have.dtype == want.dtype == torch.float64
     assert not torch.equal(have, have.float().double())
     assert_same(have, want, TOLERANCE[dtype])
@@ -273,13 +235,6 @@ def no_grad(x, count):
         count += x.abs()
 
 
-def nested(x, count):
-    with torch.no_grad():
-        with torch.enable_grad():
-            count.sum()
-        count.mul_(2)
-
-
 def other_autocast(x, count):
     with torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
         count.add_(torch.mm(count.float(), count.t().float()).sum())
@@ -287,9 +242,7 @@ def other_autocast(x, count):
 
 UNRELATED = {
     "a write": lambda x, count: count.add_(1),
-    "an item": lambda x, count: count.__setitem__(0, 3.0),
     "no_grad": no_grad,
-    "within each other": nested,
     "autocast": other_autocast,
 }
 

@@ -64,8 +64,6 @@ def in_place(view):
 
 
 CHANGES = {
-    "unsqueeze": in_place(lambda m: torch.unsqueeze(input=m, dim=0)[0]),
-    "narrow": in_place(lambda m: torch.narrow(input=m, dim=0, start=0, length=T)),
     "split": in_place(lambda m: torch.split(tensor=m, split_size_or_sections=T)[0]),
     "broadcast": in_place(lambda m: torch.broadcast_tensors(torch.zeros(T, T), m)[1]),
     "checkpointed closure": from_closure,

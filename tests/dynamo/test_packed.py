@@ -22,11 +22,6 @@ def unfolded(z):
     return z.view(*z.shape[:-1], 2, H)
 
 
-def selected(z):
-    both = z.reshape(*z.shape[:-1], 2, -1)
-    return both.select(-2, 0), both.select(-2, 1)
-
-
 def indexed(z):
     both = unfolded(z)
     return both[..., 0, :], both[..., 1, :]
@@ -34,20 +29,13 @@ def indexed(z):
 
 CUTS = {
     "chunk": lambda z: z.chunk(2, -1),
-    "split": lambda z: z.split([H, H], -1),
     "unbind": lambda z: unfolded(z).unbind(-2),
-    "unflatten": lambda z: torch.unbind(z.unflatten(-1, (2, -1)), dim=2),
     "index": indexed,
-    "select": selected,
     "slices": lambda z: (z[..., :H], z[:, :, H:]),
-    "slices from the end": lambda z: (z[..., :-H], z[..., -H:]),
     "narrow": lambda z: (z.narrow(2, 0, H), z.narrow(-1, H, H)),
-    "tensor_split": lambda z: z.tensor_split(2, -1),
-    "tensor_split at": lambda z: torch.tensor_split(z, (H,), dim=-1),
 }
 GATES = {
     "SwiGLU": lambda g, u: F.silu(g) * u,
-    "GeGLU": lambda g, u: F.gelu(g) * u,
     "ReGLU, gate last": lambda u, g: u * F.relu(g),
 }
 
@@ -122,20 +110,6 @@ def test_gated_linear_units_share_a_tile(gate):
     assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
 
 
-def test_gated_linear_units_of_an_exported_program():
-    x, function = randn(2, 5, D), mlp(lambda z: (z,), F.glu)
-    program = torch.export.export(function, (x,)).module()
-    assert pairs(check(program, x)) == 1
-
-
-def test_more_readers_of_one_half():
-    def cut(z):
-        low, high = z[..., :H], z[..., H:]
-        return low + z[..., :H].sin(), high
-
-    assert divided(check_gradients(mlp(cut), randn(2, 5, D).requires_grad_())) == {2}
-
-
 def read_elsewhere(x, w):
     z = F.linear(x, w)
     return F.silu(z[..., :H]) * z[..., H:] + z.mean()
@@ -151,12 +125,7 @@ def not_k_major(x, w):
     return F.silu(z[..., :H]) * z[..., H:]
 
 
-def times_a_matrix(x, w):
-    z = x @ w.reshape(D, 2 * H)
-    return F.silu(z[..., :H]) * z[..., H:]
-
-
-@pytest.mark.parametrize("function", [read_elsewhere, never_meeting, not_k_major, times_a_matrix])
+@pytest.mark.parametrize("function", [read_elsewhere, never_meeting, not_k_major])
 def test_products_that_stay_one_whose_gradient_is_put_together(function):
     harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
     assert divided(harness) == {3}
@@ -200,15 +169,6 @@ def glu_of_rows(x, w):
     return F.glu(F.linear(x, w), dim=1)
 
 
-def one_half(x, w):
-    return F.linear(x, w)[..., :H].sin()
-
-
-def interleaved(x, w):
-    z = F.linear(x, w)
-    return F.silu(z[..., ::2]) * z[..., 1::2]
-
-
 def as_in_gpt_oss(x, w):
     z = F.linear(x, w)
     gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
@@ -218,21 +178,6 @@ def as_in_gpt_oss(x, w):
 def in_rows(x, w):
     low, high = F.linear(x, w).unflatten(1, (2, 3)).unbind(1)
     return F.silu(low) * high
-
-
-def of_no_product(x, w):
-    low, high = x[..., : D // 2], x[..., D // 2 :]
-    return F.linear(F.silu(low) * high, w[:, : D // 2])
-
-
-def three_parts(x, w):
-    q, k, v = F.linear(x, w).split([H, H // 2, H // 2], -1)
-    return q.sin(), k * v
-
-
-def overlapping(x, w):
-    z = F.linear(x, w)
-    return F.silu(z[..., :H]) * z[..., H - 1 : -1]
 
 
 def returned(x, w):
@@ -262,10 +207,7 @@ def in_two_modes(x, w):
     return F.silu(low) * high
 
 
-OTHERS = [
-    glu_of_rows, one_half, interleaved, as_in_gpt_oss, in_rows, of_no_product, three_parts,
-    overlapping, returned, changed, changed_between, in_two_modes,
-]  # fmt: skip
+OTHERS = [glu_of_rows, as_in_gpt_oss, in_rows, returned, changed, changed_between, in_two_modes]
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)

@@ -42,39 +42,27 @@ def gemma(x, w):
 #: Of x (..., D) and w (D,).
 RMS_NORMS = {
     "pow": lambda x, w: x * torch.pow(mean_square(x), -0.5) * w,
-    "power": lambda x, w: x * mean_square(x) ** -0.5 * w,
     "one over": lambda x, w: x * (1.0 / torch.sqrt(mean_square(x))) * w,
-    "one over a power": lambda x, w: x * torch.div(1, mean_square(x).pow(0.5)) * w,
     "reciprocal": lambda x, w: x * torch.reciprocal(mean_square(x).sqrt()) * w,
     "to the minus one": lambda x, w: x * mean_square(x).sqrt() ** -1 * w,
-    "over a power": lambda x, w: x / mean_square(x) ** 0.5 * w,
     "over": lambda x, w: x / mean_square(x).sqrt() * w,
     "sum over width": by_mean(lambda x: x.pow(2).sum(-1, keepdim=True) / D),
-    "sum over size": by_mean(lambda x: torch.sum(x * x, dim=-1, keepdim=True).div(x.size(-1))),
-    "sum times share": by_mean(lambda x: x.square().sum(dim=(-1,), keepdim=True) * D**-1),
     "share times sum": by_mean(lambda x: (1 / D) * x.square().sum(2, True)),
     "unsqueezed": by_mean(lambda x: torch.mean(x * x, dim=-1).unsqueeze(-1)),
-    "unsqueezed sum": by_mean(lambda x: x.square().sum(-1).unsqueeze(2) / D),
-    "share, unsqueezed": by_mean(lambda x: (x.square().sum(-1) / D).unsqueeze(dim=-1)),
     "indexed": by_mean(lambda x: (x**2).mean(dim=-1)[..., None]),
     "named": by_mean(lambda x: torch.mean(input=x.square(), dim=[-1], keepdim=True)),
     "weight first": lambda x, w: w * x * rstd(x),
-    "weight second": lambda x, w: x * w * rstd(x),
-    "root first": lambda x, w: rstd(x) * (x * w),
     "root and weight": lambda x, w: x * (rstd(x) * w),
     "over the root": lambda x, w: w * x / mean_square(x).sqrt(),
-    "weighted over the root": lambda x, w: torch.div(x * w, torch.sqrt(mean_square(x))),
     "root of rows": lambda x, w: w * x * torch.rsqrt(x.square().mean(-1) + EPS).unsqueeze(-1),
     "over a root of rows": lambda x, w: w * (x / (x.square().mean(-1) + EPS).sqrt()[..., None]),
-    "no cast": lambda x, w: w * (x * rstd(x)),
     "casts": llama,
     "1 + w": gemma,
     "functional": lambda x, w: F.rms_norm(x, (D,), w, EPS),
     "not weighted": lambda x, w: x * rstd(x),
     "functional, not weighted": lambda x, w: F.rms_norm(x, (D,), eps=EPS),
-    "scaled behind it": lambda x, w: w * (x * rstd(x)) * x.sin(),  # the weight is w all the same
 }
-CASTS = ("casts", "1 + w", "no cast", "functional", "not weighted")
+CASTS = ("casts", "1 + w", "functional", "not weighted")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +88,6 @@ def cohere(x, w, b):
     return (w.to(h.dtype) * h).to(x.dtype)
 
 
-def torch_var(x, w, b):
-    scale = torch.rsqrt(torch.var(x, (-1,), correction=0, keepdim=True) + EPS)
-    return b + (x - torch.mean(x, -1, True)) * scale
-
-
 def squared_by_hand(x, w, b):
     c = x - x.mean(2, keepdim=True)
     return w * (c / ((c * c).mean(-1, keepdim=True) + EPS).sqrt()) + b
@@ -126,15 +109,12 @@ def centered(x):
 
 LAYER_NORMS = {
     "functional": lambda x, w, b: F.layer_norm(x, (D,), w, b, EPS),
-    "no bias": lambda x, w, b: F.layer_norm(x, (D,), w, None, EPS),
     "neither": lambda x, w, b: F.layer_norm(x, (D,), None, None, EPS),
     "no weight": lambda x, w, b: F.layer_norm(x, (D,), bias=b, eps=EPS),
-    "default eps": lambda x, w, b: F.layer_norm(x, (D,)),
     "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
     "over the root": lambda x, w, b: centered(x)[0] / torch.sqrt(centered(x)[1]) * w + b,
     "weight first": lambda x, w, b: w * centered(x)[0] * torch.rsqrt(centered(x)[1]) + b,
-    "tutorial": lambda x, w, b: w * centered(x)[0] / torch.sqrt(centered(x)[1]) + b,
-    **{f.__name__: f for f in (cohere, torch_var, squared_by_hand, both_statistics, of_sums)},
+    **{f.__name__: f for f in (cohere, squared_by_hand, both_statistics, of_sums)},
 }
 
 
@@ -151,7 +131,7 @@ def test_layer_norm(name, run, dtype):
     harness = run(LAYER_NORMS[name], *given)
     assert raised(harness, rms_norm) == 0
     (op,) = (n for n in harness.raised.nodes if n.target is layer_norm)
-    assert op.args[3] == (1e-5 if name == "default eps" else EPS)
+    assert op.args[3] == EPS
 
 
 @pytest.mark.parametrize("lead", [(1,), (1, 1)], ids=str)
@@ -180,12 +160,6 @@ def test_weights_that_vary_by_row_are_none(shape):
     (norm,) = (n for n in harness.raised.nodes if n.target is rms_norm)
     assert norm.args[1] is None
     assert "the weight is not one value a column" in reasons(harness)
-
-
-def test_bias_of_another_shape_is_no_bias():
-    harness = check(squared_by_hand, randn(2, 3, D), randn(D), randn(2, 3, D))
-    assert "the bias is not one value a column" in reasons(harness)
-    assert raised(harness, layer_norm) == 1
 
 
 @pytest.mark.parametrize("eps", [(), (1,)], ids=["0-d", "1-d"])
@@ -233,42 +207,22 @@ def by_root(statistic):
 #: Of x (N, N, N) and w (N,).
 OTHERS = {
     "read elsewhere": returned_root,
-    "added to the root": lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + EPS) * w,
-    "added to the deviation": lambda x, w: (
-        w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + EPS)
-    ),
-    "other dim": over(1),
     "two dims": over((1, 2)),
     "no keepdim": over(-1, keepdim=False),
-    "two over": scaled_by(lambda x: 2.0 / torch.sqrt(mean_square(x))),
-    "another root": scaled_by(lambda x: mean_square(x) ** -0.25),
-    "root of the root": scaled_by(lambda x: 1.0 / torch.sqrt(mean_square(x)).sqrt()),
-    "power of two": scaled_by(lambda x: torch.pow(2.0, mean_square(x))),
     "not centered": scaled_by(lambda x: variance(x, unbiased=True) ** -0.5),
-    "by the mean": scaled_by(lambda x: torch.var_mean(x, -1, correction=0, keepdim=True)[1]),
     "floor": scaled_by(
         lambda x: torch.div(1, mean_square(x).sqrt(), rounding_mode="floor").clamp(0.1)
     ),
-    "other exponent": by_root(lambda x: x.pow(4).mean(-1, True)),
     "scaled eps": scaled_by(
         lambda x: torch.rsqrt(torch.add(x.pow(2).mean(-1, True), EPS, alpha=3))
     ),
-    "of another tensor": by_root(lambda x: x.sin().pow(2).mean(-1, True)),
-    "sum": by_root(lambda x: x.square().sum(-1, keepdim=True)),
     "over another width": by_root(lambda x: x.square().sum(-1, True) / (N + 1)),
-    "times width": by_root(lambda x: x.square().sum(-1, True) * N),
-    "width over sum": scaled_by(lambda x: torch.sqrt(N / x.square().sum(-1, True))),
     "sum of columns": by_root(lambda x: x.square().sum(-2, True) / N),
     "unsqueezed in front": by_root(lambda x: x.square().mean(-1).unsqueeze(0)),
-    "unsqueezed twice": by_root(lambda x: x.square().mean(-1)[..., None][None]),
     "of the weighted": lambda x, w: by_root(lambda y: y.sin().square().mean(-1, True))(x * w, 1.0),
-    "of the weight": lambda x, w: w * x * torch.rsqrt(w.square().mean(-1, True) + EPS),
     "two dims normalized": lambda x, w: F.rms_norm(x, (N, N), None, EPS),
     "two dims centered": lambda x, w: F.layer_norm(x, (N, N), None, None, EPS),
     "unbiased": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(variance(x) + EPS),
-    "another mean": lambda x, w: (
-        (x - w.mean(-1, True)) * torch.rsqrt(variance(x, correction=0) + EPS)
-    ),
 }
 
 

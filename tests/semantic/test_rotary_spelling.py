@@ -72,10 +72,6 @@ def every_second(x):
     return x[..., ::2], x[..., 1::2]
 
 
-def selected(x):
-    return x.view(B, T, H, -1, 2).select(-1, 0), x.view(B, T, H, -1, 2).select(-1, 1)
-
-
 def joined(y):
     return torch.cat(y, -1)
 
@@ -143,7 +139,6 @@ ANGLES = {
         lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), plain,
         lambda y: torch.stack(y, -1).reshape(HEADS),
     ),
-    "selected": products(selected, plain, lambda y: torch.stack(y, -1).view(HEADS)),
     "stacked halves": products(
         lambda x: x.unflatten(-1, (2, -1)).unbind(-2), plain,
         lambda y: torch.stack(y, -2).flatten(-2),
@@ -181,12 +176,6 @@ def test_fires_and_agrees(function, op, shape, tables, dtype):
     assert not {"sub", "neg", "chunk", "unbind", "view_as_complex"} & left
 
 
-def test_complex_numbers_in_16_bits():
-    x, *turns = inputs(HEADS, (T, D // 2))
-    given = x.detach().bfloat16().requires_grad_(), *(t.float() for t in turns)
-    assert raised(check_gradients(torchtitan, *given), rotate_pairs) == 1
-
-
 def of_halves(turn):
     return products(chunks, turn, joined)
 
@@ -198,11 +187,6 @@ def both(x, cos, sin):
 
 def uneven(x, cos, sin):
     return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
-
-
-def thirds(x, cos, sin):
-    first, second, _ = x[..., :6].chunk(3, -1)
-    return joined(plain(first, second, cos[:, None, :2], sin[:, None, :2]))
 
 
 def table_copies(x, cos, sin):
@@ -240,11 +224,6 @@ def laid_out_anew(x, cos, sin):
     return torch.cat((first * before - second * s, second * c + first * s), -1)
 
 
-def paired_halves(x, cos, sin):
-    z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.complex(cos, sin)[:, None]
-    return torch.cat([z.real, z.imag], -1)
-
-
 def own_turns(x, cos, sin):
     """A batch of one, turned in two ways."""
     z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -255,20 +234,7 @@ ONE, SMALL = (1, T, H, D), (T, D // 2)
 #: Name -> function, shapes of x and of tables, the code of a refusal or "".
 OTHERS = {
     "both minus": (of_halves(lambda a, b, c, s: (a * c - b * s, b * c - a * s)), HEADS, SMALL, ""),
-    "both plus": (of_halves(lambda a, b, c, s: (a * c + b * s, b * c + a * s)), HEADS, SMALL, ""),
-    "first again": (of_halves(lambda a, b, c, s: (a * c - b * s, a * c + b * s)), HEADS, SMALL, ""),
-    "exchanged": (of_halves(lambda a, b, c, s: (b * c - a * s, a * c + b * s)), HEADS, SMALL, ""),
-    "tables too": (of_halves(lambda a, b, c, s: (a * c - b * s, b * s + a * c)), HEADS, SMALL, ""),
-    "half of it": (products(every_second, plain, lambda y: y[0]), HEADS, SMALL, ""),
     "pairs of halves": (products(chunks, plain, stacked), HEADS, SMALL, ""),
-    "laid out otherwise": (
-        products(every_second, plain, lambda y: torch.stack(y, 2).flatten(-2)), HEADS, SMALL, "",
-    ),
-    "another sign": (
-        lambda x, c, s: x * c + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), -1) * s,
-        HEADS, (T, 1, D), "",
-    ),
-    "thirds": (thirds, HEADS, SMALL, ""),
     "copies of a table": (table_copies, HEADS, SMALL, ""),
     "laid out anew": (laid_out_anew, (B, 4, H, D), (4, 4), ""),
     "view without gradient": (view_without_gradient, HEADS, SMALL, ""),
@@ -276,7 +242,6 @@ OTHERS = {
     "unequal parts": (uneven, HEADS, (T, 1, D), "rotary-width"),
     "narrow tables": (llama, HEADS, (1, T, 1), "rotary-width"),
     "another shape": (llama, ONE, (B, T, D), "rotary-shape"),
-    "complex halves": (paired_halves, HEADS, SMALL, ""),
     "complex, another shape": (own_turns, ONE, (B, T, D // 2), "rotary-shape"),
 }  # fmt: skip
 
@@ -294,9 +259,10 @@ def test_what_only_looks_like_one_stays(name):
 
 
 LEARNED = {
-    "llama": (llama, HEADS, (1, T, D)), "complex": (torchtitan, HEADS, SMALL),
+    "llama": (llama, HEADS, (1, T, D)),
+    "complex": (torchtitan, HEADS, SMALL),
     "one without": (table_without_gradient, HEADS, SMALL),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LEARNED)
