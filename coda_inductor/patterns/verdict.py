@@ -21,7 +21,7 @@ from pathlib import Path
 import sympy
 import torch
 
-from coda_inductor.cache_dir import cache_dir, prewarmed, write
+from coda_inductor.cache_dir import cache_dir, write
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.source import Source
 from coda_inductor.processes.child import Child, EndedError, LateError
@@ -68,14 +68,9 @@ def record(source: Source) -> None:
 
 
 def _recorded(source: Source) -> bool:
-    """Is there a record on disk, here or in a folder that can only be read? One that is not as it
-    was written, or cannot be read, is none."""
-    for find in (cache_dir, prewarmed):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            base = find()
-            path = None if base is None else base / "proofs" / _key(source)
-            if path is not None and path.read_text() == _record(source):
-                return True
+    """Is there a record on disk? One that is not as it was written, or cannot be read, is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (cache_dir() / "proofs" / _key(source)).read_text() == _record(source)
     return False
 
 
@@ -100,7 +95,7 @@ def _prove_elsewhere(source: Source) -> str | None:
         answer = child.ask({"path": str(source.path), "digest": source.digest}, deadline)
         return answer["refused"]
     except LateError:
-        return f"{source.path}: {too_much('it did not answer')}"
+        return f"{source.path}: {too_slow('it did not answer')}"
     except EndedError as error:
         how = f"ended with {error.code}: {error.words or 'nothing'}"
         return f"{source.path}: the process that proves it {how}"
@@ -124,13 +119,11 @@ def time_limit() -> float:
     return seconds
 
 
-def too_much(doing: str, *, memory: bool = False) -> str:
-    """The refusal of a file that takes too long, or too much memory."""
-    gib, seconds = f"more than {MEMORY / 2**30:g} GiB of memory", f"longer than {time_limit():g} s"
-    more = "" if memory else ", or give a slow machine more: CODA_PROOF_SECONDS"
+def too_slow(doing: str) -> str:
+    """The refusal of a file that takes too long."""
     return (
-        f"loading and proving it takes {gib if memory else seconds} ({doing}). Write the meaning "
-        f"with fewer functions{more}"
+        f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the meaning "
+        "with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
     )
 
 

@@ -18,7 +18,7 @@ from coda_inductor.errors import PatternError
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
 from coda_inductor.patterns.source import Source, read, run
-from coda_inductor.patterns.verdict import MEMORY, time_limit, too_much
+from coda_inductor.patterns.verdict import MEMORY, time_limit, too_slow
 from coda_inductor.processes.start import Messages
 
 
@@ -47,11 +47,9 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
     def alarm(_number: int, _frame: FrameType | None) -> None:
         raise _TooSlowError
 
-    timed = hasattr(signal, "SIGALRM")
-    before = signal.signal(signal.SIGALRM, alarm) if timed else None
+    before = signal.signal(signal.SIGALRM, alarm)
     try:
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, time_limit())
+        signal.setitimer(signal.ITIMER_REAL, time_limit())
         found = list(run(source))
         for pattern in found:
             try:
@@ -60,19 +58,16 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
                 raise PatternError(f"{source.path}: {error}") from error
         return found
     except _TooSlowError:
-        raise PatternError(f"{source.path}: {too_much(doing)}") from None
+        raise PatternError(f"{source.path}: {too_slow(doing)}") from None
+    except PatternError:
+        raise
     except Exception as error:
-        if _of_memory(error):  # whatever it was taken for on its way here
-            raise PatternError(f"{source.path}: {too_much(doing, memory=True)}") from None
-        if isinstance(error, PatternError):
-            raise
         raise PatternError(
             f"{source.path}: {type(error).__name__} while {doing}: {error}"
         ) from error
     finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def main(parent: Messages) -> None:
@@ -105,11 +100,3 @@ def _limit_memory(more: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (now + more, most))
     except (ImportError, OSError, ValueError):
         pass  # no Linux: the time limit remains
-
-
-def _of_memory(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, MemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

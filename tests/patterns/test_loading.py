@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import coda_inductor
-from coda_inductor import PatternError, cache_dir, patterns
+from coda_inductor import PatternError, patterns
 from coda_inductor.dynamo import attention
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
@@ -68,30 +68,27 @@ def test_unreadable_files_are_named(tmp_path, prove_here):
             patterns.load_file(write(tmp_path / "leaves.py", text=text))
 
 
-SLOW = {
-    "while it runs, and catches": (
-        "while True:\n    try:\n        pass\n    except Exception:\n        pass\n",
-        "running the file",
-    ),
-    "in its proof": (
-        GATE + "\ndef forever(dy, gate, up):\n    while True:\n        pass\n"
-        "PATTERN = Pattern(name='slow', meaning=meaning, gradient=forever)\n",
-        "proving slow: meaning has a formula",
-    ),
-}
+SLOW = """
+def forever(dy, gate, up):
+    while True:
+        try:
+            pass
+        except Exception:
+            pass
+
+PATTERN = Pattern(name="slow", meaning=meaning, gradient=forever)
+"""
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_slow_file_is_refused_when_its_time_is_up(name, tmp_path, prove_here, monkeypatch):
+def test_slow_file_is_refused_when_its_time_is_up(tmp_path, prove_here, monkeypatch):
     monkeypatch.setenv("CODA_PROOF_SECONDS", "1.5")
-    text, said = SLOW[name]
-    path = write(tmp_path / "slow.py", text=text)
+    path = write(tmp_path / "slow.py", text=GATE + SLOW)
     start = time.monotonic()
     with pytest.raises(PatternError, match=r"takes longer than 1\.5 s") as caught:
         patterns.load_file(path)
     assert time.monotonic() - start < 9
     assert str(caught.value).startswith(f"{path}: ")
-    assert said in str(caught.value)
+    assert "proving slow: meaning has a formula" in str(caught.value)
 
 
 def test_time_limit_must_be_a_number(monkeypatch):
@@ -159,11 +156,6 @@ def test_built_in_file_is_proven(path):
     for pattern in patterns.load_file(path):
         for idiom in pattern.idioms:
             assert any(claim.startswith(f"{idiom.__name__} ") for claim in claims)
-
-
-def test_built_in_files_start_no_process(monkeypatch):
-    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: f"{source.path} was proven")
-    assert names(patterns.load()) == BUILTIN
 
 
 def test_folder_loads_what_loads(tmp_path, prove_here, caplog):
@@ -275,15 +267,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_file_that_takes_too_much_memory_is_refused(tmp_path):
     path = write(tmp_path / "large.py", text="HELD = bytearray(6 << 30)\n" + GATE)
-    said = str(verdict._prove_elsewhere(read(path)))
-    assert f"{path}: loading and proving it takes more than 4 GiB of memory (running the" in said
-
-
-def test_running_out_of_memory_is_named_whatever_it_was_taken_for(tmp_path):
-    text = GATE.replace("return", "raise MemoryError\n    return")
-    path = write(tmp_path / "large.py", text=text)
-    with pytest.raises(PatternError, match=r"large\.py: .* more than 4 GiB of memory"):
-        worker.patterns_of(read(path))
+    assert str(verdict._prove_elsewhere(read(path))).startswith(f"{path}:1: MemoryError")
 
 
 def test_a_record_that_is_damaged_is_none(tmp_path, monkeypatch):
@@ -295,17 +279,6 @@ def test_a_record_that_is_damaged_is_none(tmp_path, monkeypatch):
     assert not verdict._recorded(source)
 
 
-def test_records_of_a_folder_that_can_only_be_read_count(tmp_path, monkeypatch, prove_here):
-    path = write(tmp_path / "good.py")
-    verdict.record(read(path))
-    image = tmp_path / "cache"
-    monkeypatch.setattr(cache_dir, "writable", lambda path: path != image)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr(verdict, "_proven", set())
-    monkeypatch.setattr(verdict, "_prove_elsewhere", lambda source: f"{source.path} proven again")
-    assert [p.name for p in patterns.load_file(path)] == ["mine"]
-
-
 ASK = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -314,12 +287,11 @@ print(json.dumps(parse(None, {}).patterns))
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["-E"]])
-def test_python_that_ignores_the_environment_ignores_ours(flags, tmp_path):
+def test_python_that_ignores_the_environment_ignores_ours(tmp_path):
     path = str(write(tmp_path / "good.py"))
     environment = {**os.environ, "CODA_PATTERNS": path}
     done = subprocess.run(
-        [sys.executable, *flags, "-c", ASK, str(ROOT)],
+        [sys.executable, "-E", "-c", ASK, str(ROOT)],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout) == ([] if flags else [path])
+    assert json.loads(done.stdout) == []

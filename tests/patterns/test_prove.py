@@ -36,15 +36,7 @@ def tanh_gelu(gate, up):
 
 
 EQUAL = {
-    "mish": (
-        lambda gate, up: F.mish(gate) * up,
-        lambda gate, up: up * (gate * torch.tanh(F.softplus(gate))),
-    ),
     "mish in exponentials": (lambda gate, up: F.mish(gate) * up, exponentials_of_mish),
-    "sigmoid as tanh": (
-        lambda gate, up: torch.sigmoid(gate) * up,
-        lambda gate, up: up * (0.5 * torch.tanh(gate / 2) + 0.5),
-    ),
     "casts": (lambda gate, up: gate.float() * up, lambda gate, up: (gate * up.to(torch.float64))),
     "gelu tanh": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, tanh_gelu),
     "relu as where": (
@@ -54,10 +46,6 @@ EQUAL = {
     "condition on a sum": (
         lambda gate, up: torch.maximum(gate, up) + torch.minimum(gate, up),
         lambda gate, up: gate + up,
-    ),
-    "roots": (
-        lambda gate, up: gate * torch.rsqrt(gate * gate + 1) * up,
-        lambda gate, up: gate * torch.sqrt(gate**2 + 1) / (gate**2 + 1) * up,
     ),
 }  # fmt: skip
 
@@ -79,9 +67,6 @@ DIFFERENT = {
         lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         "erf(",
     ),
-    "far from zero only": (
-        lambda gate, up: F.relu6(gate) * up, lambda gate, up: F.relu(gate) * up, "they differ",
-    ),
     "one point": (
         lambda gate, up: torch.where(gate > 0, up, 0),
         lambda gate, up: torch.where(gate >= 0, up, 0),
@@ -98,15 +83,6 @@ DIFFERENT = {
 def test_different_functions_are_refused_with_the_difference(name):
     left, right, said = DIFFERENT[name]
     assert said in difference(of(left), of(right))
-
-
-def test_counterexample_is_one():
-    """The point that is shown does tell the two apart."""
-    said = difference(G**2, G**2 + sympy.Rational(1, 1000))
-    at = float(said.split("gate = ")[1].split(";")[0])
-    left, right = said.split("they differ: ")[1].split(" at ")[0].split(" against ")
-    assert float(left) == pytest.approx(at**2)
-    assert float(right) == pytest.approx(at**2 + 1e-3)
 
 
 def test_what_is_not_decided_is_refused(monkeypatch):
@@ -175,10 +151,6 @@ def unused(gate, up):
     return torch.sigmoid(gate)
 
 
-def three(gate, up, more):
-    return torch.sigmoid(gate) * up
-
-
 def test_gradient_that_is_right_is_proven():
     proven = prove(Pattern(name="a", meaning=good, gradient=good_gradient))
     assert proven[1:] == ["gradient with respect to gate", "gradient with respect to up"]
@@ -193,7 +165,6 @@ REFUSED = {
     "wrong idiom": (
         {"idioms": (good, lambda gate, up: torch.tanh(gate) * up)}, "they differ",
     ),
-    "other parameters": ({"idioms": (three,)}, "idiom three does not use its parameter more"),
     "unused": ({"idioms": (unused,)}, "idiom unused does not use its parameter up"),
     "two results": ({"idioms": (lambda gate, up: (gate, up),)}, "must return one tensor"),
     "unknown function": (
@@ -208,16 +179,6 @@ REFUSED = {
         "uses .mul_(...), which the matcher cannot read",
     ),
     "control flow": ({"meaning": branches}, "branches cannot be traced"),
-    "reduction": (
-        {"meaning": lambda gate, up: gate.mean(-1, keepdim=True) * up}, "has no formula",
-    ),
-    "largest of a row": (
-        {"idioms": (lambda gate, up: gate - up.max(-1, keepdim=True).values,)},
-        "uses .max(..., keepdim=True), for which the prover has no formula",
-    ),
-    "shape": (
-        {"idioms": (lambda gate, up: gate * up.shape[-1],)}, "which the matcher cannot read"
-    ),
 }  # fmt: skip
 
 
@@ -320,14 +281,12 @@ MALFORMED = {
     "name": ({"name": "my gate", "meaning": good}, "'my gate' must be an identifier"),
     "neither": ({"name": "a"}, "give either meaning"),
     "idioms": ({"name": "a", "meaning": good, "idioms": good}, "idioms must be a tuple"),
-    "arguments": ({"name": "a", "meaning": good, "arguments": good}, "go with op, not meaning"),
     "default": (
         {"name": "a", "meaning": lambda gate, alpha=1.0: gate * alpha}, "without a default",
     ),
     "parameter of the gradient": (
         {"name": "a", "meaning": lambda dy: dy * 2}, "its gradient has a parameter dy too",
     ),
-    "no tensor": ({"name": "a", "meaning": lambda: 1}, "no parameter is a tensor"),
     "closure": ({"name": "a", "meaning": scaled(2)}, "closes over c"),
 }  # fmt: skip
 

@@ -162,6 +162,12 @@ def test_weights_that_vary_by_row_are_none(shape):
     assert "the weight is not one value a column" in reasons(harness)
 
 
+def test_bias_of_another_shape_is_no_bias():
+    harness = check(squared_by_hand, randn(2, 3, D), randn(D), randn(2, 3, D))
+    assert "the bias is not one value a column" in reasons(harness)
+    assert raised(harness, layer_norm) == 1
+
+
 @pytest.mark.parametrize("eps", [(), (1,)], ids=["0-d", "1-d"])
 def test_an_eps_that_is_a_tensor_is_not_read(eps):
     """A buffer may hold another value when the graph runs."""
