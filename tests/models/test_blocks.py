@@ -59,14 +59,10 @@ def titan(layers: int) -> nn.Module:
     return nn.Sequential(*(TitanBlock() for _ in range(layers)))
 
 
-def encoder(layers: int, *, norm_first: bool, batch_first: bool = False) -> nn.Module:
-    how = {"dropout": 0.0, "activation": F.gelu, "norm_first": norm_first}
-    return nn.Sequential(
-        *(
-            nn.TransformerEncoderLayer(D, HEADS, HIDDEN, batch_first=batch_first, **how)
-            for _ in range(layers)
-        )
-    )
+def encoder(layers: int) -> nn.Module:
+    how = {"dropout": 0.0, "activation": F.gelu, "norm_first": True}
+    made = (nn.TransformerEncoderLayer(D, HEADS, HIDDEN, **how) for _ in range(layers))
+    return nn.Sequential(*made)
 
 
 # name -> (model of L layers, what fires in inference, what of that in training too), by L
@@ -75,20 +71,11 @@ MODELS = {
         titan,
         lambda L: {"rms_norm": 2 * L - 1, "swiglu": L, "residual": 2 * L, "rotary": 2 * L},
     ),
-    "TransformerEncoderLayer, norm first": (
-        lambda L: encoder(L, norm_first=True),
+    "TransformerEncoderLayer": (
+        encoder,
         lambda L: {"layer_norm": 2 * L - 1, "residual": 2 * L},
     ),
-    # Rows are permuted around attention: only the MLP's activation and residual, and q/k/v's bias.
-    "TransformerEncoderLayer, batch first": (
-        lambda L: encoder(L, norm_first=True, batch_first=True),
-        lambda L: {"epilogue": 2 * L, "residual": L},
-    ),
-    # Each norm is read by a residual too.
-    "TransformerEncoderLayer, norm last": (
-        lambda L: encoder(L, norm_first=False), lambda L: {"epilogue": L, "residual": 2 * L},
-    ),
-}  # fmt: skip
+}
 
 
 class Adapter(nn.Module):

@@ -74,23 +74,6 @@ def test_counts_operands_and_logits(attention):
     }
 
 
-def test_one_dynamic_graph_serves_every_length():
-    model, harness = llama(1), Harness()
-    compiled = torch.compile(model, backend=harness, dynamic=True)
-    with torch.no_grad():
-        for shape in ((2, 9), (3, 5), (2, 31)):
-            ids = tokens(*shape)
-            ours = compiled(ids, use_cache=False).logits
-            assert relative_error(ours, model(ids, use_cache=False).logits) < 1e-5
-    patterns = [name for site in harness.report.sites for name in site.patterns]
-    # rms_norm shows at both ends: the GEMM in front and the ones behind (q, k, v; gate and up).
-    assert patterns.count("swiglu") == 1
-    assert patterns.count("residual") == patterns.count("rotary") == 2
-    attention = torch.nn.functional.scaled_dot_product_attention
-    calls = [n for n in harness.raised.nodes if n.target is attention]
-    assert [n.kwargs["attn_mask"] is None for n in calls] == [False]  # cannot be evaluated
-
-
 def test_nothing_around_attention_is_laid_out_anew():
     """Queries, keys, values and the result are in one layout for attention and for projections. Of
     the gradients one copy a layer is left, where torch.compile copies and concatenates."""

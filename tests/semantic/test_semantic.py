@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checking import assert_same, randn, swiglu
 from float8 import needs_scaled_mm
 
@@ -42,27 +41,6 @@ def test_gradients(name):
         if any(mask):
             leaves = [randn(*s).requires_grad_(w) for s, w in zip(shapes, mask, strict=True)]
             assert torch.autograd.gradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("vectors", [(), ("weight",), ("bias",)], ids=str)
-def test_layer_norm_is_torchs(vectors):
-    x = randn(2, 3, D).requires_grad_()
-    weight, bias = (randn(D) if name in vectors else None for name in ("weight", "bias"))
-    y, mean, rstd = layer_norm(x, weight, bias, EPS, x.dtype)
-    want = F.layer_norm(x, (D,), weight, bias, EPS)
-    assert_same(y, want)
-    assert_same(mean, x.mean(-1, keepdim=True))
-    assert_same(rstd, torch.rsqrt(x.var(-1, keepdim=True, correction=0) + EPS))
-    assert not mean.requires_grad
-    dy = randn(2, 3, D)
-    assert_same(*(torch.autograd.grad(out, x, dy) for out in (y, want)))
-
-
-def test_rms_norm_is_torchs():
-    x, weight = randn(2, 3, D), randn(D)
-    y, rstd = rms_norm(x, weight, EPS, x.dtype)
-    assert_same(y, F.rms_norm(x, (D,), weight, EPS))
-    assert_same(rstd, torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
 
 
 def test_dtypes_of_mixed_inputs():
