@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from programs import heads, kinds, paired_sums, programs, row_statistics, select
+from programs import heads, kinds, paired_sums, parsed, programs, row_statistics, select
 
 from coda_inductor.codegen.ports import ports
 from coda_inductor.codegen.render import TEMPLATES, render
 from coda_inductor.errors import KernelError
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store
+from coda_inductor.program import EpilogueProgram, Step, Store
 from coda_inductor.program.ops import OPS
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -56,11 +56,10 @@ def test_one_template_an_op():
     assert set(TEMPLATES) == set(OPS)
 
 
-def one_step(step):
+def one_step(step: Step) -> EpilogueProgram:
     """A program that stores the value of ``step``."""
-    return EpilogueProgram(
-        ("acc",), "bfloat16", steps=(step,), stores=(Store("out0", step.name, "bfloat16"),)
-    )
+    stores = (Store("out0", step.name, "bfloat16"),)
+    return EpilogueProgram(("acc",), "bfloat16", steps=(step,), stores=stores)
 
 
 def test_origin_cannot_break_out_of_its_comment():
@@ -71,12 +70,8 @@ def test_origin_cannot_break_out_of_its_comment():
 
 
 def test_literals_survive():
-    def source(value):
-        return render(one_step(Step("x", "minimum", ("acc", value))))
-
-    assert 'minimum(acc, float("inf"))' in source(float("inf"))
-    assert "minimum(acc, (-1e-05))" in source(-1e-5)
-    assert "minimum(acc, 2.0)" in source(2)
+    for value, text in ((float("inf"), 'float("inf")'), (-1e-5, "(-1e-05)"), (2, "2.0")):
+        assert f"minimum(acc, {text})" in render(one_step(Step("x", "minimum", ("acc", value))))
 
 
 def test_reserved_name_is_refused():
@@ -84,50 +79,39 @@ def test_reserved_name_is_refused():
         render(one_step(Step("coda_math", "neg", ("acc",))))
 
 
-def one_sum(steps, operands=(), axis="row", stores=None):
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype="bfloat16",
-        operands=operands,
-        steps=steps,
-        stores=stores or (Store("out0", "acc", "bfloat16"),),
-        reduces=(Reduce("part0", "v", axis),),
-    )
-
-
-BIAS, SCALE = Operand("bias", "row", "bfloat16"), Operand("scale", "col", "float32")
+def one_sum(steps: str, axis: str = "row", stores: str = "acc") -> EpilogueProgram:
+    return parsed("bfloat16", "bias:row scale:col:float32", steps, stores, f"part0:v:{axis}")
 
 
 @pytest.mark.parametrize(
     ("axis", "steps", "masked"),
     [
-        ("row", (Step("v", "mul", ("acc", "acc")),), False),
-        ("row", (Step("v", "mul", ("acc", "scale")),), False),
-        ("row", (Step("v", "mul", ("acc", "bias")),), True),
-        ("col", (Step("v", "mul", ("acc", "bias")),), False),
-        ("col", (Step("v", "mul", ("acc", "scale")),), True),
-        ("row", (Step("v", "add", ("acc", "bias")),), True),
-        ("row", (Step("v", "add", ("acc", 1.0)),), True),
-        ("row", (Step("v", "exp", ("acc",)),), True),
-        ("row", (Step("v", "relu", ("acc",)),), False),
-        ("row", (Step("v", "div", ("acc", 2.0)),), False),
-        ("row", (Step("v", "div", (2.0, "acc")),), True),
-        ("row", (Step("w", "sigmoid", ("acc",)), Step("v", "mul", ("acc", "w"))), False),
-        ("row", (Step("w", "sigmoid", ("bias",)), Step("v", "mul", ("acc", "w"))), True),
-        ("row", (Step("w", "log", ("acc",)), Step("v", "mul", ("acc", "w"))), True),
+        ("row", "v mul acc acc", False),
+        ("row", "v mul acc scale", False),
+        ("row", "v mul acc bias", True),
+        ("col", "v mul acc bias", False),
+        ("col", "v mul acc scale", True),
+        ("row", "v add acc bias", True),
+        ("row", "v add acc 1", True),
+        ("row", "v exp acc", True),
+        ("row", "v relu acc", False),
+        ("row", "v div acc 2", False),
+        ("row", "v div 2 acc", True),
+        ("row", "w sigmoid acc; v mul acc w", False),
+        ("row", "w sigmoid bias; v mul acc w", True),
+        ("row", "w log acc; v mul acc w", True),
     ],
 )
 def test_sums_are_masked_where_lanes_beyond_the_matrix_are_not_zero(axis, steps, masked):
-    (sink,) = ports(one_sum(steps, (BIAS, SCALE), axis)).sinks
+    (sink,) = ports(one_sum(steps, axis)).sinks
     assert sink.masked == masked
 
 
 def test_sum_of_a_product_takes_its_factors_unless_the_product_is_stored():
-    square = (Step("v", "mul", ("acc", "acc")),)
+    square = "v mul acc acc"
     assert ports(one_sum(square)).sinks[0].factors == ("acc", "acc")
     assert "v = " not in render(one_sum(square))
-    stored = one_sum(square, stores=(Store("out0", "v", "bfloat16"),))
-    assert ports(stored).sinks[0].factors is None
+    assert ports(one_sum(square, stores="v")).sinks[0].factors is None
 
 
 def test_reduction_of_a_pair_counts_one_lane():

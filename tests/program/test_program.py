@@ -10,150 +10,139 @@ from dataclasses import replace
 import pytest
 import torch
 from checking import randn
+from programs import E4M3, E5M2, one_op, parsed
 
 from coda_inductor import EpilogueProgram, ProgramError
-from coda_inductor.program import OPS, Operand, Reduce, Step, Store, reference, verify
+from coda_inductor.program import OPS, Step, consistent, reference, simplify, verify
+from coda_inductor.program.heads import swap
+from coda_inductor.program.scales import Scaled, scaled
 
-M, N, K = 5, 6, 7
+M, N, K, HEAD = 5, 6, 7, 8
 
-RESIDUAL_NORM = EpilogueProgram(
-    accs=("acc",),
-    a_dtype="bfloat16",
-    operands=(Operand("c0", "tile", "bfloat16"), Operand("w0", "row", "float32")),
-    steps=(
-        Step("x", "add", ("acc", "c0"), "aten.add.Tensor"),
-        Step("h", "mul", ("x", "w0"), "aten.mul.Tensor"),
-        Step("xr", "round_bfloat16", ("x",)),
-        Step("sq", "mul", ("xr", "xr")),
-        Step("half", "mul", ("h", 0.5)),
-    ),
-    stores=(Store("out0", "x", "bfloat16"), Store("out1", "half", "float32")),
-    reduces=(Reduce("part0", "sq"),),
+
+def program(steps="", operands="", stores=None, reduces="", dtype="float64", **more):
+    """A program that stores its last step, see ``programs.parsed``."""
+    last = steps.split(";")[-1].split()[0] if steps else "acc"
+    return parsed(dtype, operands, steps, last if stores is None else stores, reduces, **more)
+
+
+NORM = {
+    "operands": "c0:tile:bfloat16 w0:row:float32",
+    "steps": "x add acc c0; h mul x w0; xr round_bfloat16 x; sq mul xr xr; half mul h 0.5",
+    "stores": "x half:float32",
+    "reduces": "part0:sq",
+    "dtype": "bfloat16",
+}
+ROTARY = {
+    "operands": "t0:table t1:table",
+    "steps": f"other swap acc {HEAD} 4; x mul acc t0; y mul other t1; z add x y",
+    "head": HEAD,
+}
+#: As a projection of torchao's: both scales, then a statistic of what is stored.
+SCALED = program(
+    "x mul acc r; y mul x w; size abs y", "r:col:float32 w:row:float32", "y:bfloat16",
+    "top:size:row:max left:size:col:max", E4M3, b_dtype=E5M2, fast=True,
+)  # fmt: skip
+SCALED = verify(simplify(consistent(SCALED)))
+
+
+def swapped(*numbers: float, x: str = "acc", **more: str):
+    steps = ROTARY["steps"].replace(f"acc {HEAD} 4", " ".join(map(str, (x, *numbers))))
+    return program(**{**ROTARY, "steps": steps, **more})
+
+
+ILLEGAL = [
+    (program(accs=("a", "b", "c")), "accumulators must be"),
+    (program(a_dtype="int32"), "'int32'"),
+    (program(a_dtype=E4M3, b_dtype="bfloat16"),
+     "GEMM dtypes 'float8_e4m3fn' and 'bfloat16' differ: only those of FP8 may"),
+    (program(fast=True), "fast accumulation is for FP8 operands"),
+    (program(operands=f"t:tile:{E4M3}"), "'t': dtype 'float8_e4m3fn'"),
+    (program(stores=""), "at least one store or reduction"),
+    (program(operands="t:matrix"), "'t': kind 'matrix'"),
+    (program(operands="t:row:int64"), "'t': dtype 'int64'"),
+    (program(operands="a-b:row"), "'a-b' is not a Python"),
+    (program("lambda neg acc"), "'lambda' is not a Python identifier"),
+    (program("D neg acc"), "'D' is defined twice or reserved"),
+    (program(operands="t:row t:row"), "operand 't' is defined twice"),
+    (program("x softmax acc"), "'x': unknown op 'softmax'"),
+    (program("x add acc"), "'x': add takes 2 arguments, got 1"),
+    (program("x neg y"), "'x' reads 'y' before"),
+    (program("x add acc nan"), "'x': literal nan"),
+    (replace(program(), steps=(Step("x", "add", ("acc", True)),)), "'x': literal True"),
+    (program("x add 1 2"), "'x' has only literals: fold it"),
+    (program("x where acc acc 0"), "'x': where argument 0 must be a bool, 'acc' is not"),
+    (program("b gt acc 0; x mul acc b"), "'x': mul argument 1 must be a number, 'b' is not"),
+    (program("b gt acc 0; x logical_and b acc"), "'x': logical_and argument 1 must be a bool"),
+    (program("b gt acc 0"), "'out0': 'b' is not a number"),
+    (program(stores="acc:int8"), "'out0': dtype 'int8'"),
+    (program(reduces="out0:acc"), "output 'out0' is defined twice"),
+    (program(reduces="p:acc:depth"), "'p': axis 'depth'"),
+    (program(reduces="p:acc:row:mul"), "'p': combine 'mul'"),
+    (program(reduces="p:acc:col:logsumexp"), "'p': logsumexp is over N"),
+    (program(operands="t:tile", stores="acc0", accs=("acc0", "acc1")),
+     "'t': a paired program reads no tiles"),
+    (program(**ROTARY | {"head": 0}), "heads of 0 columns in a program with 1 swaps, 2 tables"),
+    (program(head=HEAD), "heads of 8 columns in a program with 0 swaps, 0 tables"),
+    *((swapped(*numbers), "no pairs") for numbers in ((16, 8), (8, 3), (8, 0), (7.5, 1))),
+    (swapped(8), "takes 3 arguments"),
+    (swapped(8, 4, x="t0"), "no accumulator"),
+    (program(**ROTARY, reduces="p:z"), "no sums"),
+    (program(**ROTARY, a_dtype=E4M3), "of one accumulator, of 16 bits"),
+    (program(stores="acc:bfloat16", reduces="p:acc:row:logsumexp"), "'p' reads a value that is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("illegal", "why"), ILLEGAL, ids=[why for _, why in ILLEGAL])
+def test_an_illegal_program_names_the_culprit(illegal, why):
+    with pytest.raises(ProgramError) as caught:
+        verify(illegal)
+    assert why in str(caught.value)
+
+
+LITERALS = program(
+    "a maximum acc inf; b maximum a -inf; c add b 1e-38; d add c 0.30000000000000004"
 )
 
 
-def single(*steps: Step, **fields) -> EpilogueProgram:
-    """A program that stores its last step."""
-    last = steps[-1].name if steps else "acc"
-    fields = {"stores": (Store("out0", last, "float64"),), **fields}
-    return EpilogueProgram(("acc",), fields.pop("a_dtype", "float64"), steps=steps, **fields)
-
-
-ILLEGAL = {
-    "three accumulators": (replace(single(), accs=("a", "b", "c")), "accumulators must be"),
-    "integer GEMM": (single(a_dtype="int32"), "'int32'"),
-    "FP8 times 16 bits": (
-        single(a_dtype="float8_e4m3fn", b_dtype="bfloat16"),
-        "GEMM dtypes 'float8_e4m3fn' and 'bfloat16' differ: only those of FP8 may",
-    ),
-    "fast sums of 16 bits": (single(fast=True), "fast accumulation is for FP8 operands"),
-    "an operand of FP8": (
-        single(operands=(Operand("t", "tile", "float8_e4m3fn"),)),
-        "'t': dtype 'float8_e4m3fn'",
-    ),
-    "nothing returned": (single(stores=()), "at least one store or reduction"),
-    "operand kind": (single(operands=(Operand("t", "matrix", "float64"),)), "'t': kind 'matrix'"),
-    "operand dtype": (single(operands=(Operand("t", "row", "int64"),)), "'t': dtype 'int64'"),
-    "operand name": (single(operands=(Operand("a b", "row", "float64"),)), "'a b' is not a Python"),
-    "keyword": (single(Step("lambda", "neg", ("acc",))), "'lambda' is not a Python identifier"),
-    "reserved name": (single(Step("D", "neg", ("acc",))), "'D' is defined twice or reserved"),
-    "two operands of one name": (
-        single(operands=(Operand("t", "row", "float64"),) * 2),
-        "operand 't' is defined twice",
-    ),
-    "unknown op": (single(Step("x", "softmax", ("acc",))), "'x': unknown op 'softmax'"),
-    "arity": (single(Step("x", "add", ("acc",))), "'x': add takes 2 arguments, got 1"),
-    "use before definition": (single(Step("x", "neg", ("y",))), "'x' reads 'y' before"),
-    "not a number": (single(Step("x", "add", ("acc", math.nan))), "'x': literal nan"),
-    "a bool literal": (single(Step("x", "add", ("acc", True))), "'x': literal True"),
-    "where on a number": (
-        single(Step("x", "where", ("acc", "acc", 0.0))),
-        "'x': where argument 0 must be a bool, 'acc' is not",
-    ),
-    "arithmetic on a bool": (
-        single(Step("b", "gt", ("acc", 0.0)), Step("x", "mul", ("acc", "b"))),
-        "'x': mul argument 1 must be a number, 'b' is not",
-    ),
-    "logical op on a number": (
-        single(Step("b", "gt", ("acc", 0.0)), Step("x", "logical_and", ("b", "acc"))),
-        "'x': logical_and argument 1 must be a bool",
-    ),
-    "a bool is stored": (single(Step("b", "gt", ("acc", 0.0))), "'out0': 'b' is not a number"),
-    "store dtype": (single(stores=(Store("out0", "acc", "int8"),)), "'out0': dtype 'int8'"),
-    "two outputs of one name": (
-        single(stores=(Store("out0", "acc", "float64"),), reduces=(Reduce("out0", "acc"),)),
-        "output 'out0' is defined twice",
-    ),
-    "reduction axis": (single(reduces=(Reduce("p", "acc", "depth"),)), "'p': axis 'depth'"),
-    "combine": (single(reduces=(Reduce("p", "acc", "row", "mul"),)), "'p': combine 'mul'"),
-    "a pair reads a tile": (
-        replace(
-            single(operands=(Operand("t", "tile", "float64"),)),
-            accs=("acc0", "acc1"),
-            stores=(Store("out0", "acc0", "float64"),),
-        ),
-        "'t': a paired program reads no tiles",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ILLEGAL)
-def test_illegal_program_names_the_culprit(name):
-    program, message = ILLEGAL[name]
-    with pytest.raises(ProgramError) as caught:
-        verify(program)
-    assert message in str(caught.value)
-
-
-def test_json_round_trip_keeps_everything():
-    again = EpilogueProgram.from_json(RESIDUAL_NORM.to_json())
-    assert again == RESIDUAL_NORM
-    assert again.key == RESIDUAL_NORM.key
-
-
-@pytest.mark.parametrize("literal", [math.inf, -math.inf, 1e-38, 0.1 + 0.2])
-def test_json_keeps_every_literal(literal):
-    program = single(Step("x", "maximum", ("acc", literal)))
-    assert EpilogueProgram.from_json(program.to_json()).steps[0].args[1] == literal
+@pytest.mark.parametrize("original", [program(**NORM), program(**ROTARY), SCALED, LITERALS])
+def test_json_keeps_everything(original):
+    assert EpilogueProgram.from_json(original.to_json()) == original
 
 
 def test_another_serialization_format_says_which_cache_to_clear():
-    body = {**json.loads(RESIDUAL_NORM.to_json()), "format": 0}
+    body = {**json.loads(SCALED.to_json()), "format": 0}
     with pytest.raises(ProgramError, match="TORCHINDUCTOR_CACHE_DIR"):
         EpilogueProgram.from_json(json.dumps(body))
 
 
-def test_key_ignores_where_a_step_came_from():
-    steps = tuple(replace(step, origin="elsewhere") for step in RESIDUAL_NORM.steps)
-    assert replace(RESIDUAL_NORM, steps=steps).key == RESIDUAL_NORM.key
-
-
-COLUMN = (RESIDUAL_NORM.operands[0], Operand("w0", "col", "float32"))
-NARROW = (RESIDUAL_NORM.operands[0], Operand("w0", "row", "float16"))
-CHANGES = {
-    "literal": lambda p: replace(p, steps=(*p.steps[:3], Step("half", "mul", ("h", 0.25)))),
-    "op": lambda p: replace(p, steps=(Step("x", "sub", ("acc", "c0")), *p.steps[1:])),
-    "GEMM dtype": lambda p: replace(p, a_dtype="float16", b_dtype="float16"),
-    "dtype of B": lambda p: replace(p, b_dtype="float16"),
-    "operand dtype": lambda p: replace(p, operands=NARROW),
-    "operand kind": lambda p: replace(p, operands=COLUMN),
-    "store dtype": lambda p: replace(p, stores=(Store("out0", "x", "float32"), p.stores[1])),
-    "reduction": lambda p: replace(p, reduces=(Reduce("part0", "sq", "row", "max"),)),
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_key_changes_with_what_is_computed(what):
-    assert CHANGES[what](RESIDUAL_NORM).key != RESIDUAL_NORM.key
+def test_the_key_is_of_what_is_computed_wherever_a_step_came_from():
+    """Shipped measurements are found by it: no release may change it."""
+    assert program("x mul acc rstd", "rstd:col:float32", dtype="bfloat16").key == "6b42c26078914043"
+    changes = [
+        {}, {"steps": NORM["steps"].replace("0.5", "0.25")},
+        {"steps": NORM["steps"].replace("add", "sub")}, {"a_dtype": "float16"},
+        {"b_dtype": "float16"}, {"operands": NORM["operands"].replace("row", "col")},
+        {"operands": NORM["operands"].replace("32", "16")}, {"stores": "x:float32 half:float32"},
+        {"reduces": "part0:sq:row:max"},
+    ]  # fmt: skip
+    made = [program(**NORM | change) for change in changes]
+    made += [SCALED, replace(SCALED, fast=False), replace(SCALED, b_dtype=E4M3)]
+    made += [program(**ROTARY), replace(program(**ROTARY), head=16)]
+    assert len({each.key for each in made}) == len(made)
+    elsewhere = [replace(step, origin="elsewhere") for step in made[0].steps]
+    assert replace(made[0], steps=tuple(elsewhere)).key == made[0].key
 
 
 def test_printed_program_reads_like_the_documentation():
-    assert str(RESIDUAL_NORM).splitlines() == [
+    norm = program(**NORM)
+    first = replace(norm.steps[0], origin="aten.add.Tensor")
+    assert str(replace(norm, steps=(first, *norm.steps[1:]))).splitlines() == [
         "program(acc: bfloat16 x bfloat16)",
         "  load   c0      : tile bfloat16",
         "  load   w0      : row float32",
         "  x      = add acc c0                   # aten.add.Tensor",
-        "  h      = mul x w0                     # aten.mul.Tensor",
+        "  h      = mul x w0",
         "  xr     = round_bfloat16 x",
         "  sq     = mul xr xr",
         "  half   = mul h 0.5",
@@ -161,30 +150,8 @@ def test_printed_program_reads_like_the_documentation():
         "  store  out1    = half : float32",
         "  reduce part0   = add over N of sq",
     ]
-
-
-def nearest(x: torch.Tensor, digits: int, least: float = 0.0) -> torch.Tensor:
-    """``x`` with so many binary digits, ties to even; ``least``: the smallest number above 0."""
-    _, exponent = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), exponent - digits).clamp_min(least)
-    return (x / step).round() * step
-
-
-POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p"}
-
-
-def steps_for(op: str) -> list[Step]:
-    """Steps that end in a number and contain ``op`` on the accumulator and the tile operand."""
-    positive = [Step("p", "gt", ("acc", 0.0)), Step("q", "gt", ("t", 0.0))]
-    as_number = Step("y", "where", ("b", 1.0, 0.0))
-    if op in POSITIVE:
-        return [Step("a", "abs", ("acc",)), Step("y", op, ("a",))]
-    if op == "where":
-        return [*positive, Step("y", "where", ("p", "acc", "t"))]
-    if op.startswith("logical_"):
-        return [*positive, Step("b", op, ("p", "q")[: OPS[op].arity]), as_number]
-    args = ("acc", "t")[: OPS[op].arity]
-    return [Step("b", op, args), as_number] if OPS[op].boolean else [Step("y", op, args)]
+    assert str(SCALED).startswith(f"program(acc: {E4M3} x {E5M2}), fast accumulation\n")
+    assert str(program(**ROTARY)).startswith("program(acc: float64 x float64), heads of 8\n")
 
 
 #: What is not an op of torch's by that name: digits, the smallest number above 0, the largest.
@@ -196,71 +163,72 @@ ROUNDED = {
 }
 
 
-def meaning(op: str, acc: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    if op in ROUNDED:
-        digits, least, most = ROUNDED[op]
-        return nearest(acc, digits, least).clamp(-most, most)
-    if op == "where":
-        return torch.where(acc > 0, acc, t)
-    given = (acc > 0, t > 0) if op.startswith("logical_") else (acc, t)
-    given = (acc.abs(),) if op in POSITIVE else given
-    return getattr(torch, op)(*given[: OPS[op].arity]).double()
+def nearest(x: torch.Tensor, digits: int, least: float, most: float) -> torch.Tensor:
+    """``x`` with so many binary digits, ties to even."""
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent - digits).clamp_min(least)
+    return ((x / step).round() * step).clamp(-most, most)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reference_computes_what_the_op_means(op):
-    program = verify(single(*steps_for(op), operands=(Operand("t", "tile", "float64"),)))
-    a, b = randn(M, K), randn(K, N)
-    t = randn(M, N)
-    t[0] = (a @ b)[0]
-    (result,) = reference.run(program, [a], [b], [t])
-    torch.testing.assert_close(result, meaning(op, a @ b, t), rtol=1e-9, atol=1e-9)
+def test_an_op_means_torchs_of_its_name(op):
+    made = verify(one_op(op, "float64"))
+    a, b, t = randn(M, K), randn(K, N), randn(M, N)
+    acc = a @ b
+    t[0] = acc[0]
+    values = {"acc": acc, "other": t, "positive": acc.abs() + 0.5, "small": acc.clamp_min(-4)}
+    values |= {"p": acc < 0, "q": t > 0}
+    args = [values[arg] for arg in next(step.args for step in made.steps if step.name == "v")]
+    want = nearest(*args, *ROUNDED[op]) if op in ROUNDED else getattr(torch, op)(*args)
+    want = torch.where(want, acc, t) if OPS[op].boolean else want
+    torch.testing.assert_close(reference.run(made, [a], [b], [t])[0], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_inductor_keeps_a_rounding_step(dtype):
+    """It drops a cast down and up."""
+    x = torch.randn(64, 33) * torch.logspace(-9, 6, 33)
+    x[1, :4] = torch.tensor([65519.0, 65520.0, 1 + 2**-11, 1 + 2**-8])  # ties, and the largest
+    x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    step = OPS[f"round_{str(dtype).removeprefix('torch.')}"].torch
+    expected = x.clamp(-448, 448).to(dtype).float() if dtype.itemsize == 1 else x.to(dtype).float()
+    for function in (step, torch.compile(lambda x: step(x * 1.0), backend="inductor")):
+        torch.testing.assert_close(function(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_operand_broadcasts_to_a_full_tile_of_two_products():
-    kinds = {"w": "row", "r": "col", "s": "scalar"}
-    steps = (
-        Step("v0", "mul", ("acc0", "r")),
-        Step("v1", "sub", ("v0", "w")),
-        Step("v2", "div", ("v1", "s")),
-        Step("v3", "sub", ("v2", "acc1")),
-    )
-    program = verify(
-        EpilogueProgram(
-            ("acc0", "acc1"),
-            "float64",
-            tuple(Operand(name, kind, "float64") for name, kind in kinds.items()),
-            steps,
-            (Store("out0", "v3", "float64"), Store("out1", "s", "float64")),
-        )
-    )
+    made = verify(program(
+        "v0 mul acc0 r; v1 sub v0 w; v2 div v1 s; v3 sub v2 acc1", "w:row r:col s:scalar", "v3 s",
+        accs=("acc0", "acc1"),
+    ))  # fmt: skip
     # Square, so that a row taken for a column would go unnoticed by the shapes alone.
     a, b0, b1, w, r = (randn(*shape) for shape in ((M, M), (M, M), (M, M), (M,), (M,)))
     s = torch.tensor(3.0).double()
-    result, whole = reference.run(program, [a], [b0, b1], [w.repeat_interleave(2), r, s])
+    result, whole = reference.run(made, [a], [b0, b1], [w.repeat_interleave(2), r, s])
     torch.testing.assert_close(result, ((r.diag() @ a @ b0) - w[None, :]) / 3 - a @ b1)
     assert whole.is_contiguous()
     assert torch.equal(whole, torch.full((M, M), 3.0).double())
-    assert program.paired
-    assert not RESIDUAL_NORM.paired
 
 
-@pytest.mark.parametrize("combine", ["add", "max"])
-@pytest.mark.parametrize("axis", ["row", "col"])
-def test_reductions_leave_one_partial_a_tile(axis, combine):
-    program = verify(single(Step("x", "neg", ("acc",)), reduces=(Reduce("p", "x", axis, combine),)))
+def test_reductions_leave_one_partial_a_tile():
+    made = verify(program(
+        "x neg acc", reduces="p:x q:x:row:max r:x:col s:x:col:max t:x:row:logsumexp"
+    ))  # fmt: skip
     a, b = randn(M, K), randn(K, N)
-    _, partial = reference.run(program, [a], [b], [])
-    dim = 1 if axis == "row" else 0
-    want = -(a @ b)
-    want = want.sum(dim, keepdim=True) if combine == "add" else want.max(dim, keepdim=True).values
-    torch.testing.assert_close(partial, want)
+    x, *partials = reference.run(made, [a], [b], [])
+    assert torch.equal(x, -(a @ b))
+    want = [x.sum(1, True), x.amax(1, True), x.sum(0, True), x.amax(0, True)]
+    for have, wanted in zip(partials, [*want, x.logsumexp(1, True)], strict=True):
+        torch.testing.assert_close(have, wanted)
+    shapes = reference.output_shapes(made, 130, 200, 128, 64)
+    assert shapes == [(130, 200), (130, 4), (130, 4), (2, 200), (2, 200), (130, 4)]
+    assert reference.output_shapes(made, 130, 200)[1::2] == [(130, 1), (1, 200), (130, 1)]
 
 
 def test_bfloat16_program_computes_in_float32_and_rounds_once():
     a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
     c, w = torch.randn(M, N).bfloat16(), torch.randn(N)
-    x, h, squares = reference.run(RESIDUAL_NORM, [a], [b], [c, w])
+    x, h, squares = reference.run(verify(program(**NORM)), [a], [b], [c, w])
     want = a.float() @ b.float() + c.float()
     assert (x.dtype, h.dtype, squares.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert torch.equal(x, want.bfloat16())
@@ -268,17 +236,105 @@ def test_bfloat16_program_computes_in_float32_and_rounds_once():
     torch.testing.assert_close(squares, want.bfloat16().float().pow(2).sum(1, keepdim=True))
 
 
-def test_accumulators_are_not_rounded_unless_asked_for():
-    program = single(a_dtype="bfloat16", stores=(Store("out0", "acc", "float32"),))
-    a, b = torch.randn(M, 64).bfloat16(), torch.randn(64, N).bfloat16()
-    (rounded,) = reference.run(program, [a], [b], [], exact=False)
-    (exact,) = reference.run(program, [a], [b], [])
-    assert torch.equal(rounded, (a @ b).float())
+def factors(a_dtype: str, *b_dtypes: str):
+    """A (24, 48), and b (48, 32) of each dtype."""
+    bs = [torch.randn(32, 48).to(getattr(torch, dtype)).t() for dtype in b_dtypes]
+    return torch.randn(24, 48).to(getattr(torch, a_dtype)), *bs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
+def test_products_are_not_rounded_unless_asked_for(dtype):
+    """Then to bfloat16, also of FP8."""
+    made, (a, b) = program(dtype=dtype, stores="acc:float32"), factors(dtype, dtype)
+    (rounded,) = reference.run(made, [a], [b], [], exact=False)
+    (exact,) = reference.run(made, [a], [b], [])
     torch.testing.assert_close(exact, a.float() @ b.float())
+    assert torch.equal(rounded, exact.bfloat16().float())
     assert not torch.equal(rounded, exact)
 
 
-def test_output_shapes_count_ragged_tiles():
-    program = single(reduces=(Reduce("p", "acc"), Reduce("q", "acc", "col")))
-    assert reference.output_shapes(program, 130, 200, 128, 64) == [(130, 200), (130, 4), (2, 200)]
-    assert reference.output_shapes(program, 130, 200) == [(130, 200), (130, 1), (1, 200)]
+EDGES = torch.tensor(
+    [0.0, -0.0, 1e-9, 0.3, 447.0, 449.0, -1e30, math.inf, -math.inf, math.nan, 57345.0]
+)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_store_in_fp8_saturates_as_torchaos_clamp_and_cast_do(dtype, wide):
+    made = verify(program("x mul acc t", "t:row:float32", f"x:{dtype}", dtype=E4M3))
+    one = torch.ones(16, 16).to(torch.float8_e4m3fn if wide == torch.float32 else wide)
+    (got,) = reference.run(made, [one[:1]], [one[:, : len(EDGES)]], [EDGES])
+    target = getattr(torch, dtype)
+    largest, values = torch.finfo(target).max, 16 * EDGES.to(wide)
+    want = values.clamp(min=-largest, max=largest).to(target)
+    assert got.dtype == target
+    assert torch.equal(got.view(torch.uint8)[0], want.view(torch.uint8))
+    again = OPS[f"round_{dtype}"].torch(values)
+    torch.testing.assert_close(again, want.to(wide), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_unfused_fp8_product_is_rounded_behind_its_scales():
+    (a, b), r, w = factors(E4M3, E5M2), torch.rand(24) + 0.5, torch.rand(32) + 0.5
+    y, top, _ = reference.run(SCALED, [a], [b], [r, w], exact=False)
+    want = ((a.float() @ b.float()) * r[:, None] * w).bfloat16()
+    assert torch.equal(y, want)
+    assert torch.equal(top, want.float().abs().amax(1, keepdim=True))
+
+
+def test_each_product_of_a_pair_has_scales_of_its_own():
+    made = verify(program(
+        "g0 mul acc0 r; g mul g0 wg; u0 mul acc1 r; u mul u0 wu; y mul g u",
+        "r:col:float32 wg:row:float32 wu:row:float32", "y:float32", dtype=E4M3,
+        accs=("acc0", "acc1"),
+    ))  # fmt: skip
+    a, *bs = factors(E4M3, E4M3, E4M3)
+    r, *ws = torch.rand(24), torch.rand(32), torch.rand(32)
+    given = [r, *(w.repeat_interleave(2) for w in ws)]
+    g, u = ((a.float() @ b.float()) * r[:, None] * w for b, w in zip(bs, ws, strict=True))
+    torch.testing.assert_close(reference.run(made, [a], bs, given)[0], g * u)
+    (rounded,) = reference.run(made, [a], bs, given, exact=False)
+    assert torch.equal(rounded, g.bfloat16().float() * u.bfloat16().float())
+
+
+NONE = Scaled("acc")
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "want"),
+    [
+        ("x mul acc r; y mul x w; z abs y", {}, Scaled("y", ("x", "y"), "r", "w")),
+        ("x mul acc r; y mul s x", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
+        ("x mul acc r; y mul x r2", {}, Scaled("x", ("x",), "r")),
+        ("x mul acc r; y mul s x; z mul y w", {}, Scaled("y", ("x", "y"), "r", None, ("s",))),
+        ("x mul acc r; y mul s x", {"dtype": "bfloat16"}, NONE),
+        ("x mul acc acc", {}, NONE),
+        ("x mul acc 2", {}, NONE),
+        ("x add acc r", {}, NONE),
+        ("x mul acc half", {}, NONE),
+        ("x mul acc r; y add x acc", {}, NONE),
+        ("x mul acc r", {"stores": "acc:float32"}, NONE),
+    ],
+)
+def test_what_counts_as_a_scale_of_a_product(steps, more, want):
+    operands = "r:col:float32 r2:col:float32 w:row:float32 s:scalar:float32 half:col:bfloat16"
+    assert scaled(program(steps, operands, **{"dtype": E4M3, **more}))["acc"] == want
+
+
+def test_rotary_is_hugging_faces():
+    a, b = randn(3, K), randn(K, 3 * HEAD)
+    cos, sin = randn(2, 3, HEAD)
+    signed = sin * torch.cat((-torch.ones(4), torch.ones(4)))
+    (got,) = reference.run(verify(program(**ROTARY)), [a], [b], [cos, signed])
+    x = (a @ b).unflatten(-1, (-1, HEAD))
+    half = torch.cat((-x[..., HEAD // 2 :], x[..., : HEAD // 2]), -1)
+    torch.testing.assert_close(got, (x * cos[:, None] + half * sin[:, None]).flatten(-2))
+
+
+@pytest.mark.parametrize(("width", "distance"), [(8, 4), (8, 1), (4, 2), (8, 2), (4, 1)])
+def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
+    x = torch.arange(2 * HEAD)
+    y = swap(x, HEAD, width, distance)
+    assert torch.equal(swap(y, HEAD, width, distance), x)
+    moved = (y - x).abs()
+    assert set(moved.tolist()) <= {0, distance}
+    assert (moved == 0).sum() == 2 * (HEAD - width)

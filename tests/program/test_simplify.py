@@ -6,31 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from programs import parsed
 
-from coda_inductor.program import (
-    EpilogueProgram,
-    Operand,
-    Reduce,
-    Step,
-    Store,
-    reference,
-    simplify,
-    verify,
-)
+from coda_inductor.program import EpilogueProgram, reference, simplify, verify
 
 
-def program(*steps: Step, values: tuple[str, ...], reduces: tuple[Reduce, ...] = ()):
-    """A float64 program that stores ``values``."""
-    return verify(
-        EpilogueProgram(
-            accs=("acc",),
-            a_dtype="float64",
-            operands=(Operand("t", "tile", "float64"), Operand("u", "tile", "float64")),
-            steps=steps,
-            stores=tuple(Store(f"out{i}", value, "float64") for i, value in enumerate(values)),
-            reduces=reduces,
-        )
-    )
+def program(steps: str, stores: str, reduces: str = "") -> EpilogueProgram:
+    return verify(parsed("float64", "t:tile u:tile", steps, stores, reduces))
 
 
 def run(chosen: EpilogueProgram) -> list[torch.Tensor]:
@@ -41,19 +23,13 @@ def run(chosen: EpilogueProgram) -> list[torch.Tensor]:
 
 def test_equal_steps_become_the_first_of_them_to_any_depth():
     long = program(
-        Step("s0", "sigmoid", ("t",), "forward"),
-        Step("s1", "sigmoid", ("t",), "backward"),
-        Step("y0", "mul", ("t", "s0")),
-        Step("y1", "mul", ("s1", "t")),
-        Step("z0", "add", ("y0", "acc")),
-        Step("z1", "add", ("y1", "acc")),
-        Step("d", "sub", ("z1", "u")),
-        values=("z0", "d"),
-        reduces=(Reduce("part0", "z1"),),
+        "s0 sigmoid t; s1 sigmoid t; y0 mul t s0; y1 mul s1 t; z0 add y0 acc; z1 add y1 acc;"
+        "d sub z1 u",
+        "z0 d",
+        "part0:z1",
     )
     short = verify(simplify(long))
     assert [step.name for step in short.steps] == ["s0", "y0", "z0", "d"]
-    assert short.steps[0].origin == "forward"
     assert short.steps[-1].args == ("z0", "u")
     assert [output.value for output in short.outputs] == ["z0", "d", "z0"]
     for x, y in zip(run(short), run(long), strict=True):
@@ -61,68 +37,47 @@ def test_equal_steps_become_the_first_of_them_to_any_depth():
     assert simplify(short) == short
 
 
-LOGISTIC = {
-    "silu": ((Step("y", "div", ("t", "d")),), ["sigmoid", "mul"]),
-    "sigmoid": ((Step("y", "div", (1.0, "d")),), ["sigmoid"]),
-    "reciprocal": ((Step("y", "reciprocal", ("d",)),), ["sigmoid"]),
-    "twice": ((Step("s", "reciprocal", ("d",)), Step("y", "div", ("s", "d"))), ["sigmoid", "mul"]),
-    "denominator read again": (
-        (Step("z", "div", ("t", "d")), Step("y", "add", ("z", "d"))),
-        ["neg", "exp", "add", "sigmoid", "mul", "add"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOGISTIC)
-def test_a_spelled_logistic_function_is_a_sigmoid(name):
-    tail, ops = LOGISTIC[name]
-    head = [Step("n", "neg", ("t",)), Step("e", "exp", ("n",)), Step("d", "add", ("e", 1.0))]
-    long = program(Step("unused", "exp", ("acc",)), *head, *tail, values=("y",))
+@pytest.mark.parametrize(
+    ("tail", "ops"),
+    [
+        ("y div t d", "sigmoid mul"),
+        ("y div 1 d", "sigmoid"),
+        ("y reciprocal d", "sigmoid"),
+        ("s reciprocal d; y div s d", "sigmoid mul"),
+        ("z div t d; y add z d", "neg exp add sigmoid mul add"),  # the denominator is read again
+    ],
+)
+def test_a_spelled_logistic_function_is_a_sigmoid(tail, ops):
+    long = program(f"unused exp acc; n neg t; e exp n; d add e 1; {tail}", "y")
     short = verify(simplify(long))
-    assert [step.op for step in short.steps] == ops
+    assert [step.op for step in short.steps] == ops.split()
     torch.testing.assert_close(run(short), run(long))
 
 
 @pytest.mark.parametrize(
     "steps",
     [
-        [("neg", "t"), ("exp", "v0"), ("add", "v1", 2.0), ("div", "t", "v2")],
-        [("neg", "t"), ("exp", "t"), ("add", "v1", 1.0), ("div", "v0", "v2")],
-        [("neg", "t"), ("exp2", "v0"), ("add", "v1", 1.0), ("div", "t", "v2")],
-        [("neg", "t"), ("exp", "v0"), ("sub", 1.0, "v1"), ("div", "t", "v2")],
-        [("neg", "t"), ("exp", "v0"), ("add", "v1", 1.0), ("div", "v2", "t")],
-    ],
-    ids=["other constant", "no minus", "exp2", "difference", "denominator above"],
-)
-def test_what_only_looks_like_a_logistic_function_stays(steps):
-    made = [Step(f"v{i}", op, tuple(args)) for i, (op, *args) in enumerate(steps)]
-    chosen = program(*made, values=("v3",))
-    assert simplify(chosen) == chosen
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("sub", "t", "u"), ("sub", "u", "t")),
-        (("div", "t", "u"), ("div", "u", "t")),
-        (("mul", "t", 2.0), ("mul", "t", 2.5)),
-        (("add", "t", 0.0), ("add", "t", -0.0)),
-        (("maximum", "t", "u"), ("minimum", "t", "u")),
-        (("add", "t", "u"), ("add", "t", "acc")),
-        (("where", "less", "t", "u"), ("where", "less", "u", "t")),
+        "n neg t; e exp n; d add e 2; y div t d",
+        "n neg t; e exp t; d add e 1; y div n d",
+        "n neg t; e exp2 n; d add e 1; y div t d",
+        "n neg t; e exp n; d sub 1 e; y div t d",
+        "n neg t; e exp n; d add e 1; y div d t",
+        "x sub t u; z sub u t; y add x z",
+        "x div t u; z div u t; y add x z",
+        "x mul t 2; z mul t 2.5; y add x z",
+        "x add t 0; z add t -0.0; y add x z",
+        "x maximum t u; z minimum t u; y add x z",
+        "x add t u; z add t acc; y add x z",
+        "less lt t u; x where less t u; z where less u t; y add x z",
     ],
 )
-def test_what_only_looks_equal_stays(first, second):
-    less = [Step("less", "lt", ("t", "u"))] if first[0] == "where" else []
-    steps = [Step(name, op, tuple(args)) for name, (op, *args) in (("x", first), ("y", second))]
-    chosen = program(*less, *steps, values=("x", "y"))
+def test_what_only_looks_equal_or_like_a_logistic_function_stays(steps):
+    chosen = program(steps, "y")
     assert simplify(chosen) == chosen
 
 
 @pytest.mark.parametrize("op", ["add", "mul", "maximum", "minimum"])
 def test_commutative_ops_are_equal_in_either_order(op):
-    for left, right in (("t", "u"), ("t", 2.0)):
-        chosen = program(
-            Step("x", op, (left, right)), Step("y", op, (right, left)), values=("x", "y")
-        )
+    for left, right in (("t", "u"), ("t", 2)):
+        chosen = program(f"x {op} {left} {right}; y {op} {right} {left}", "x y")
         assert [store.value for store in simplify(chosen).stores] == ["x", "x"]

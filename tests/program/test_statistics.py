@@ -3,45 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, check_gradients, randn
+from programs import parsed
 from torch import nn
 
 from coda_inductor.errors import ProgramError
-from coda_inductor.program import (
-    EpilogueProgram,
-    Operand,
-    Reduce,
-    Step,
-    Store,
-    consistent,
-    reference,
-    simplify,
-    verify,
-)
+from coda_inductor.program import consistent, reference, simplify, verify
 
 M, N, K = 24, 40, 16
-
-
-def program(*steps, stores, reduces, dtype="bfloat16"):
-    operands = (Operand("t", "tile", dtype),)
-    return EpilogueProgram(("acc",), dtype, operands, steps, stores, reduces)
-
-
-HEAD = program(
-    stores=(Store("out0", "acc", "bfloat16"),), reduces=(Reduce("lse", "acc", "row", "logsumexp"),)
-)
-NORM = program(
-    Step("x", "add", ("acc", "t")),
-    Step("sq", "mul", ("x", "x")),
-    Step("h", "mul", ("x", 2.0)),
-    stores=(Store("out0", "x", "bfloat16"), Store("out1", "h", "bfloat16")),
-    reduces=(Reduce("part0", "sq"), Reduce("part1", "h")),
-)
+program = functools.partial(parsed, "bfloat16", "t:tile")
+HEAD = program("", "acc", "lse:acc:row:logsumexp")
+NORM = program("x add acc t; sq mul x x; h mul x 2", "x h", "part0:sq part1:h")
 
 
 @pytest.mark.parametrize("original", [HEAD, NORM], ids=["head", "norm"])
@@ -53,33 +31,25 @@ def test_an_unrounded_statistic_is_refused_and_made_consistent(original):
     assert made.stores == original.stores
     a, b = (randn(*shape, dtype=torch.bfloat16) for shape in ((M, K), (K, N)))
     outputs = reference.run(made, [a], [b], [randn(M, N, dtype=torch.bfloat16)])
-    stored = [x.float() for x in outputs[: len(made.stores)]]
-    sums = outputs[len(made.stores) :]
+    x = outputs[0].float()
     if original is HEAD:
-        assert torch.equal(sums[0], stored[0].logsumexp(1, keepdim=True))
-    else:
-        assert torch.equal(sums[0], stored[0].square().sum(1, keepdim=True))
-        assert torch.equal(sums[1], stored[1].sum(1, keepdim=True))  # of h, which is stored itself
+        assert torch.equal(outputs[1], x.logsumexp(1, keepdim=True))
+    else:  # the second is of h, which is stored itself
+        assert torch.equal(outputs[2], x.square().sum(1, keepdim=True))
+        assert torch.equal(outputs[3], outputs[1].float().sum(1, keepdim=True))
 
 
 def test_what_is_not_stored_is_not_rounded():
-    original = replace(NORM, stores=(Store("out0", "x", "float32"),))
-    assert verify(consistent(original)) == original
+    original = replace(NORM, stores=(replace(NORM.stores[0], dtype="float32"),))
     elsewhere = replace(NORM, stores=NORM.stores[1:], reduces=NORM.reduces[:1])
-    assert verify(consistent(elsewhere)) == elsewhere
-    by_itself = program(
-        Step("x", "round_bfloat16", ("acc",)),
-        stores=(Store("out0", "x", "bfloat16"),),
-        reduces=(Reduce("part0", "x"),),
-    )
-    assert verify(consistent(by_itself)) == by_itself
+    by_itself = program("x round_bfloat16 acc", "x", "part0:x")
+    for each in (original, elsewhere, by_itself):
+        assert verify(consistent(each)) == each
 
 
 def test_a_long_chain_needs_no_recursion():
-    steps = [Step("v0", "add", ("acc", 1.0))]
-    steps += [Step(f"v{i}", "add", (f"v{i - 1}", 1.0)) for i in range(1, 3000)]
-    last = steps[-1].name
-    long = program(*steps, stores=(Store("o", "v0", "bfloat16"),), reduces=(Reduce("p", last),))
+    steps = ";".join(["v0 add acc 1", *(f"v{i} add v{i - 1} 1" for i in range(1, 3000))])
+    long = program(steps, "v0", "p:v2999")
     assert len(verify(consistent(long)).steps) == 2 * 3000
 
 
