@@ -32,7 +32,8 @@ test: $(VENV)/.test  ## run the tests (ARGS="-k name" narrows, JOBS=8 widens, TO
 	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure prints a script
-	OMP_NUM_THREADS=$(THREADS) $(RUN) tests/fuzz/hunt.py $(N) --seed $(SEED) --jobs $(JOBS) $(ARGS)
+	FUZZ="$(SEED) $(N)" OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) \
+		--timeout 600 --timeout-method thread tests/fuzz/test_fuzz.py $(ARGS)
 
 bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; SUITE=layer_train)
 	$(RUN) -m benchmarks $(SUITE) --out $(OUT) $(ARGS)

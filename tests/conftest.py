@@ -44,7 +44,7 @@ SLOW = (
     "test_distributed", "test_compile", "test_pass_contract", "test_failing_passes",
     "test_families", "test_training_contexts", "test_frameworks", "test_benchmarks",
     "test_fp8_serving", "test_fp8_expansion", "test_fp8_linears", "test_examples",
-    "test_fuzz_training", "test_fuzz_inference", "test_inductor",
+    "test_fuzz", "test_inductor",
 )  # fmt: skip
 
 

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs: forward passes, training, rounding errors, and a sample through Inductor's code.
+
+The same ones each time; ``make fuzz`` hunts with others: ``FUZZ`` is "SEED N".
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fuzz_seeds import outcome, report, totals
+
+#: Mode -> how many programs; code generation takes seconds a program, and one of its two trains.
+PROGRAMS = {"inference": 24, "training": 16, "rounding": 6, "end_to_end": 2}
+#: Mode, rewrite -> in how many of these programs it fires at least.
+FIRES = {
+    "inference": {
+        "rms_norm": 8, "layer_norm": 3, "swiglu": 4, "residual": 18, "epilogue": 7, "pair": 6,
+        "sum": 1, "cross_entropy": 4, "constant_mask": 1, "raised rotate_pairs": 1,
+    },
+    "training": {
+        "rms_norm": 2, "rms_norm_backward": 2, "swiglu": 2, "swiglu_backward": 2, "pair": 2,
+        "sum": 1, "cross_entropy": 1, "cross_entropy_backward": 1, "embedding_backward": 1,
+    },
+}  # fmt: skip
+#: Which mode each of twenty seeds of a hunt is for.
+SHARES = ("inference",) * 7 + ("training",) * 8 + ("rounding",) * 4 + ("end_to_end",)
+
+
+def cases() -> list[tuple[str, int]]:
+    if "FUZZ" in os.environ:
+        first, count = map(int, os.environ["FUZZ"].split())
+        return [(SHARES[seed % len(SHARES)], seed) for seed in range(first, first + count)]
+    return [(mode, seed) for mode, count in PROGRAMS.items() for seed in range(count)]
+
+
+@pytest.mark.parametrize(("mode", "seed"), cases())
+def test_program(mode, seed, record_property):
+    found = outcome(mode, seed)
+    record_property("fired", ["say nothing"] if found.invalid else sorted(found.counts))
+    assert not found.failure, report(mode, seed)
+
+
+@pytest.mark.skipif("FUZZ" in os.environ, reason="a hunt has other programs")
+def test_programs_say_something_and_reach_what_is_rewritten():
+    """Outcomes are kept in this process, so that this costs nothing where all were run."""
+    for mode, count in PROGRAMS.items():
+        invalid = [seed for seed in range(count) if outcome(mode, seed).invalid]
+        assert len(invalid) <= count // 20, (mode, invalid)
+    for mode, least in FIRES.items():
+        fired = totals(mode, range(PROGRAMS[mode]))
+        assert not {name: fired[name] for name in least if fired[name] < least[name]}, fired
