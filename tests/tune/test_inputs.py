@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from measured import site
-from programs import kinds, programs, select
+from programs import fp8, kinds, programs, select
 
 from coda_inductor.select.site import Site
 from coda_inductor.tune.inputs import size, tensors
@@ -87,3 +87,15 @@ def test_a_measurement_needs_at_least_its_inputs_and_outputs(kind):
     outputs = len(wanted.program.stores) * wanted.m * wanted.n * 2
     needed = sum(x.numel() * x.element_size() for x in given) + outputs
     assert needed < size(wanted) < 10 * needed
+
+
+@pytest.mark.parametrize("name", ["fp8_dswiglu", "fp8_swiglu"])
+def test_values_of_fp8_are_in_its_range(name):
+    """Their scales undo what they are multiplied with."""
+    program = fp8()[name]
+    (a,), bs, operands = tensors(Site(program, 48, 64, 512), "cpu")
+    assert (a.stride(), bs[0].stride()) == ((512, 1), (1, 512))
+    names = [o.name for o in program.operands]
+    product = (a.float() @ bs[0].float()) * operands[names.index("inv_a")][:, None]
+    assert 0.3 < product.std() < 3
+    assert (bs[0] == torch.zeros((), dtype=bs[0].dtype)).float().mean() < 0.05

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons for having no kernel: of a site, of a matrix, of a machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+
+import pytest
+import torch
+from programs import E5M2, fp8, heads, kinds, one_op, parsed, programs, rotary, stored
+from test_config import sum_of_tiles
+
+from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
+from coda_inductor.program import Store
+from coda_inductor.select import legality
+from coda_inductor.select.config import legal_configs
+from coda_inductor.select.legality import unsupported
+
+SCALE, PAIR, ROTARY = (kinds()[name] for name in ("scale", "swiglu", "rotary"))
+FP8 = stored()
+
+
+@pytest.fixture
+def generation(monkeypatch):
+    """Let GPUs be of one."""
+    return lambda arch: monkeypatch.setattr(legality, "arch_of", lambda _: arch)
+
+
+@pytest.mark.parametrize("program", [*programs().values(), *fp8().values(), one_op("tanh")])
+def test_every_representative_program_is_supported(program):
+    assert unsupported(program, 4096, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "n", "k", "how", "code", "text"),
+    [
+        (parsed("float32", "", "", "acc"), 64, 64, {}, "kernel-dtype", "float32 GEMM"),
+        (SCALE, 60, 64, {}, "not-multiple-of-8", "N=60"),
+        (SCALE, 64, 63, {}, "not-multiple-of-8", "K=63"),
+        (SCALE, 64, 0, {}, "not-multiple-of-8", "K=0"),
+        (replace(SCALE, stores=()), 64, 64, {}, "no-store", "without a tile store"),
+        (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype",
+         "float64"),
+        (replace(PAIR, stores=(Store("o", "y", "float32"),)), 64, 64, {}, "paired-store-wide",
+         "16-bit"),
+        (PAIR, 64, 64, {"b_major": "n"}, "paired-weight-layout", "K-major"),
+        (parsed("bfloat16", "s:scalar:float32", "x neg s", "x"), 64, 64, {}, "constant-tile",
+         "one value"),
+        (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
+        (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
+        (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
+        (replace(FP8, a_dtype="bfloat16", b_dtype="bfloat16"), 72, 64, {}, "not-multiple-of-16",
+         "N=72"),
+        (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
+        (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
+        (FP8, 64, 64, {"terms": 2}, "fp8-terms", "a sum of 2 FP8 products"),
+        (ROTARY, 1096, 1024, {}, "head-columns", "N=1096 is not made of heads of 128"),
+        (rotary(112), 1120, 1024, {}, "head-columns", "no kernel's tiles are made of heads of 112"),
+        (rotary(80, tables="float32"), 1280, 1024, {}, "head-columns", "heads of 80"),
+        (rotary(96, 24), 1536, 1024, {}, "head-distance", "columns 12 apart"),
+        (rotary(64, 64, 2), 1024, 1024, {}, "head-distance",
+         "2 apart: kernels have neighbours, and multip"),
+    ],
+)  # fmt: skip
+def test_reasons(program, n, k, how, code, text):
+    why = unsupported(program, n, k, **how)
+    assert (why.code, why.failure) == (code, True)
+    assert text in why.text
+
+
+@pytest.mark.parametrize("major", [7, 8, 13])
+def test_architectures_without_kernels(major, generation):
+    assert legal_configs(SCALE, major) == ()
+    generation(major)
+    why = unsupported(SCALE, 4096, 4096)
+    assert (why.code, f"{major}.x" in why.text, "quack" in why.text) == ("old-gpu", True, True)
+
+
+@pytest.mark.parametrize(("arch", "code"), [(9, None), (10, "fp8-mixed"), (12, None)])
+def test_mixed_dtypes_have_no_kernel_on_data_centre_blackwell(arch, code, generation):
+    generation(arch)
+    why = unsupported(replace(FP8, a_dtype=E5M2), 64, 64)
+    assert (why and why.code) == code
+
+
+#: Heads that have no kernel on a generation, and why.
+WITHOUT = {
+    9: {},
+    10: dict.fromkeys(("halves_80", "halves_96", "part_of_80"), "tiles"),
+    12: {
+        "halves_80": "40 apart", "part_of_80": "16 apart", "halves_96": "48 apart",
+        "part_of_64": "8 apart", "halves_256": "tiles",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", WITHOUT)
+def test_which_heads_have_kernels(arch, generation):
+    generation(arch)
+    for name, program in heads().items():
+        why = unsupported(program, 10 * program.head, 1024)
+        wanted = WITHOUT[arch].get(name)
+        assert (why is None) == (wanted is None), name
+        assert why is None or wanted in why.text
+
+
+def test_a_matrix_that_tma_cannot_read_where_it_lies():
+    """Parameters in one flat buffer, columns of a wider matrix."""
+    flat = torch.empty(64 * 72, dtype=torch.bfloat16)
+    weight = flat[: 64 * 64].view(64, 64)
+    fine = (weight, weight.t(), flat[8 : 8 + 64].view(1, 64), weight[:, :1].expand(64, 8))
+    assert [legality.unaligned("w", x) for x in fine] == [None] * 4
+    shifted = flat[1 : 1 + 64 * 64].view(64, 64)
+    assert "w has a storage offset of 1" in legality.unaligned("w", shifted).text
+    wide = torch.empty(8, 68, dtype=torch.bfloat16)[:, :64]
+    assert "w has a stride of 68" in legality.unaligned("w", wide).text
+
+
+@pytest.fixture
+def stack(monkeypatch):
+    """Why no kernel runs on a GPU of a capability, with some versions of the libraries."""
+
+    def why(capability=(9, 0), **installed) -> str | None:
+        availability.library_stack.cache_clear()
+        availability.kernel_stack.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        found = {QUACK.package: "0.6.5", CUTEDSL.package: "4.8.1"} | installed
+        found = {name: version for name, version in found.items() if version}
+
+        def version(name):
+            if name not in found:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        found = availability.kernel_stack()
+        return found and found.text
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield why
+    availability.library_stack.cache_clear()
+    availability.kernel_stack.cache_clear()
+
+
+def test_what_keeps_kernels_from_running_here(stack):
+    pytest.importorskip("quack")
+    assert stack() is None
+    assert "8.0 is not supported" in stack((8, 0))
+    for name, good, bad in (
+        (QUACK.package, "0.6.9", ("0.6.4", "0.6.5rc1", "0.7.0", "0.7.0.dev1", "1.0")),
+        (CUTEDSL.package, "4.8.0", ("4.7.9", "4.8.0.dev0", "4.9.0", "4.10")),
+    ):
+        assert stack(**{name: good}) is None
+        for wrong in bad:
+            why = stack(**{name: wrong})
+            assert why.startswith(f"{name} {wrong} is installed, >=")
+            assert "pip install" in why
+        missing = f"{name} is not installed: pip install 'coda-inductor[cuda]'"
+        assert stack(**{name: ""}) == missing
