@@ -13,8 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor import patterns, pipeline
+from coda_inductor.dynamo import late_gradients
+from coda_inductor.dynamo.attention import calls
 from coda_inductor.fusing import lower
 from coda_inductor.plan import Plan
+from coda_inductor.rewrite import embedding, tables
+from coda_inductor.runtime import linear_cross_entropy
 from coda_inductor.select.choice import Choice
 
 #: The op of the built-in pattern.
@@ -140,6 +144,15 @@ def replace_pass(monkeypatch: Any, name: str, run: Any) -> Any:
         monkeypatch.setattr(pipeline, stage, tuple(passes))
     assert made is not None, "a pass has that name"
     return made
+
+
+def count_as_large(monkeypatch: Any) -> None:
+    """Let small tensors count as large, and a CPU for a GPU, in passes that ask."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
+    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
+    monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
+    monkeypatch.setattr(tables, "LEAST_READS", 1)
+    monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

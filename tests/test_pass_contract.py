@@ -13,16 +13,15 @@ import idioms as of
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import Weights, check, check_gradients, randn, replace_pass
+from checking import Weights, check, check_gradients, count_as_large, randn, replace_pass
 from harness import Harness
-from passes import codes
+from passes import aten_graph, codes, run_pass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from coda_inductor.dynamo import late_gradients
-from coda_inductor.dynamo.attention import block_masks, calls
-from coda_inductor.rewrite import embedding, tables
-from coda_inductor.runtime import linear_cross_entropy
+from coda_inductor import pipeline
+from coda_inductor.dynamo.attention import block_masks
+from coda_inductor.rewrite import tables
 from coda_inductor.semantic.loss import cross_entropy
 from coda_inductor.semantic.norms import rms_norm
 from coda_inductor.semantic.rotary import rotate_pairs
@@ -180,12 +179,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Small tensors count as large, and a CPU for a GPU."""
-    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**8)
-    monkeypatch.setattr(late_gradients, "LEAST_BYTES", 0)
-    monkeypatch.setattr(embedding, "LEAST_ROWS", 1)
-    monkeypatch.setattr(tables, "LEAST_READS", 1)
-    monkeypatch.setattr(calls, "GROUPS_ON", "cpu")
+    count_as_large(monkeypatch)
     monkeypatch.setattr(block_masks, "DEVICE", "cpu")
     monkeypatch.setattr(block_masks, "DTYPES", (torch.float64, torch.float32, torch.bfloat16))
 
@@ -243,3 +237,15 @@ def test_a_condition_that_is_broken(name, why):
     harness = check_gradients(*model(case, case.broken[why]), **case.options)
     assert case.seen(harness) == 0
     assert "-" not in why or why in codes(harness)
+
+
+@pytest.mark.parametrize("name", [each.name for each in pipeline.ON_ATEN if each.name != "fuse"])
+def test_a_graph_without_anything_for_it_stays(name):
+    graph = aten_graph(lambda x, w: (x @ w).relu().sum(), randn(3, 4), randn(4, 5))
+    before = [node.target for node in graph.nodes]
+    for each in pipeline.ON_ATEN:
+        if each.name == name:
+            record = run_pass(each.run, graph)
+            assert not record.fired
+            assert not record.report.refusals
+    assert [node.target for node in graph.nodes] == before

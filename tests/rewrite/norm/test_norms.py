@@ -1,24 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewrite of RMSNorm between GEMMs: same function, nothing normalized is stored, or a reason.
+"""Norms between GEMMs: the same function, and nothing normalized is stored, or a reason. RMSNorm
+forward and backward (rules R1 to R4), LayerNorm in inference (R5).
 
-Everything runs in float64, where a wrong identity shows far above the rounding.
+In float64, where a wrong identity shows far above the rounding. ``TILED`` cases are tried with the
+op itself too, whose partials then have several tiles. The means of LayerNorms are large beside
+deviations, so that a mean in the wrong place shows. ``test_numerics`` asks it of bfloat16.
 """
 
 from __future__ import annotations
 
+import copy
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import HIDDEN, Layer, stack
-from checking import check, leave_custom_ops, raised, randn
-from passes import codes
+from blocks import Layer
+from checking import Weights, check, check_gradients, leave_custom_ops, raised, randn
+from harness import Harness
+from passes import aten_graph, codes, run_pass
 from torch import nn
 
+from coda_inductor import FallbackError
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
-from coda_inductor.semantic.norms import rms_norm
+from coda_inductor.rewrite.norm.defer import defer_norms
+from coda_inductor.semantic.norms import layer_norm, rms_norm
 
-D, EPS = 16, 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
+D, HIDDEN, WIDE = 16, 24, 80  # WIDE: a head, wider than all else
+EPS = 1e-2  # large beside mean(x^2), so that an eps in the wrong place shows
+
+
+def norm(x, w, gamma):
+    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+
+
+def by_hand(x, w, gamma):
+    h = F.linear(x, w)
+    return (1 + gamma) * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def shared_weight(x, w, gamma, a, b):
+    n = norm(x, w, gamma)
+    return F.linear(n, a).sin() + F.linear(n, b) + F.linear(n, a + 0).cos() * F.linear(n, a)
+
+
+def product_read_twice(x, w, gamma, a):
+    z = F.linear(norm(x, w, gamma), a)
+    return z.sin() * z.cumsum(0), z
+
+
+def residual(x, w, gamma, a):
+    x = x + F.linear(x, w)
+    return x + F.linear(F.rms_norm(x, (D,), gamma, EPS), a).sin()
+
+
+def two_norms_of_one_stream(x, w, gamma, a, b):
+    x = x + F.linear(x, w)
+    first, second = (F.rms_norm(x, (D,), g, EPS) for g in (gamma, gamma * 2))
+    return F.linear(first, a) * F.linear(second, b)
+
+
+def parallel_branches(x, w, gamma, up, down, a):
+    x = x + F.linear(x, w)
+    n = F.rms_norm(x, (D,), gamma, EPS)
+    return x + F.linear(F.linear(n, a).cumsum(1), a) + F.linear(F.gelu(F.linear(n, up)), down)
+
+
+def behind(function):
+    """Of a norm and of more weights."""
+    return lambda x, w, gamma, *weights: function(norm(x, w, gamma), *weights)
+
+
+def gated(activation):
+    return behind(lambda n, g, u, d: F.linear(activation(F.linear(n, g)) * F.linear(n, u), d))
+
+
+def packed(x, w, gamma, gate_up, down):
+    gate, up = F.linear(norm(x, w, gamma), gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+SQUARE, UP, DOWN = (D, D), (HIDDEN, D), (D, HIDDEN)
+MLP, GATED = (UP, (HIDDEN,), DOWN), (UP, UP, DOWN)
+
+# name: (function, shapes of its weights behind w and gamma, norms in it)
+CASES = {
+    "one GEMM": (behind(F.linear), (UP,), 1),
+    "written by hand, 1 + gamma": (lambda x, w, g, a: F.linear(by_hand(x, w, g), a), (UP,), 1),
+    "no weight": (lambda x, w, g, a: F.linear(norm(x, w, None), a) * g[0], (UP,), 1),
+    "two GEMMs": (behind(lambda n, a, b: F.linear(n, a).sin() * F.linear(n, b)), (UP, UP), 1),
+    "three GEMMs": (
+        behind(lambda n, a, b, c: F.linear(n, a).softmax(-1) * F.linear(n, b) + F.linear(n, c)),
+        (UP, UP, UP), 1,
+    ),
+    "one with a bias, one without": (
+        behind(lambda n, a, bias, b: F.linear(n, a, bias) * F.linear(n, b).tanh()),
+        (UP, (HIDDEN,), UP), 1,
+    ),
+    "shared weight": (shared_weight, (UP, UP), 1),
+    "product read twice": (product_read_twice, (UP,), 1),
+    "head wider than 4 d": (behind(F.linear), ((WIDE, D),), 1),
+    "residual": (residual, (SQUARE,), 1),
+    "two norms of one stream": (two_norms_of_one_stream, (UP, UP), 2),
+    "parallel branches": (parallel_branches, (UP, DOWN, SQUARE), 1),
+    "SwiGLU": (gated(F.silu), GATED, 1),
+    "packed gate and up": (packed, ((2 * HIDDEN, D), DOWN), 1),
+    "GELU": (behind(lambda n, up, bias, d: F.linear(F.gelu(F.linear(n, up, bias)), d)), MLP, 1),
+    "LoRA": (
+        behind(lambda n, frozen, a, b: F.linear(n, frozen) + F.linear(F.linear(n, a), b)),
+        (UP, (4, D), (HIDDEN, 4)), 1,
+    ),
+}  # fmt: skip
+TILED = ["shared weight", "head wider than 4 d", "residual", "SwiGLU", "GELU", "packed gate and up"]
+
+
+def case(name: str) -> tuple[Weights, torch.Tensor, int]:
+    """The function with weights, an input (2, 5, D) that wants a gradient, the number of norms."""
+    function, shapes, norms = {**CASES, **LAYER_NORMS}[name]
+    shapes = ((D,), (D,), *shapes) if name in LAYER_NORMS else ((D,), *shapes)
+    weights = [randn(*s) / (s[-1] ** 0.5 if len(s) == 2 else 1) for s in (SQUARE, *shapes)]
+    x = randn(2, 5, D) + 5 * (name in LAYER_NORMS)
+    return Weights(function, *weights), x.requires_grad_(), norms
+
+
+def tried(names, tiled):
+    """(name, with the op itself?)."""
+    return [*((name, False) for name in names), *((name, True) for name in tiled)]
+
+
+@pytest.mark.parametrize(("name", "custom"), tried(CASES, TILED))
+def test_gradients_are_eagers(name, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    function, x, norms = case(name)
+    harness = check_gradients(function, x)
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == norms
+    assert harness.report.near_misses == []
+    # What is left of a norm are vectors: rstd, made of partials.
+    assert harness.ops()["aten.rsqrt.default"] == norms
+    assert not any("rms_norm" in name for name in harness.ops())
+
+
+# What is frozen, by name of the parameter -> (weights of column partials, GEMMs of the graph).
+# Forward: first, gate, up, down. Backward: a weight gradient for each of these that is trained, and
+# the gradients of the activation, of n (one GEMM for two) and of x, as far as anything needs them.
+FROZEN = {
+    (): (1, 4 + 4 + 3),
+    ("gamma",): (0, 4 + 4 + 3),
+    ("gate",): (1, 4 + 3 + 3),
+    ("x", "w"): (1, 4 + 3 + 2),
+    ("x", "w", "gamma"): (0, 4 + 3 + 1),
+    ("w", "gamma", "gate", "up", "down"): (0, 4 + 0 + 3),
+    ("x", "w", "gamma", "gate", "up"): (0, 4 + 1 + 0),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
+def test_frozen_parameters_cost_nothing(frozen, monkeypatch):
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case("SwiGLU")
+    leaves = dict(zip(("w", "gamma", "gate", "up", "down"), function.weights, strict=True), x=x)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    harness = check_gradients(function, x)
+    columns, gemms = FROZEN[frozen]
+    assert harness.counts["rms_norm"] == 1
+    # Nothing in front of the norm is trained: dz is scaled for the weight, which does not count.
+    assert harness.counts["rms_norm_backward"] == (not {"x", "w", "gamma"} <= {*frozen})
+    assert sum(r.axis == "col" for s in harness.fused for r in s.program.reduces) == columns
+    # Gate and up share a call, and so do their two gradients of n; the latter are one GEMM.
+    assert len(harness.report.sites) == gemms - 1
+
+
+@pytest.mark.parametrize(("name", "early"), [
+    ("GELU", False), ("SwiGLU", True), ("packed gate and up", True), ("shared weight", False),
+    ("head wider than 4 d", False),
+])  # fmt: skip
+def test_where_the_row_dot_is_taken(name, early, monkeypatch):
+    """Partials of rowsum(dz * z) come with the activation's gradient, if z is at hand; a bias hides
+    it. Reading 80 columns of a wide head's z costs more than another pass over 16 of dx: it is not
+    kept for the backward pass."""
+    leave_custom_ops(monkeypatch)
+    function, x, _ = case(name)
+    harness = check_gradients(function, x)
+    wide = [s for s in harness.fused if s.shape[1] == HIDDEN]
+    assert any(r.axis == "row" for s in wide for r in s.program.reduces) == early
+    assert WIDE not in [n.meta["val"].shape[-1] for n in harness.saved]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -35,8 +203,7 @@ def test_the_gemm_in_front_is_found_however_deep_the_stream_is(turned):
 
     layers = 12
     deep = nn.Sequential(nn.Linear(D, D), *(Deep() for _ in range(layers))).double()
-    harness = check(deep, randn(2, 5, D))
-    assert harness.counts["rms_norm"] == 2 * layers
+    assert check(deep, randn(2, 5, D)).counts["rms_norm"] == 2 * layers
 
 
 def norm_gemm(x, w, gamma, w2):
@@ -44,40 +211,8 @@ def norm_gemm(x, w, gamma, w2):
     return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
 
 
-def arguments(dtype=torch.float64):
-    return tuple(randn(*s, dtype=dtype) for s in ((2, 3, D), (D, D), (D,), (HIDDEN, D)))
-
-
-@pytest.mark.parametrize(("layers", "bias"), [(3, False), (2, True)])
-def test_block_is_the_same_function_and_counts_follow_the_layers(layers, bias):
-    harness = check(stack(layers, bias=bias), randn(2, 5, D))
-    # The last layer's down projection has no norm behind it, but the residual in front.
-    counts = {"rms_norm": 2 * layers, "swiglu": layers, "residual": 2 * layers}
-    assert {name: harness.counts[name] for name in counts} == counts
-    assert harness.ops()["aten.addmm.default"] == 0  # a bias is added behind the deferred scale
-    # Input, v, o, gate/up as one pair, down.
-    assert len(harness.report.sites) == len(harness.fused) == 1 + 4 * layers
-    assert harness.ops()["aten.mm.default"] == 1 + 5 * layers
-
-
-def test_no_normalized_tensor_is_stored(monkeypatch):
-    leave_custom_ops(monkeypatch)
-    layers = 2
-    harness = check(stack(layers), randn(2, 5, D))
-    before = [n for n in harness.raised.nodes if n.target is rms_norm]
-    assert len(before) == 2 * layers
-    ops = harness.ops()
-    assert ops["coda_inductor.gemm_epilogue.default"] == 1 + 4 * layers
-    assert ops["coda_inductor.rms_norm.default"] == 0
-    # What is left of a norm is a vector's worth of work: rstd from the partials.
-    assert ops["aten.rsqrt.default"] == 2 * layers
-    renames = ("view", "reshape", "permute", "getitem", "gemm_epilogue")
-    computed = [
-        str(n.target) for n in harness.graph.nodes
-        if n.op == "call_function" and not any(word in str(n.target) for word in renames)
-        and n.meta["val"].shape[-1] in (D, HIDDEN)
-    ]  # fmt: skip
-    assert computed == ["aten.cumsum.default"] * layers
+def arguments():
+    return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -101,72 +236,68 @@ def test_norm_moves_past_addmm_with_alpha_and_beta(alpha, beta):
     assert check(function, x[0], *weights, randn(HIDDEN)).counts == {"rms_norm": 1}
 
 
-def test_residual_stream_stays_unnormalized_for_its_other_readers():
-    def function(x, w, gamma, w2):
-        stream = x + F.linear(x, w)
-        return F.linear(F.rms_norm(stream, (D,), gamma, EPS), w2), stream
+class Own(torch.autograd.Function):
+    """Its first input. Both get gradients, of which the first changes sign if ``reverse``."""
 
-    harness = check(function, *arguments())
-    assert harness.counts == {"rms_norm": 1, "residual": 1}
-    assert len(harness.fused[0].program.stores) == 2
+    @staticmethod
+    def forward(ctx, x, other, reverse):
+        ctx.reverse = reverse
+        return x.view_as(x)
 
-
-def normed(x, w, gamma):
-    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
-
-
-def behind_softmax(x, w, gamma, w2):
-    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), w2)
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient if ctx.reverse else gradient, gradient, None
 
 
-def both_factors(x, w, gamma, w2):
-    n = normed(x[0], w, gamma)
-    return n @ n.t()
+def behind_softmax(x, w, gamma, a):
+    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), a)
 
 
-def gemms_in_different_dtypes(x, w, gamma, w2):
-    n = normed(x, w, gamma)
-    return F.linear(n, w2), F.linear(n.float(), w2.float())
-
-
-def statistics_read(x, w, gamma, w2):
+def statistics_read(x, w, gamma, a):
     y, rstd = rms_norm(F.linear(x, w), gamma, EPS, torch.float64)
-    return F.linear(y, w2), rstd
+    return F.linear(y, a), rstd.detach()
 
 
 REFUSALS = {
     "behind softmax": (behind_softmax, "norm-input-elsewhere"),
-    "never multiplied": (
-        lambda x, w, gamma, w2: normed(x, w, gamma).cumsum(0) + w2.sum(), "norm-read-elsewhere",
+    "both factors": (
+        lambda x, w, g, a: (n := norm(x[0], w, g)) @ n.t() + a[0, 0], "norm-read-elsewhere",
     ),
-    "both factors": (both_factors, "norm-read-elsewhere"),
     "rows reshaped": (
-        lambda x, w, gamma, w2: (
-            normed(x, w, gamma).reshape(-1, 2 * D) @ w2.reshape(-1, 2 * D).t()
-        ),
-        "norm-reshaped",
+        behind(lambda n, a: n.reshape(-1, 2 * D) @ a.reshape(-1, 2 * D).t()), "norm-reshaped",
     ),
     "statistics read": (statistics_read, "norm-statistics-read"),
-    "different dtypes": (gemms_in_different_dtypes, "norm-gemm-dtypes"),
+    "different dtypes": (
+        behind(lambda n, a: (F.linear(n, a), F.linear(n.float(), a.float()))), "norm-gemm-dtypes",
+    ),
+    "reversed gradient": (
+        lambda x, w, g, a: F.linear(Own.apply(norm(x, w, g), x.detach(), True), a), "norm-gradient",
+    ),
+    "gradient for another": (
+        lambda x, w, g, a: F.linear(Own.apply(norm(x, w, g), x.sin(), False), a), "norm-gradient",
+    ),
+    "also elementwise": (
+        behind(lambda n, a: F.linear(n, a).sum(-1, keepdim=True) * n), "norm-read-elsewhere",
+    ),
+    "behind a mask": (
+        lambda x, w, g, a: F.linear(norm(x, w, g) * (x > 0), a), "norm-read-elsewhere",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused_norm_stays_as_it_was(name):
+def test_a_refused_norm_stays_as_it_was(name):
     function, code = REFUSALS[name]
-    harness = check(function, randn(2, 4, D), *arguments()[1:])
-    assert raised(harness, rms_norm) == 1
-    assert harness.counts["rms_norm"] == 0
+    x, *weights = arguments()
+    run = check if name == "different dtypes" else check_gradients
+    harness = run(Weights(function, *weights), x.requires_grad_())
     assert code in codes(harness)
-    assert harness.ops()["aten.rsqrt.default"] == 1
+    assert raised(harness, rms_norm) == harness.ops()["aten.rsqrt.default"] == 1
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
 
 
 def test_dead_norm_disappears():
-    def dead(x, w, gamma, w2):
-        normed(x, w, gamma)
-        return F.linear(x, w2)
-
-    harness = check(dead, *arguments())
+    harness = check(lambda x, w, g, a: (norm(x, w, g), F.linear(x, a))[1], *arguments())
     assert harness.counts["rms_norm"] == harness.ops()["aten.rsqrt.default"] == 0
 
 
@@ -186,6 +317,19 @@ def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
     assert miss.text.endswith("out of luck")
 
 
+def test_a_bug_in_the_analysis_is_a_failure_of_that_norm_alone(monkeypatch):
+    def broken(*_):
+        raise IndexError("a bug of ours")
+
+    monkeypatch.setattr("coda_inductor.rewrite.norm.defer.uses", broken)
+    harness = check(norm_gemm, *arguments(), strict=False)
+    (why,) = harness.report.refusals
+    assert (why.code, why.failure, "a bug of ours" in why.text) == ("defect", True, True)
+    with pytest.raises(Exception, match="a bug of ours") as caught:
+        check(norm_gemm, *arguments())
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), FallbackError)
+
+
 @pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("k", "d"), [(8, 0), (0, 8), (0, 0)])
 def test_norms_of_nothing_are_no_failure(norm, k, d):
@@ -195,3 +339,160 @@ def test_norms_of_nothing_are_no_failure(norm, k, d):
         return F.linear(norm(F.linear(x, w), (d,)), v)
 
     check(function, randn(4, k), randn(d, k), randn(6, d))
+
+
+def test_a_norm_whose_gradient_is_disabled_stays():
+    """Its gradient is rewritten with it or not at all."""
+    function, x, _ = case("SwiGLU")
+    harness = check_gradients(function, x, disable=["rms_norm_backward"])
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+    assert "disabled" in codes(harness)
+    assert check(function, x.detach(), disable=["rms_norm_backward"]).counts["rms_norm"] == 1
+
+
+def test_float16_needs_the_option():
+    function, x, _ = case("one GEMM")
+    args = copy.deepcopy(function).half(), x.detach().half().requires_grad_()
+    harness = check_gradients(*args)
+    assert harness.counts["rms_norm"] == 0
+    assert "float16-overflow" in codes(harness)
+    assert check_gradients(*args, fp16_norms=True).counts["rms_norm_backward"] == 1
+
+
+def stream(x, w):
+    """A residual stream whose mean a LayerNorm in front has computed."""
+    return x + F.linear(F.layer_norm(x, (D,)).cumsum(0), w)
+
+
+def layer(x, w, gamma, beta):
+    return F.layer_norm(stream(x, w), (D,), gamma, beta, EPS)
+
+
+def squared_by_hand(x, w, b):
+    c = x - x.mean(2, keepdim=True)
+    return w * (c / ((c * c).mean(-1, keepdim=True) + EPS).sqrt()) + b
+
+
+def two_layer_norms(x, w, gamma, beta, up, bias, down):
+    x = stream(x, w)
+    n = F.layer_norm(x, (D,), gamma, beta, EPS)
+    x = x + F.linear(F.gelu(F.linear(n, up, bias)), down)
+    return F.linear(F.layer_norm(x, (D,), beta, gamma, EPS), up)
+
+
+def rows_flattened(x, w, gamma, beta, up, down):
+    """OPT: the second norm of a block reads the stream as a matrix."""
+    x = stream(x, w)
+    flat = x.flatten(0, 1)
+    n = F.layer_norm(flat, (D,), gamma, beta, EPS)
+    return (flat + F.linear(F.relu(F.linear(n, up)), down)).view(x.shape)
+
+
+LAYER_NORMS = {
+    "layer: by hand, 1 + gamma": (
+        lambda x, w, g, b, a: F.linear(squared_by_hand(stream(x, w), 1 + g, b), a), (UP,), 1,
+    ),
+    "layer: neither": (
+        lambda x, w, g, b, a: F.linear(layer(x, w, None, None), a) * (g + b)[0], (UP,), 1,
+    ),
+    "layer: bias only": (lambda x, w, g, b, a: F.linear(layer(x, w, None, b), a) * g[0], (UP,), 1),
+    "layer: a bias, and none": (
+        lambda x, w, g, b, a, bias, c: (
+            F.linear(n := layer(x, w, g, b), a, bias) * F.linear(n, c).tanh()
+        ),
+        (UP, (HIDDEN,), UP), 1,
+    ),
+    "layer: one GEMM": (lambda x, w, g, b, a: F.linear(layer(x, w, g, b), a), (UP,), 1),
+    "layer: two norms": (two_layer_norms, MLP, 2),
+    "layer: rows flattened": (rows_flattened, (UP, DOWN), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "custom"), tried(LAYER_NORMS, ["layer: one GEMM", "layer: two norms"])
+)
+def test_values_of_layer_norms_are_eagers(name, custom, monkeypatch):
+    if custom:
+        leave_custom_ops(monkeypatch, "64x32:1x1:co")
+    function, x, norms = case(name)
+    harness = check(function, x.detach())
+    assert harness.counts["layer_norm"] == norms
+    assert harness.ops()["aten.rsqrt.default"] == norms + 1  # and the one in front
+    if name == "layer: one GEMM":
+        # In front: h = (x - pivot) gamma and two sums; behind: scale, shift and offset.
+        first, second = (site.program for site in harness.fused)
+        assert len(first.stores) == 1  # nothing else reads the stream
+        assert [r.axis for r in first.reduces] == ["row", "row"]
+        assert sorted(o.kind for o in second.operands) == ["col", "col", "row", "row"]
+
+
+def test_in_training_layer_norms_stay_with_eagers_gradients():
+    function, x, _ = case("layer: two norms")
+    harness = check_gradients(function, x)
+    assert "layer-norm-training" in codes(harness)
+    assert harness.counts["layer_norm"] == 0
+
+
+@pytest.mark.parametrize("name", ["layer: two norms", "layer: rows flattened"])
+def test_a_dynamic_size_stays_dynamic(name):
+    """Counting the rows of a norm once made its sizes numbers: every length compiled anew."""
+    (function, *_), harness, graphs = case(name), Harness(), set()
+    compiled = torch.compile(function, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x = randn(2, length, D)
+            torch.testing.assert_close(compiled(x), function(x))
+            graphs.add(harness.graphs)
+    assert len(graphs) == 1
+
+
+def test_without_a_mean_at_hand_it_stays():
+    def fresh(x, w, gamma, a):
+        return F.linear(F.layer_norm(F.linear(x, w), (D,), gamma, gamma, EPS), a)
+
+    harness = check(fresh, *arguments())
+    assert "layer-norm-no-mean" in codes(harness)
+    assert harness.counts["layer_norm"] == 0
+
+
+def three_of_one_stream(x, y, w, gamma, beta):
+    """No GEMM makes the first one's input."""
+    for _ in range(3):
+        n = layer_norm(x, gamma, beta, 1e-5, torch.float64)[0]
+        y = y + n @ w
+        x = x + y.cumsum(0) @ w
+    return x, y
+
+
+def test_the_mean_of_a_deferred_layer_norm_is_the_pivot_of_the_next():
+    """The nearest one: what was added since is rounded with the operand."""
+    sizes = ((3, 4), (3, 4), (4, 4), (4,), (4,))
+    graph = aten_graph(three_of_one_stream, *(randn(*s) for s in sizes))
+    (why,) = run_pass(defer_norms, graph).report.refusals
+    assert why.code == "norm-input-no-gemm"
+    subs = graph.find_nodes(op="call_function", target=torch.ops.aten.sub.Tensor)
+    first, second = [n.args[1] for n in subs if n.args[1].meta["val"].shape == (3, 1)][::2]
+    assert first.target is operator.getitem  # of the norm that stays
+    assert second.target is torch.ops.aten.add.Tensor
+    assert first in second.all_input_nodes
+
+
+NORMS = {
+    "rms": lambda x, w: F.rms_norm(x, x.shape, w, 1e-6),
+    "layer": lambda x, w: F.layer_norm(x, x.shape, w, w),
+}
+BETWEEN = {
+    "gate": lambda h, other: F.silu(h) * other,
+    "residual": lambda h, other: other + F.gelu(h),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("norm", NORMS)
+def test_one_token_without_a_dimension_of_tokens(norm, between):
+    def chain(x, first, gate, up, second, down):
+        normed = NORMS[norm](x, first)
+        return NORMS[norm](BETWEEN[between](normed @ gate, normed @ up), second) @ down
+
+    shapes = (8,), (8,), (8, 2), (8, 2), (2,), (2, 4)
+    check_gradients(chain, *(randn(*shape).requires_grad_() for shape in shapes))
