@@ -1,54 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom op on a CPU: schema, shapes, the reference path; and how weights are paired."""
+"""The custom op on a CPU: schema, shapes, the reference path; which kernels a call may launch, and
+what becomes of one that has none."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import time
+import types
 
 import pytest
 import torch
 from checking import leave_custom_ops
-from programs import E4M3, E5M2, fp8, inputs, kinds, paired_sums, programs, rotary
+from programs import E4M3, E5M2, fp8, inputs, kinds, paired_sums, parsed, programs, rotary
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
 from coda_inductor.log import forget_warnings
-from coda_inductor.mainloop.readings import reading_of
-from coda_inductor.mainloop.readings.pair import pair_order
-from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
-from coda_inductor.program import EpilogueProgram, Operand, Reduce, Step, Store, reference
+from coda_inductor.mainloop.readings import pair
+from coda_inductor.program import Store, reference
 from coda_inductor.runtime import launch, op
 from coda_inductor.runtime.launch import Kernel, requests
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
 
-CONFIG = Config(128, 160, 2, 1, True)
+CONFIG, SQUARE = Config(128, 160, 2, 1, True), Config(128, 128, 2, 1, True)
 M, N, K = 300, 264, 64
+NARROW, WIDE = 64, 96
+SUM = kinds()["norm_bwd"]
 
 
-def both_reductions(dtype: str) -> EpilogueProgram:
-    return EpilogueProgram(
-        accs=("acc",),
-        a_dtype=dtype,
-        operands=(Operand("bias", "row", dtype),),
-        steps=(Step("x", "add", ("acc", "bias")),),
-        stores=(Store("out0", "x", dtype),),
-        reduces=(Reduce("rows", "x"), Reduce("cols", "x", "col", "max")),
-    )
+def both_reductions(dtype: str = "bfloat16"):
+    return parsed(dtype, "bias:row", "x add acc bias", "x", "rows:x cols:x:col:max")
 
 
-def rotated(dtype):
-    """N and M are no multiples of a tile, N is one of a head."""
-    return rotary(24, dtype=dtype)
+CHECKED = [
+    (make(dtype), (M, N, K))
+    for make in (both_reductions, paired_sums, lambda dtype: rotary(24, dtype=dtype))
+    for dtype in ("float64", "float32", "bfloat16")
+] + [(program, (M, NARROW, WIDE)) for program in fp8().values()]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("make", [both_reductions, paired_sums, rotated])
-def test_opcheck(make, dtype):
-    program = make(dtype)
-    arguments = (*inputs(program, M, N, K), program.to_json(), str(CONFIG))
-    torch.library.opcheck(torch.ops.coda_inductor.gemm_epilogue.default, arguments)
+@pytest.mark.parametrize(("program", "sizes"), CHECKED)
+def test_opcheck(program, sizes):
+    arguments = (*inputs(program, *sizes), program.to_json(), str(CONFIG))
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    tests += ["test_aot_dispatch_dynamic"]
+    if program.fp8:  # torch compares no tensors of it
+        tests = tests[1:3]
+    torch.library.opcheck(op.OP, arguments, test_utils=tests)
+
+
+def folded(program, outputs):
+    """Partials of reductions as those of one tile."""
+    for spec, x in zip(program.outputs, outputs, strict=True):
+        if isinstance(spec, Store):
+            yield x
+        else:
+            yield reference.COMBINE[spec.combine](x, 1 if spec.axis == "row" else 0, keepdim=True)
 
 
 @pytest.mark.parametrize("m", [0, 1, 300])
@@ -68,28 +79,125 @@ def test_partials_stand_in_the_first_tile(name, m):
             assert output.dtype == torch.float32
     if m == 0:
         return
-    for spec, output, value in zip(
-        program.outputs, outputs, reference.run(program, [a], bs, operands), strict=True
-    ):
-        if isinstance(spec, Reduce):
-            dim = 1 if spec.axis == "row" else 0
-            folded = output.sum(dim) if spec.combine == "add" else output.amax(dim)
-            assert torch.equal(folded, value.squeeze(dim))
-        else:
-            assert torch.equal(output, value)
+    want = reference.run(program, [a], bs, operands)
+    assert all(map(torch.equal, folded(program, outputs), want))
+
+
+@pytest.mark.parametrize("name", list(fp8()))
+def test_fp8_against_float64_within_the_rounding_of_the_stores(name):
+    program = fp8()[name]
+    as_, bs, operands = inputs(program, M, NARROW, WIDE)
+    found = gemm_epilogue(as_, bs, operands, program, SQUARE)
+    exact = reference.run(program, [as_[0].double()], [b.double() for b in bs], operands)
+    digits = {"bfloat16": 8, E4M3: 4, E5M2: 3}
+    for spec, x, y in zip(program.outputs, folded(program, found), exact, strict=True):
+        # A value between two numbers may round to either: the sums before it are float32's.
+        step = 2.0 ** -digits[spec.dtype] if isinstance(spec, Store) else 2.0**-4
+        torch.testing.assert_close(x.double(), y.double(), rtol=2 * step, atol=1e-4)
+
+
+def test_the_op_sums_the_terms():
+    as_, bs, operands = inputs(SUM, M, N, K, b_major="n", terms=2)
+    dx, partials = gemm_epilogue(as_, bs, operands, SUM, CONFIG)
+    residual, x, weight, coef = (o.float() for o in operands)
+    acc = sum(a.float() @ b.float() for a, b in zip(as_, bs, strict=True))
+    expected = acc * weight + x * coef[:, None] + residual
+    torch.testing.assert_close(dx.float(), expected, atol=0.03, rtol=0.01)
+    torch.testing.assert_close(partials.sum(0), (acc * x).sum(0), atol=2e-3, rtol=1e-4)
+
+
+def asked(as_, bs, program=SUM):
+    wanted = requests(as_, bs, program.to_json(), str(SQUARE))
+    return [f"{r.a_major} {r.b_major} {r.variant}".strip() for r in wanted]
+
+
+def test_requests_name_every_kernel_that_a_call_may_launch():
+    with FakeTensorMode():
+        a, at = torch.empty(M, K), torch.empty(K, M).t()
+        b, w = torch.empty(K, N), torch.empty(N, K).t()
+    a, at, b, w = (x.bfloat16() for x in (a, at, b, w))
+    assert [*asked([a], [b]), *asked([a], [w]), *asked([at], [b])] == ["k n", "k k", "m n"]
+    assert asked([a, a], [b, b]) == ["k n straight", "k n crossed"]
+    assert asked([a, a], [w, w]) == ["k k straight", "k k crossed"]
+    assert asked([a, at], [w, w]) == asked([a, a, a], [b, b, b]) == ["k n"]  # copied
+    assert asked([a], [w, w], kinds()["swiglu"]) == ["k k", "k k swapped"]
+
+
+def test_requests_leave_the_row_count_symbolic():
+    seen = []
+
+    def backend(graph, example_inputs):
+        x, w = (t for t in example_inputs if isinstance(t, torch.Tensor))
+        seen.append(asked([x, x], [w, w]))
+        return graph.forward
+
+    run = torch.compile(lambda x, w: x @ w, backend=backend)
+    for m in (M, M + 3):
+        x, w = torch.randn(m, K).bfloat16(), torch.randn(K, N).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        run(x, w)
+    assert seen == [["k n straight", "k n crossed"]]
+
+
+@pytest.mark.parametrize("name", ["swiglu", "norm_bwd_joined"])
+def test_both_orders_are_loaded_before_a_graph_is_captured(name, monkeypatch):
+    """Where activations lie is known at the call; while one is captured nothing can be loaded."""
+    program, built = kinds()[name], []
+    paired = program.paired
+    as_, bs, operands = inputs(program, M, N, K, b_major="nk"[paired], terms=2 - paired)
+    build = types.SimpleNamespace(build=lambda *key, **_: built.append(key[-1]) or "plan")
+    monkeypatch.setitem(sys.modules, "coda_inductor.mainloop.build", build)  # needs no library
+    monkeypatch.setattr(launch, "_on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
+    monkeypatch.setattr(pair, "foreign_view", lambda *_: bs[0])
+    kernel = Kernel(program, SQUARE)
+    outputs = op._allocate(program, SQUARE, as_[0], bs)
+    for order in (1, -1):
+        kernel.launch(as_, bs[::order], operands, outputs)
+        assert sorted(built) == (["", "swapped"] if paired else ["crossed", "straight"])
 
 
 SITE = "layers.0.mlp.down_proj"
+SCALE, STORED = kinds()["scale"], fp8()["fp8_residual"]
+HALVES, EIGHTS = (torch.bfloat16,) * 2, (torch.float8_e4m3fn,) * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "dtypes", "more", "why"),
+    [
+        (SCALE, (torch.float16,) * 2, {},
+         "the program is for bfloat16 inputs, they are torch.float16"),
+        (fp8()["fp8_dswiglu"], (torch.float8_e4m3fn, torch.float8_e5m2), {},
+         f"for {E5M2} and {E4M3} inputs, they are torch.float8_e4m3fn and torch.float8_e5m2"),
+        (STORED, EIGHTS, {"terms": 2}, "sum of 2 FP8 products"),
+        (STORED, EIGHTS, {"k": WIDE + 8}, "multiples of 16"),
+        (fp8()["fp8_swiglu"], EIGHTS, {"majors": ("k", "n")}, "along N"),
+        (SCALE, HALVES, {}, None),
+    ],
+)  # fmt: skip
+def test_what_no_launch_can_mend(program, dtypes, more, why, monkeypatch):
+    monkeypatch.setattr(op.availability, "kernel_stack", lambda _: None)
+    how = {"n": NARROW, "k": WIDE, "majors": ("k", "k"), "terms": 1, "device": None} | more
+    found = op._unsupported.__wrapped__(program.to_json(), dtypes=dtypes, **how)
+    assert found is None if why is None else found.failure and why in found.text
 
 
 @pytest.fixture
-def broken(monkeypatch):
-    """The CUDA path with kernels that cannot be built, run on CPU tensors; gives a program."""
+def call(monkeypatch):
+    """The CUDA path on CPU tensors, of a program whose kernels cannot be built."""
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(op, "_unsupported", lambda *arguments: None)
     fails_with(monkeypatch, RuntimeError("no such instruction"))
     forget_warnings()
-    yield both_reductions("bfloat16")
+    program = both_reductions()
+    arguments = (*inputs(program, M, N, K), program.to_json(), str(CONFIG))
+    expected = gemm_epilogue(*arguments)
+
+    def run(*site):
+        for x, y in zip(op._cuda(*arguments, *site), expected, strict=True):
+            assert torch.equal(x, y)
+
+    yield run
     forget_warnings()
 
 
@@ -105,15 +213,12 @@ def fails_with(monkeypatch, error):
     return builds
 
 
-def test_failed_kernel_falls_back_with_one_warning(broken, caplog):
-    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    expected = gemm_epilogue(*arguments[:3], broken, CONFIG)
+def test_failed_kernel_falls_back_with_one_warning(call, caplog):
     with caplog.at_level(logging.WARNING, "coda_inductor"):
         for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
-            for x, y in zip(op._cuda(*arguments, site), expected, strict=True):
-                assert torch.equal(x, y)
+            call(site)
     (said,) = caplog.messages
-    assert broken.key in said
+    assert both_reductions().key in said
     assert SITE in said
     assert "no such instruction" in said
 
@@ -124,28 +229,29 @@ FULL_DISK = OSError("No space left on device")
 @pytest.mark.parametrize(
     ("error", "counts"), [(torch.OutOfMemoryError("no room"), (2, 4, 6)), (FULL_DISK, (1, 2, 2))]
 )
-def test_what_may_pass_is_tried_again_and_less_and_less_often(broken, monkeypatch, error, counts):
-    """Out of memory at each call; else after a minute, then two."""
+def test_what_may_pass_is_tried_again_and_less_and_less_often(call, monkeypatch, error, counts):
+    """Out of memory at each call; else after a minute, then two, and when something is compiled:
+    whoever compiles may have mended the cause."""
     builds = fails_with(monkeypatch, error)
-    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
     now = time.monotonic()
     for later, count in zip((0, 61, 122), counts, strict=True):
         monkeypatch.setattr(launch.time, "monotonic", lambda later=later: now + later)
         for _ in range(2):
-            op._cuda(*arguments)
+            call()
         assert len(builds) == count
+    torch.compile(torch.sin, backend=coda)(torch.ones(2))
+    call()
+    assert len(builds) == counts[-1] + 1
 
 
-def test_a_launch_that_fails_is_tried_again(broken, monkeypatch):
+def test_a_launch_that_fails_is_tried_again(call, monkeypatch):
     """It costs microseconds, and the next call has other tensors."""
     launches = []
     monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
     monkeypatch.setattr(launch, "_on_device", torch.device)
     monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: launches.append(1) or 1 / 0)
-    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    expected = gemm_epilogue(*arguments[:3], broken, CONFIG)
     for _ in range(2):
-        assert torch.equal(op._cuda(*arguments)[0], expected[0])
+        call()
     assert len(launches) == 2
 
 
@@ -160,16 +266,16 @@ class Mlp(torch.nn.Module):
 
 
 @pytest.fixture
-def on_gpu(broken, monkeypatch):
+def on_gpu(call, monkeypatch):
     """Fused sites stay calls, and CPU tensors go where CUDA tensors go while "on" is in the set."""
     leave_custom_ops(monkeypatch)
     on = {"on"}
     library = torch.library.Library("coda_inductor", "IMPL")
 
-    def call(*arguments):
+    def implementation(*arguments):
         return (op._cuda if on else op._reference)(*arguments)
 
-    library.impl("gemm_epilogue", call, "CPU")
+    library.impl("gemm_epilogue", implementation, "CPU")
     yield on
     library._destroy()
 
@@ -200,148 +306,3 @@ def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
         else:
             with pytest.raises(KernelError, match=r"program \w+ at .*(up|down).*such instruction"):
                 runs(models[name])
-
-
-def test_a_compilation_tries_failed_kernels_again(broken, monkeypatch):
-    """Whoever compiles may have mended the cause."""
-    builds = fails_with(monkeypatch, RuntimeError("no such instruction"))
-    arguments = (*inputs(broken, M, N, K), broken.to_json(), str(CONFIG))
-    for count in (1, 1):
-        op._cuda(*arguments)
-        assert len(builds) == count
-    torch.compile(torch.sin, backend=coda)(torch.ones(2))
-    op._cuda(*arguments)
-    assert len(builds) == 2
-
-
-def test_pair_order_and_distance():
-    both = torch.zeros(2 * N, K, dtype=torch.bfloat16)
-    low, high = both[:N].t(), both[N:].t()
-    assert pair_order(low, high) == (False, N * K)
-    assert pair_order(high, low) == (True, N * K)
-
-
-@pytest.mark.parametrize(
-    ("second", "why"),
-    [
-        (lambda b: b, "stride apart"),
-        (lambda b: torch.zeros(N + 8, K, dtype=b.dtype).t(), "differ in shape"),
-        (lambda b: torch.zeros(N, K, dtype=torch.float16).t(), "dtype"),
-        (lambda b: torch.zeros(K, N, dtype=b.dtype), "strides"),
-        (lambda b: torch.zeros(N * K + 4, dtype=b.dtype)[4:].view(N, K).t(), "stride apart"),
-    ],
-)
-def test_weights_that_cannot_be_paired(second, why):
-    first = torch.zeros(N, K, dtype=torch.bfloat16).t()
-    with pytest.raises(UnpairableError, match=why):
-        pair_order(first, second(first))
-
-
-def test_only_what_tma_cannot_read_is_copied():
-    x = torch.randn(48, 64).to(torch.bfloat16)
-    assert tma_matrix(x) is x
-    assert tma_matrix(x[:, :40]).data_ptr() == x.data_ptr()
-    transposed = x.t()
-    assert tma_matrix(transposed, either_major=True) is transposed
-    one_row = x.as_strided((1, 64), (1, 1))
-    copied = [x[:, 1:], x[:, ::2], x[:1].expand(48, 64), transposed, x[:, :60][:, 4:], one_row]
-    for view in copied:
-        ready = tma_matrix(view)
-        assert ready.data_ptr() != view.data_ptr()
-        assert ready.stride() == (view.shape[1], 1)
-        assert torch.equal(ready, view)
-    row = x[0]
-    assert vector(row) is row
-    for view in (row[1:], x[:, 0], row[:1].expand(64)):
-        assert vector(view).stride() == (1,)
-        assert vector(view).data_ptr() % 16 == 0
-        assert torch.equal(vector(view), view)
-
-
-SQUARE = Config(128, 128, 2, 1, False)
-NARROW, WIDE = 64, 96
-
-
-@pytest.mark.parametrize("name", list(fp8()))
-def test_opcheck_of_fp8(name):
-    program = fp8()[name]
-    arguments = (*inputs(program, M, NARROW, WIDE), program.to_json(), str(SQUARE))
-    # Torch compares no FP8 tensors, which its test of the schema needs.
-    tests = ("test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(
-        torch.ops.coda_inductor.gemm_epilogue.default, arguments, test_utils=tests
-    )
-
-
-@pytest.mark.parametrize("name", list(fp8()))
-def test_against_float64_within_the_rounding_of_the_stores(name):
-    program = fp8()[name]
-    as_, bs, operands = inputs(program, M, NARROW, WIDE)
-    found = gemm_epilogue(as_, bs, operands, program, SQUARE)
-    exact = reference.run(program, [as_[0].double()], [b.double() for b in bs], operands)
-    digits = {"bfloat16": 8, E4M3: 4, E5M2: 3}
-    for spec, output, y in zip(program.outputs, found, exact, strict=True):
-        x = output
-        if not isinstance(spec, Store):
-            x = reference.COMBINE[spec.combine](x, 1 if spec.axis == "row" else 0, keepdim=True)
-        # A value between two numbers may round to either: the sums before it are float32's.
-        step = 2.0 ** -digits[spec.dtype] if isinstance(spec, Store) else 2.0**-4
-        torch.testing.assert_close(x.double(), y.double(), rtol=2 * step, atol=1e-4)
-
-
-@pytest.mark.parametrize("a_row_major", [True, False])
-@pytest.mark.parametrize("b_row_major", [True, False])
-def test_operands_that_are_not_contiguous_along_k_are_copied(a_row_major, b_row_major):
-    program = fp8()["fp8_stored"]
-    (a,), (b,), _ = inputs(program, M, NARROW, WIDE)
-    given = a if a_row_major else a.t().contiguous().t()
-    other = b.contiguous() if b_row_major else b
-    got = reading_of(program).bind([given], [other])
-    assert (got[0].stride(), got[1].stride()) == ((WIDE, 1), (1, WIDE))
-    assert torch.equal(got[0].float(), a.float())
-    assert torch.equal(got[1].float(), b.float())
-    assert (got[0] is given, got[1].data_ptr() == other.data_ptr()) == (
-        a_row_major,
-        not b_row_major,
-    )
-    (request,) = requests([given], [other], program.to_json(), str(SQUARE))
-    assert (request.a_major, request.b_major) == ("k", "k")
-
-
-def test_a_pair_has_distances_of_16_bytes():
-    both = torch.zeros(2 * NARROW, WIDE, dtype=torch.float8_e4m3fn)
-    assert pair_order(both[:NARROW].t(), both[NARROW:].t()) == (False, NARROW * WIDE)
-    odd = torch.zeros(2 * NARROW, WIDE + 8, dtype=torch.float8_e4m3fn)[:, :WIDE]
-    with pytest.raises(UnpairableError, match="16-byte rows"):
-        pair_order(odd[:NARROW].t(), odd[NARROW:].t())
-    shifted = both.flatten()[8 : 8 + NARROW * WIDE].view(NARROW, WIDE)
-    with pytest.raises(UnpairableError, match="TMA stride"):
-        pair_order(both[:NARROW].t(), shifted.t())
-
-
-def unsupported(program, dtypes, n=NARROW, k=WIDE, b_major="k", terms=1):
-    return op._unsupported(program.to_json(), n, k, dtypes, ("k", b_major), terms, None)
-
-
-def test_unsupported_names_the_dtypes():
-    program = kinds()["scale"]
-    why = unsupported(program, (torch.float16,) * 2)
-    assert why.failure
-    assert why.text == "the program is for bfloat16 inputs, they are torch.float16"
-    program = fp8()["fp8_dswiglu"]
-    why = unsupported(program, (torch.float8_e4m3fn, torch.float8_e5m2))
-    assert why.text == (
-        f"the program is for {E5M2} and {E4M3} inputs, "
-        "they are torch.float8_e4m3fn and torch.float8_e5m2"
-    )
-
-
-def test_what_no_launch_can_mend(monkeypatch):
-    monkeypatch.setattr(op.availability, "kernel_stack", lambda _: None)
-    op._unsupported.cache_clear()
-    dtypes = (torch.float8_e4m3fn,) * 2
-    program = fp8()["fp8_residual"]
-    assert "sum of 2 FP8 products" in unsupported(program, dtypes, terms=2).text
-    assert "multiples of 16" in unsupported(program, dtypes, k=WIDE + 8).text
-    assert "along N" in unsupported(fp8()["fp8_swiglu"], dtypes, b_major="n").text
-    op._unsupported.cache_clear()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How A and B are read, on a CPU: what is read in place, what is copied, what neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import fp8, inputs, kinds
+
+from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.readings.pair import pair_order
+from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
+
+M, N, F = 40, 72, 64
+JOIN = reading_of(kinds()["norm_bwd"], 2)
+
+
+def terms(b_major: str = "n"):
+    """(as_, bs), each two halves of one buffer with a gap, so that the order is known."""
+    left = torch.randn(3 * M, F).bfloat16()
+    right = torch.randn(3 * F, N).bfloat16()
+    bs = [right[:F], right[2 * F :]]
+    if b_major == "k":
+        right = torch.randn(3 * N, F).bfloat16()
+        bs = [right[:N].t(), right[2 * N :].t()]
+    return [left[:M], left[2 * M :]], bs
+
+
+@pytest.mark.parametrize("b_major", ["n", "k"])
+@pytest.mark.parametrize("a_order", [1, -1])
+@pytest.mark.parametrize("b_order", [1, -1])
+def test_terms_in_place_start_at_the_lower_addresses(b_major, a_order, b_order):
+    as_, bs = terms(b_major)
+    a, b, variant, distances = JOIN.bind(as_[::a_order], bs[::b_order])
+    assert a is as_[0]
+    assert b is bs[0]
+    assert variant == ("straight" if a_order == b_order else "crossed")
+    assert distances == (2 * M * F, 2 * F * N)
+
+
+def assert_copied(as_, bs):
+    a, b, *how = JOIN.bind(as_, bs)
+    assert how == ["", ()]
+    assert torch.equal(a, torch.cat([*as_], 1))
+    assert torch.equal(b, torch.cat([*bs], 0))
+
+
+def turned(x):
+    """The same numbers, of the other major."""
+    return x.t().contiguous().t()
+
+
+def off(m: int, n: int, dtype=torch.bfloat16):
+    """A matrix 8 bytes behind a multiple of 16."""
+    first = 8 // dtype.itemsize
+    return torch.zeros(m * n + first, dtype=dtype)[first:].view(m, n)
+
+
+def wider(m: int, n: int, more: int):
+    return torch.randn(m, n + more).bfloat16()[:, :n]
+
+
+def strided(x):
+    return torch.stack([x, x], -1)[..., 0]
+
+
+REFUSED = {
+    "three terms": (lambda a, b: ([*a, a[0]], [*b, b[0]]), "only two"),
+    "unequal K": (lambda a, b: ([a[0], a[1][:, :32]], [b[0], b[1][:32]]), "differ in K"),
+    "short K": (lambda a, b: ([x[:, :40] for x in a], [x[:40] for x in b]), "multiple of 64"),
+    "another row stride": (lambda a, b: ([a[0], wider(M, F, F)], b), "differ in strides"),
+    "majors that differ": (lambda a, b: (a, [b[0], turned(b[1])]), "in strides"),
+    "m-major": (lambda a, b: ([turned(x) for x in a], b), "not K-major"),
+    "no unit stride": (lambda a, b: (a, [strided(x) for x in b]), "no unit stride"),
+    "odd rows": (lambda a, b: (a, [wider(F, N, 4) for _ in b]), "16-byte rows"),
+    "dtypes": (lambda a, b: (a, [b[0], b[1].half()]), "one 16-bit dtype"),
+    "float32": (lambda a, b: ([x.float() for x in a], [x.float() for x in b]), "16-bit dtype"),
+    "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands are not a legal"),
+    "an odd address": (lambda a, b: (a, [b[0], off(F, N)]), "right operands are not a legal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_terms_that_cannot_be_read_in_place_say_why_and_are_copied(name):
+    change, why = REFUSED[name]
+    as_, bs = change(*terms())
+    with pytest.raises(UnpairableError, match=why):
+        JOIN.reads(as_, bs)(as_, bs)
+    if len({x.dtype for x in (*as_, *bs)}) == 1:
+        assert_copied(as_, bs)
+
+
+def test_a_deterministic_sum_does_not_depend_on_addresses():
+    """In place it starts with the term at the lower address."""
+    as_, bs = terms()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for order in (1, -1):
+            assert_copied(as_[::order], bs[::order])
+        assert JOIN.kernels(as_, bs) == [("k", "n", "")]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_order_and_the_distance_of_a_pair(dtype):
+    both = torch.zeros(2 * N, F, dtype=dtype)
+    low, high = both[:N].t(), both[N:].t()
+    assert pair_order(low, high) == (False, N * F)
+    assert pair_order(high, low) == (True, N * F)
+    odd = torch.zeros(2 * N, F + 4, dtype=dtype)[:, :F]
+    for first, second, why in (
+        (low, low, "stride apart"),
+        (low, off(N, F, dtype).t(), "stride apart"),
+        (low, torch.zeros(N + 8, F, dtype=dtype).t(), "differ in shape"),
+        (low, torch.zeros(N, F, dtype=torch.float16).t(), "dtype"),
+        (low, torch.zeros(F, N, dtype=dtype), "strides"),
+        (odd[:N].t(), odd[N:].t(), "16-byte rows"),
+    ):
+        with pytest.raises(UnpairableError, match=why):
+            pair_order(first, second)
+
+
+@pytest.mark.parametrize("a_major", ["k", "m"])
+@pytest.mark.parametrize("b_major", ["k", "n"])
+def test_fp8_operands_that_are_not_contiguous_along_k_are_copied(a_major, b_major):
+    program = fp8()["fp8_stored"]
+    (a,), (b,), _ = inputs(program, M, N + 8, F)
+    given = a if a_major == "k" else turned(a), b if b_major == "k" else b.contiguous()
+    got = reading_of(program).bind([given[0]], [given[1]])
+    assert (got[0].stride(), got[1].stride()) == ((F, 1), (1, F))
+    assert torch.equal(got[0].float(), a.float())
+    assert torch.equal(got[1].float(), b.float())
+    same = got[0] is given[0], got[1].data_ptr() == given[1].data_ptr()
+    assert same == (a_major == "k", b_major == "k")
+    assert reading_of(program).kernels([given[0]], [given[1]]) == [("k", "k", "")]
+
+
+def test_only_what_tma_cannot_read_is_copied():
+    x = torch.randn(48, 64).to(torch.bfloat16)
+    assert tma_matrix(x) is x
+    assert tma_matrix(x[:, :40]).data_ptr() == x.data_ptr()
+    transposed = x.t()
+    assert tma_matrix(transposed, either_major=True) is transposed
+    one_row = x.as_strided((1, 64), (1, 1))
+    copied = [x[:, 1:], x[:, ::2], x[:1].expand(48, 64), transposed, x[:, :60][:, 4:], one_row]
+    for view in copied:
+        ready = tma_matrix(view)
+        assert ready.data_ptr() != view.data_ptr()
+        assert ready.stride() == (view.shape[1], 1)
+        assert torch.equal(ready, view)
+    row = x[0]
+    assert vector(row) is row
+    for view in (row[1:], x[:, 0], row[:1].expand(64)):
+        assert vector(view).stride() == (1,)
+        assert vector(view).data_ptr() % 16 == 0
+        assert torch.equal(vector(view), view)
