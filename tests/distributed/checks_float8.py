@@ -36,82 +36,78 @@ QUANTIZED = {
 }
 
 
-def sharded(options, *, backend="coda", mixed=False):
-    """All but the LM head in FP8, blocks compiled; eager without a ``backend``."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+def sharded(backend=None, options=None):
+    """Trained: all but the LM head in FP8, in bfloat16 beside float32 weights, blocks compiled, or
+    eager. All scales of weights are computed together after each step, as torchao advises."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
 
     fresh()
     needs_scaled_mm()
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    model = decoder(LAYERS).to(torch.float32 if mixed else torch.bfloat16)
+    model = decoder(LAYERS).to(torch.float32)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n != "head")
     for block in model.layers if backend else ():
         block.compile(backend=backend, options=options)
-    how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh(), **how)
-    return model
-
-
-def stepped(model, precompute):
-    """Steps; ``precompute``: all scales of weights are computed together after each, as torchao
-    advises."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(part, mesh=mesh(), mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for tokens in map(mine, batches(2)):
         loss_of(model(tokens), tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if precompute:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+        precompute_float8_dynamic_scale_for_fsdp(model)
     return model
 
 
 @functools.cache
-def eager(precompute, mixed=False):
+def eager():
     """Several checks compare with one: it is not to be changed."""
-    return stepped(sharded(None, backend=None, mixed=mixed), precompute)
-
-
-def as_eager(precompute, rtol=0.0, **how):
-    ours = stepped(sharded(PLAIN, **how), precompute)
-    assert_fired(QUANTIZED)
-    assert not [r for report in coda_inductor.reports() for r in report.refusals if r.what == "fp8"]
-    theirs = eager(precompute, **how)
-    for have, want in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(have.full_tensor(), want.full_tensor(), rtol=rtol, atol=0)
+    return sharded()
 
 
 def check_float32_master_weights():
     """To the last bit on torch 2.13. On 2.15 a norm's weight is 1.4e-4 away after the steps, which
     optimizers magnify; of stock torch.compile's some are 0.4 of their value away."""
-    as_eager(precompute=True, mixed=True, rtol=1e-3 if NEWER else 0.0)
+    ours = sharded("coda", PLAIN)
+    assert_fired(QUANTIZED)
+    assert not [r for report in coda_inductor.reports() for r in report.refusals if r.what == "fp8"]
+    for have, want in zip(ours.parameters(), eager().parameters(), strict=True):
+        rtol = 1e-3 if NEWER else 0.0
+        torch.testing.assert_close(have.full_tensor(), want.full_tensor(), rtol=rtol, atol=0)
 
 
 def check_what_fuses_is_as_exact():
     """What fuses without FP8 does; each weight is turned for its dgrad, as torchao does."""
-    ours = stepped(sharded(OPTIONS, mixed=True), precompute=True)
+    ours = sharded("coda", OPTIONS)
     assert_fired({**QUANTIZED, **BLOCK, "rms_norm_backward": 0})
     fused = [s for s in coda_inductor.reports()[-1].sites if s.fused]
     assert {s.program.a_dtype for s in fused} == {"float8_e4m3fn", "float8_e5m2"}
     assert {s.role for s in fused} == {"forward", "input gradient"}
-    theirs = eager(precompute=True, mixed=True)
     exact = single(batches(2), LAYERS)
-    errors = [distance(model, exact) for model in (ours, theirs)]
+    errors = [distance(model, exact) for model in (ours, eager())]
     assert errors[0] <= 1.1 * errors[1], errors
 
 
-def tensor_parallel():
+def parallelized(model, over):
+    """Blocks in FP8 under torchao's tensor parallelism."""
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    fresh()
-    model = convert(decoder(LAYERS).bfloat16(), "tensorwise", lambda _, name: name != "head")
     plan = {name: Float8ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
     plan |= {name: Float8RowwiseParallel() for name in ("o", "down")}
     for block in model.layers:
-        parallelize_module(block, mesh(), dict(plan))
+        parallelize_module(block, over, dict(plan))
     return model
+
+
+def tensor_parallel():
+    fresh()
+    model = convert(decoder(LAYERS).bfloat16(), "tensorwise", lambda _, name: name != "head")
+    return parallelized(model, mesh())
 
 
 @functools.cache

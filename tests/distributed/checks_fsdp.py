@@ -144,15 +144,6 @@ def distance(model, exact) -> float:
     return sum((full(p.detach()).double() - q).norm().item() ** 2 for p, q in pairs) ** 0.5
 
 
-def check_one_rank_that_stops_compiling_is_no_trouble_to_the_other():
-    """Compiled code and eager code meet in the same collectives."""
-    model = sharded()
-    if torch.distributed.get_rank() == 1:
-        for block in model.layers:
-            block._compiled_call_impl = None
-    trained(model)
-
-
 def check_nothing_keeps_a_sharded_model():
     model = sharded()
     train(model, [mine(t) for t in batches(2, 1)])

@@ -220,8 +220,9 @@ def one_rank(folder: str, seconds: float, names: tuple[str, ...]) -> None:
     gc.enable()
     gc.set_threshold(50_000, 20, 50)
     inductor = op_by_op.compile_fx_inner
-    patience = dt.timedelta(seconds=getattr(modules[0], "PATIENCE", seconds))
-    dist.init_process_group(getattr(modules[0], "BACKEND", "gloo"), timeout=patience)
+    dist.init_process_group(
+        getattr(modules[0], "BACKEND", "gloo"), timeout=dt.timedelta(seconds=seconds)
+    )
     with (Path(folder) / f"{dist.get_rank()}.json").open("w", buffering=1) as file:
         for module in modules:
             takes_minutes = not getattr(module, "INDUCTOR", False)  # if Inductor wrote C++ for all

@@ -15,14 +15,13 @@ import checks_ddp
 import checks_four
 import checks_fsdp
 import checks_inductor
-import checks_slow
 import checks_tensor
 import pytest
 import ranks
 
 #: Modules whose checks run in the same processes, how many, and seconds: several times what a
 #: machine takes that has nothing else to do.
-TWO = [checks_ddp, checks_fsdp, checks_tensor, checks_slow, checks_inductor]
+TWO = [checks_ddp, checks_fsdp, checks_tensor, checks_inductor]
 if importlib.util.find_spec("torchao") is not None:
     import checks_float8
 
