@@ -108,8 +108,7 @@ def _explained(found: Any) -> dict[str, Any]:
         "notes": list(found.notes),
         "sites": [_site(site) for site in found.sites],
         "misses": sorted(f"{m.what} at {m.where}: {m.reason}" for m in found.near_misses),
-        "before": [found.before.kernels, found.before.bytes],
-        "after": [found.after.kernels, found.after.bytes],
+        "moved": [found.bytes_before, found.bytes_after],
         "saved": [found.saved_bytes_before, found.saved_bytes_after],
     }
 

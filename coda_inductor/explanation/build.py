@@ -9,14 +9,12 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.capture import Capture, Captured
-from coda_inductor.explanation.flow import Block, block, repeated
-from coda_inductor.explanation.kernels import kernels
-from coda_inductor.explanation.result import Explanation, Saved, Totals
+from coda_inductor.explanation.result import Explanation, Saved
+from coda_inductor.explanation.traffic import base, moved
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import fake, module_path
 from coda_inductor.graph.sizes import hint
-from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
 from coda_inductor.plan import as_16_bits
 from coda_inductor.report import Float8Layers
@@ -33,12 +31,10 @@ def build(name: str, found: Capture, options: Options) -> Explanation:
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
-        result.before += _totals(captured.stock)
-        result.after += _totals(captured.ours)
+        result.bytes_before += sum(map(moved, captured.stock.graphs))
+        result.bytes_after += sum(map(moved, captured.ours.graphs))
         result.saved_before += _saved(captured.stock)
         result.saved_after += _saved(captured.ours)
-    main = max(graphs, key=lambda g: len(g.report.sites))
-    result.blocks = _blocks(main)
     result.notes = _notes(result, graphs, found.breaks, options)
     return result
 
@@ -50,11 +46,6 @@ def _device(graphs: list[Captured]) -> str:
             values = (fake(node) for node in graph.nodes)
             devices.update(v.device.type for v in values if isinstance(v, torch.Tensor))
     return devices.most_common(1)[0][0] if devices else "cpu"
-
-
-def _totals(parts: Traced) -> Totals:
-    found = [kernel for graph in parts.graphs for kernel in kernels(graph)]
-    return Totals(len(found), sum(kernel.bytes for kernel in found))
 
 
 def _saved(parts: Traced) -> list[Saved]:
@@ -73,19 +64,6 @@ def _saved(parts: Traced) -> list[Saved]:
         )
         for root, node in tensors.items()
     ]
-
-
-def _blocks(captured: Captured) -> list[tuple[Block, Block]]:
-    sites = captured.report.sites
-    name = repeated(path for site in sites for path in site.site.split(" + ")[:1])
-    pairs = []
-    graphs = zip(captured.stock.graphs, captured.ours.graphs, strict=True)
-    for backward, (stock, ours) in zip((False, True), graphs, strict=False):
-        before = block(stock, name, sites, backward=backward, saved=captured.stock.saved)
-        after = block(ours, name, sites, backward=backward, saved=captured.ours.saved)
-        if before is not None and after is not None:
-            pairs.append((before, after))
-    return pairs
 
 
 def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Options) -> list[str]:

@@ -17,7 +17,6 @@ from pygments.lexers import PythonLexer
 import coda_inductor
 from coda_inductor import report
 from coda_inductor.codegen.render import render
-from coda_inductor.explanation import naming
 from coda_inductor.explanation.result import Explanation, Saved, places
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.report import Row
@@ -41,7 +40,6 @@ def page(explanation: Explanation) -> str:
         css=_own("style.css") + _code_css(),
         js=_own("page.js"),
         versions=f"coda_inductor {coda_inductor.__version__}, torch {torch.__version__}",
-        naming=naming,
         report=report,
         places=places,
         sources=_sources(explanation.rows),
@@ -64,7 +62,6 @@ def _sources(rows: list[Row]) -> list[dict[str, Any]]:
         {
             "key": program.key,
             "title": ", ".join(dict.fromkeys(row.name for row in users)),
-            "work": ", ".join(naming.epilogue_work(users[0].site)),
             "text": str(program),
             "kernel": Markup(highlight(render(program), *how)),  # noqa: S704 (escapes)
             "configs": ", ".join(dict.fromkeys(filter(None, map(_config, users)))),

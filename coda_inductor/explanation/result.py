@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from coda_inductor.explanation.flow import Block
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
@@ -29,18 +28,6 @@ class Saved:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Kernels of one call or training step, and the bytes that they move (a model, see
-    ``coda_inductor.explanation.kernels``)."""
-
-    kernels: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(self.kernels + other.kernels, self.bytes + other.bytes)
-
-
 @dataclass
 class Explanation:
     """What the backend does with a model.
@@ -52,11 +39,11 @@ class Explanation:
         gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
-        before: kernels and bytes under plain torch.compile.
-        after: the same with this backend.
+        bytes_before: memory traffic of one call or training step under plain torch.compile (an
+            account, see ``coda_inductor.explanation.traffic``).
+        bytes_after: the same with this backend.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
-        blocks: (before, after) of one repeated block, forward and then backward.
         notes: what a reader must know to read the rest rightly.
     """
 
@@ -66,11 +53,10 @@ class Explanation:
     gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
-    before: Totals = field(default_factory=Totals)
-    after: Totals = field(default_factory=Totals)
+    bytes_before: int = 0
+    bytes_after: int = 0
     saved_before: list[Saved] = field(default_factory=list)
     saved_after: list[Saved] = field(default_factory=list)
-    blocks: list[tuple[Block, Block]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,14 +80,6 @@ class Explanation:
     @property
     def gemms_fused(self) -> int:
         return sum(map(gemm_count, self.fused))
-
-    @property
-    def bytes_before(self) -> int:
-        return self.before.bytes
-
-    @property
-    def bytes_after(self) -> int:
-        return self.after.bytes
 
     @property
     def saved_bytes_before(self) -> int:
@@ -133,17 +111,12 @@ class Explanation:
             return f"{text.partition(';')[0]}. There is nothing to compare it with: see below."
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
-        before, after = (
-            readable_bytes(self.bytes_before),
-            readable_bytes(self.bytes_after),
-        )
+        before, after = map(readable_bytes, (self.bytes_before, self.bytes_after))
         if gone > 0:
             text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
             text += "would be gone" if self.plain else "gone"
         else:
             text += f"memory traffic per {step} rises from {before} to {after}"
-        if self.after.kernels > self.before.kernels:
-            text += f"; kernels rise from {self.before.kernels} to {self.after.kernels}"
         if self.training:
             text += (
                 f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
