@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of torch, QuACK and CuTeDSL that is used: what for, and what if it is gone.
+"""Every private name of torch, QuACK and CuTeDSL that is used, and what happens without it.
 
 Private is what has a part that starts with an underscore; of QuACK, which promises nothing, it is
 every name. Torch's are had from here, and nowhere else (``from coda_inductor.compat import
@@ -201,8 +201,6 @@ TORCH: dict[str, Private] = {
         "torch._logging._internal.register_log", "makes our logger known to TORCH_LOGS",
         'TORCH_LOGS="+coda_inductor" is refused', _nothing,
     ),
-    "trace_structured": Private("torch._logging.trace_structured", "hands our graphs to tlparse",
-                                "tlparse shows nothing of coda's", _nothing),
     # explain and check: graphs without code generation
     "aot_autograd": Private(
         "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN,
@@ -252,52 +250,29 @@ TORCH: dict[str, Private] = {
     },
 }  # fmt: skip
 
-#: Of QuACK and CuTeDSL. Without one of them there are no kernels.
-KERNELS: tuple[Private, ...] = tuple(
-    Private(path, purpose, "there are no kernels")
-    for path, purpose in {
-        "cutlass._mlir.dialects.arith": "arithmetic that cute.math lacks",
-        "cutlass._mlir.dialects.llvm": "instructions that cute.math lacks",
-        "quack.activation": "gates' fast approximations",
-        "quack.cache.CACHE_DIR": "where compiled kernels are kept",
-        "quack.cache.CACHE_ENABLED": "that they are",
-        "quack.cache.jit.FileLock": "the lock of one of them",
-        "quack.cache.async_compile._pool_initializer": "prepares a process without a GPU",
-        "quack.cache.jit._compute_source_fingerprint": "the version that kernels are kept by",
-        "quack.cache.jit._key_to_hash": "the name of a kernel",
-        "quack.cache.jit.get_cache_path": "where compiled kernels are kept",
-        "quack.cute_dsl_utils.get_device_capacity": "the architecture that is compiled for",
-        "quack.epilogue.frontend.EpiMod": "makes a GEMM of a function of the accumulator",
-        "quack.epilogue.frontend._mint": "the kernel class, which gets our mixins",
-        "quack.epilogue.frontend._plan_cache": "launch plans, forgotten in compile workers",
-        "quack.epilogue.math.F2": "packed pairs of float32",
-        "quack.epilogue.math.unpack": "the same, taken apart",
-        "quack.epilogue.ops.ColVecLoad": "column operands",
-        "quack.epilogue.ops.ColVecReduce": "row sums",
-        "quack.epilogue.ops.EpiOp": "launch arguments of our own",
-        "quack.epilogue.ops.GroupedColStatsBase": "sums over heads",
-        "quack.epilogue.ops.OnlineLSEReduce": "row log-sum-exps",
-        "quack.epilogue.ops.RowVecLoad": "row operands",
-        "quack.epilogue.ops.RowVecReduce": "column sums",
-        "quack.epilogue.ops.Scalar": "scalars",
-        "quack.epilogue.ops.TileLoad": "tile operands",
-        "quack.epilogue.ops.VecReduce": "masked sums",
-        "quack.epilogue.ops._mask_oob": "what lies beyond the matrix",
-        "quack.epilogue.ops._mask_oob_active": "the same",
-        "quack.epilogue.ops._reduce_dim": "which axis a sum is over",
-        "quack.epilogue.ops._vec_reduce_combine": "maxima that keep NaN",
-        "quack.epilogue.rotary.RotaryCosSinTMALoad": "tables under every head",
-        "quack.gemm_runtime.host.GemmEpiPlan": "a kernel that is ready to be launched",
-        "quack.gemm_runtime.host._compile_gemm_epi": "kernels in memory, forgotten in workers",
-        "quack.gemm_runtime.host.get_max_active_clusters": "what only a GPU knows",
-        "quack.gemm_runtime.host.run_gemm_epi_plan": "launches a kernel",
-        "quack.gemm_runtime.identity.TORCH_OP_EPI_MODS": "where QuACK finds our epilogues",
-        "quack.gemm_tvm_ffi_utils.launch_gemm": "does so, given all arguments",
-        "quack.gemm_tvm_ffi_utils.plan_scheduler_args": "the scheduler's, but for its counter",
-        "quack.gemm_sm90.fp8_fast_accum": "sums of FP8 products in the multiplier",
-        "quack.gemm_sm90._compute_stages": "how many steps are in flight",
-        "quack.gemm_sm90._compute_tile_shape_or_override": "the width of an epilogue's tile",
+#: Of QuACK and CuTeDSL, by module. Without one of them there are no kernels.
+KERNELS: tuple[str, ...] = tuple(
+    f"{module}.{name}"
+    for module, names in {
+        "cutlass._mlir.dialects": "arith llvm",
+        "quack": "activation",
+        "quack.cache": "CACHE_DIR CACHE_ENABLED",
+        "quack.cache.async_compile": "_pool_initializer",
+        "quack.cache.jit": "FileLock _compute_source_fingerprint _key_to_hash get_cache_path",
+        "quack.cute_dsl_utils": "get_device_capacity",
+        "quack.epilogue.frontend": "EpiMod _mint _plan_cache",
+        "quack.epilogue.math": "F2 unpack",
+        "quack.epilogue.ops": "ColVecLoad ColVecReduce EpiOp GroupedColStatsBase OnlineLSEReduce "
+        "RowVecLoad RowVecReduce Scalar TileLoad VecReduce _mask_oob _mask_oob_active _reduce_dim "
+        "_vec_reduce_combine",
+        "quack.epilogue.rotary": "RotaryCosSinTMALoad",
+        "quack.gemm_runtime.host": "GemmEpiPlan _compile_gemm_epi get_max_active_clusters "
+        "run_gemm_epi_plan",
+        "quack.gemm_runtime.identity": "TORCH_OP_EPI_MODS",
+        "quack.gemm_sm90": "fp8_fast_accum _compute_stages _compute_tile_shape_or_override",
+        "quack.gemm_tvm_ffi_utils": "launch_gemm plan_scheduler_args",
     }.items()
+    for name in names.split()
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The debug folder of a compiled graph, and its artifacts for tlparse.
+"""The debug folder of a compiled graph.
 
 One folder a graph: the graph at each stage as readable Python, the table of GEMMs, every program
 and generated kernel source.
@@ -15,7 +15,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 from coda_inductor.codegen.render import render
-from coda_inductor.compat import trace_structured
 from coda_inductor.errors import OptionError
 from coda_inductor.log import logger
 from coda_inductor.report import GraphReport
@@ -25,7 +24,7 @@ _numbers = itertools.count()
 
 class DebugFolder:
     """The debug output of one graph called ``name``, in a fresh folder below ``parent``; without
-    one, only torch's structured trace gets it.
+    one, there is none.
 
     Attributes:
         path: of the folder; empty without one.
@@ -41,17 +40,12 @@ class DebugFolder:
             logger.warning("coda_inductor writes its debug output to %s", self.folder)
 
     def graph(self, stage: str, gm: GraphModule) -> None:
-        """Write ``gm`` as readable Python, and hand it to torch's structured trace."""
+        """Write ``gm`` as readable Python."""
 
         def text() -> str:
             source = gm.print_readable(print_output=False, include_stride=True)
             return source.replace("class <lambda>(", "class Graph(")  # traced graphs have no name
 
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"coda_{stage}", "encoding": "string"},
-            payload_fn=text,
-        )
         self.write(f"{stage}.py", text)
 
     def write(self, name: str, text: Any) -> None:
@@ -68,11 +62,6 @@ class DebugFolder:
     def finish(self, report: GraphReport) -> None:
         """Write the table of GEMMs, and each program with its kernel source."""
         self.write("gemms.txt", lambda: report.table() + "\n")
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": "coda_gemms", "encoding": "string"},
-            payload_fn=report.table,
-        )
         programs = {s.program.key: s.program for s in report.sites if s.program is not None}
         for key, program in programs.items():
             self.write(f"programs/{key}.txt", f"{program}\n")

@@ -93,7 +93,7 @@ def _missing(needed: Range) -> Refusal | None:
 def missing_from_libraries() -> str | None:
     """The first private name that the installed QuACK or CuTeDSL does not have, or None. Reads
     their files and imports nothing, which would take seconds."""
-    return next((p.path for p in KERNELS if not _written_down(p.path)), None)
+    return next((path for path in KERNELS if not _written_down(path)), None)
 
 
 def _written_down(path: str) -> bool:
