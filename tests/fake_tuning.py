@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from measured import HOPPER, figures
 
 from coda_inductor import pipeline
+from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
 from coda_inductor.select.store import Store
 from coda_inductor.tune import tuner
-from coda_inductor.tune.client import DeadError
 from coda_inductor.tune.worker import site_from
 
 CUDA = torch.device("cuda", 0)
@@ -28,7 +28,8 @@ class Machine:
 
     Attributes:
         said: (number of the process, message), of all processes.
-        dies: config -> why a process ends at it.
+        dies: config -> what a process raises at it.
+        waited: how long candidates were waited for.
         answers: what takes the place of an answer: called with a message, None for the usual one.
         uncompiled: config -> why it has no kernel.
         takes_no_process: it is in exclusive mode, say.
@@ -37,7 +38,8 @@ class Machine:
 
     def __init__(self):
         self.said: list[tuple[int, dict[str, Any]]] = []
-        self.dies: dict[str, str] = {}
+        self.dies: dict[str, Exception] = {}
+        self.waited: list[float] = []
         self.uncompiled: dict[str, str] = {}
         self.takes_no_process = False
         self.ended: list[int] = []
@@ -74,32 +76,41 @@ class Machine:
 
 
 class Process:
-    """As ``tune.client.Process``."""
+    """As ``processes.child.Child``."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.number, self.answered = machine, next(machine.numbers), False
+        self.machine, self.number = machine, next(machine.numbers)
         machine.busy += 1
         machine.most = max(machine.most, machine.busy)
 
     def ask(self, message: dict[str, Any], deadline: float) -> dict[str, Any]:
         self.machine.said.append((self.number, message))
         if time.monotonic() > deadline:
-            self.end()
-            raise DeadError("no time left", "")
+            self._dies(LateError())
         if self.machine.takes_no_process:
-            self.end()
-            raise DeadError("ends: all CUDA-capable devices are busy", "")
-        self.answered = True
+            self._dies(EndedError(1, "all CUDA-capable devices are busy"))
         if (answer := self.machine.answers(message)) is not None:
             return answer
         if "configs" not in message:
             return {"ready": True}
+        self.answers = self._measures(message)
+        return next(self.answers)
+
+    def answer(self, deadline: float) -> dict[str, Any]:
+        self.machine.waited.append(deadline - time.monotonic())
+        return next(self.answers)
+
+    def _measures(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for config in message["configs"]:
+            yield {"trying": config}
             if config in self.machine.dies:
-                self.end()
-                raise DeadError(self.machine.dies[config], config)
+                self._dies(self.machine.dies[config])
         us = {config: 50.0 + i for i, config in enumerate(message["configs"])}
-        return {"figures": to_row("", figures(us, m=message["site"]["m"]))}
+        yield {"figures": to_row("", figures(us, m=message["site"]["m"]))}
+
+    def _dies(self, error: Exception) -> None:
+        self.end()
+        raise error
 
     def end(self) -> None:
         assert self.number not in self.machine.ended

@@ -2,8 +2,6 @@
 """Sites are measured, once for a GPU model, and everybody reads the result.
 
 tuner    what a compilation asks: measure these sites, within so many seconds
-rank     which configs are worth a measurement
-client   the measuring process as this one sees it: started, asked, ended
 worker   that process: it may crash, hang or run out of memory, and costs nobody anything
 timing   interleaved, from a cold cache, with the clock warm
 inputs   tensors as a site would have them

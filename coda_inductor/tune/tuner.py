@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
+from coda_inductor.processes.child import Child, EndedError, LateError
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
@@ -32,16 +33,36 @@ from coda_inductor.select.figures import Figures, from_row, key_of, signature
 from coda_inductor.select.site import Site
 from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs
-from coda_inductor.tune.client import DeadError, Process
 from coda_inductor.tune.worker import site_text
 
 #: Seconds beyond its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
+#: Seconds that one candidate may take before it counts as hanging: its kernel is compiled, so that
+#: it only has to be loaded and run.
+_PATIENCE = 20.0
 #: Measuring processes at most. Each holds half a GiB of the GPU's memory.
 _MOST = 4
 _LATE = "no time left to compile it"
 #: Part of the GPU's free memory that a measurement may take.
 _ROOM = 0.8
+
+
+class DeadError(Exception):
+    """The measuring process ended, or was ended: it had no answer in time. ``trying``: what it was
+    at."""
+
+    def __init__(self, why: str, trying: str = ""):
+        super().__init__(why)
+        self.trying = trying
+
+
+def start(index: int) -> Child:
+    """A measuring process for the CUDA device ``index``.
+
+    Raises:
+        OSError: none can be started.
+    """
+    return Child("coda_inductor.tune.worker", str(index))
 
 
 class Tuner:
@@ -54,14 +75,15 @@ class Tuner:
 
     def __init__(
         self, store: Store, device: torch.device, seconds: float, most: int | None,
-        start: Callable[[int], Process] = Process, compiler: Any = pool,
+        start: Callable[[int], Child] = start, compiler: Any = pool,
     ):  # fmt: skip
         self.store, self.most = store, most
         self._start, self._compiler = start, compiler
         self.left: dict[str, Site] = {}
         self._device = device
         self._seconds = seconds
-        self._processes: dict[int, Process] = {}  # by thread
+        self._processes: dict[int, Child] = {}  # by thread
+        self._answered: set[Child] = set()
         self._hopeless = ""  # why no process can work here
 
     def measure(self, sites: Sequence[Site]) -> bool:
@@ -154,22 +176,33 @@ class Tuner:
             return None
 
     def _ask(self, message: dict, deadline: float) -> dict:
+        """The answer of this thread's process to ``message``. A candidate that it announces has
+        some seconds; what ends the process costs the candidate that it was at."""
         thread = threading.get_ident()
         if thread not in self._processes:
             if self._hopeless or time.monotonic() > deadline:
-                raise DeadError(self._hopeless or "no time left", "")
+                raise DeadError(self._hopeless or "no time left")
             self._processes[thread] = self._start(self._device.index)
         process = self._processes[thread]
+        trying, limit = "", deadline
         try:
             answer = process.ask(message, deadline)
-        except DeadError as error:
-            del self._processes[thread]
-            if not process.answered and time.monotonic() < deadline:
-                # A GPU that takes no second process, say: the next one would die as well.
-                self._hopeless = str(error)
-                warn_once("tuning", f"its process {error}", to="expected times")
-            raise
-        return answer
+            while trying := answer.get("trying", ""):
+                self._answered.add(process)
+                limit = min(deadline, time.monotonic() + _PATIENCE)
+                answer = process.answer(limit)
+            self._answered.add(process)
+            return answer
+        except EndedError as error:
+            dead = DeadError(f"ends its process: {error}", trying)
+        except LateError:
+            dead = DeadError("hangs", trying) if limit < deadline else DeadError("no time left")
+        del self._processes[thread]
+        if process not in self._answered and time.monotonic() < deadline:
+            # A GPU that takes no second process, say: the next one would die as well.
+            self._hopeless = str(dead)
+            warn_once("tuning", f"its process {dead}", to="expected times")
+        raise dead
 
     def _fits(self, site: Site) -> bool:
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -14,6 +14,7 @@ from measured import HOPPER, figures, keyed, site
 
 from coda_inductor import locks
 from coda_inductor.log import forget_warnings
+from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.figures import key_of, signature
 from coda_inductor.select.store import Store
@@ -90,18 +91,30 @@ def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):
     assert not any(THIRD.program.to_json() == r.program for r in machine.submitted)
 
 
-@pytest.mark.parametrize("why", ["hangs", "ends its process: Segmentation fault"])
-def test_a_candidate_that_ends_its_process_ends_nothing_else(why, machine, tmp_path):
-    bad, *others = wanted()
-    machine.dies = {bad: why}
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(LateError(), "hangs"), (EndedError(-11, "fault"), "ends its process: fault")],
+)
+def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine, tmp_path):
+    good, bad, other = wanted()
+    machine.dies = {bad: error}
     mine = machine.tuner(tmp_path)
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
     assert found.failed == {bad: why}
-    assert list(found.us) == others
+    assert list(found.us) == [good, other]
     tries = [(number, m["configs"]) for number, m in machine.said if "configs" in m]
-    assert [configs for _, configs in tries] == [wanted(), others]
+    assert [configs for _, configs in tries] == [wanted(), [good, other]]
     assert tries[0][0] != tries[1][0]  # another process
+    assert all(tuner._PATIENCE - 1 < seconds < tuner._PATIENCE for seconds in machine.waited)
+
+
+def test_no_time_left_accuses_no_candidate(machine, tmp_path):
+    machine.dies = dict.fromkeys(wanted(), LateError())
+    mine = machine.tuner(tmp_path, seconds=tuner._PATIENCE / 2)
+    assert not mine.measure([ONE])
+    assert mine.store.find(ONE) is None
+    assert len(machine.ended) == 1
 
 
 def test_where_no_process_can_work_one_is_tried(machine, tmp_path, monkeypatch, caplog):
@@ -140,7 +153,8 @@ def test_that_no_config_works_is_a_result(how, machine, tmp_path):
         late = machine.tuner(tmp_path)
         assert not late.measure([ONE])
         assert set(late.left) == {key_of(ONE)}
-    setattr(machine, how, dict.fromkeys(wanted(), "it cannot be"))
+    why = EndedError(1, "no") if how == "dies" else "it cannot be"
+    setattr(machine, how, dict.fromkeys(wanted(), why))
     assert mine.measure([ONE])
     found, _ = mine.store.find(ONE)
     assert (dict(found.us), set(found.failed)) == ({}, set(wanted()))
