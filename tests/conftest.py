@@ -134,12 +134,9 @@ def no_notice():
 def without_code(monkeypatch: pytest.MonkeyPatch):
     """``backend="coda"`` runs graphs op by op behind our passes, for tests that are not about
     Inductor's code: most of their time was its C++ compiler's."""
-    from functorch.compile import make_boxed_func
+    from harness import as_it_is
 
     from coda_inductor import op_by_op
-
-    def as_it_is(gm, _inputs, **_how):
-        return make_boxed_func(gm.forward)
 
     monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point end to end: debug output, logs, counters, fallback, strictness, user passes.
 
-``light`` swaps Inductor's code generation for eager execution of the final graph, which saves
-seconds a compile; the tests of test_inductor.py go through Inductor itself.
+Final graphs run op by op, which saves seconds a compile; test_inductor.py has Inductor's code.
 """
 
 from __future__ import annotations
@@ -16,37 +15,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import Block, D
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import coda_inductor
-from coda_inductor import OptionError, backend, debug, joint, log, report
+from coda_inductor import OptionError, debug, joint, log, report
 from coda_inductor.backend import coda
 from coda_inductor.debug import DebugFolder
 from coda_inductor.joint import JointPass
 from coda_inductor.options import parse
 from coda_inductor.record import Record
 
-
-@pytest.fixture
-def light(monkeypatch):
-    """Run what Inductor would be given, without compiling it."""
-
-    def compile_fx(gm, inputs, *, config_patches, **_):
-        def compiler(graph_module, _):
-            config_patches["joint_custom_pre_pass"](graph_module.graph)
-            graph_module.recompile()
-            return make_boxed_func(graph_module.forward)
-
-        return aot_autograd(
-            fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table()
-        )(gm, inputs)
-
-    monkeypatch.setattr(backend, "compile_fx", compile_fx)
+pytestmark = pytest.mark.usefixtures("without_code")
 
 
 @pytest.fixture
@@ -79,7 +60,6 @@ def inner(caught):
     return getattr(caught.value, "inner_exception", caught.value)
 
 
-@pytest.mark.usefixtures("light")
 def test_counters_hold_pattern_names_and_reports_every_compiled_graph():
     report.forget()
     torch.testing.assert_close(*run(Block(), torch.randn(3, D)))
@@ -90,7 +70,6 @@ def test_counters_hold_pattern_names_and_reports_every_compiled_graph():
     assert found.near_misses == []
 
 
-@pytest.mark.usefixtures("light")
 def test_debug_folder(tmp_path):
     model = Block().bfloat16()
     run(model, torch.randn(3, D).bfloat16(), debug=True, debug_dir=str(tmp_path / "debug"))
@@ -121,7 +100,6 @@ def test_debug_folder_that_another_rank_makes_first_is_skipped(tmp_path, monkeyp
     assert DebugFolder("graph", str(tmp_path)).folder == tmp_path / "graph_001"
 
 
-@pytest.mark.usefixtures("light")
 def test_debug_folder_that_cannot_be_made_reaches_the_user(tmp_path):
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
@@ -133,7 +111,6 @@ def test_debug_folder_that_cannot_be_made_reaches_the_user(tmp_path):
         assert repr(str(parent)) in str(caught.value)
 
 
-@pytest.mark.usefixtures("light")
 def test_name_is_in_the_report_and_the_folder(tmp_path):
     """Of a model in float32, too, whose kernels do not run."""
     options = {"debug": True, "debug_dir": str(tmp_path), "strict": True}
@@ -147,7 +124,6 @@ def test_name_is_in_the_report_and_the_folder(tmp_path):
     assert list(tmp_path.rglob("kernels/*.py"))
 
 
-@pytest.mark.usefixtures("light")
 def test_log_shows_decisions_and_refusals(messages):
     def function(x, w):
         return F.linear(F.rms_norm(x, (D,)), w).relu()
@@ -160,7 +136,6 @@ def test_log_shows_decisions_and_refusals(messages):
     assert warnings_of(messages) == []
 
 
-@pytest.mark.usefixtures("light")
 def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
     def one(x, w):
         return (x @ w) + 1
@@ -175,7 +150,6 @@ def test_unsupported_gemm_warns_once_naming_site_and_cause(messages):
     assert "torch.int64" in warning
 
 
-@pytest.mark.usefixtures("light")
 def test_wrong_option_or_mode_reaches_the_user():
     with pytest.raises(Exception, match="unknown option 'speed'") as caught:
         run(torch.sin, torch.randn(3), speed=11)
@@ -197,7 +171,6 @@ class UsersPass(CustomGraphPass):
         return self.version
 
 
-@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("where", ["option", "config"])
 def test_a_users_own_joint_pass_runs_in_front_of_ours(where):
     """In any form: test_pass_mode."""

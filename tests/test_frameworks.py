@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from functorch.compile import make_boxed_func
+from harness import as_it_is
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 
 import coda_inductor
-from coda_inductor import op_by_op
 from coda_inductor.backend import coda
 
 PAGE = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
@@ -30,10 +29,6 @@ BLOCKS = dict(re.findall(r"^```python\n# (\w+)\n(.*?)^```$", PAGE, re.DOTALL | r
 LAYERS, ROWS, LENGTH, WORDS = 2, 8, 16, 64
 #: Forward and backward of the whole model; what fires in a graph of one block.
 NORMS, GATES = 2 * LAYERS, LAYERS
-
-
-def as_it_is(gm, inputs, **how):
-    return make_boxed_func(gm.forward)
 
 
 class Dataset(torch.utils.data.Dataset):
@@ -48,11 +43,10 @@ class Dataset(torch.utils.data.Dataset):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, without_code):
     """In a folder of its own, on the CPU, without code generation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr(op_by_op, "compile_fx_inner", as_it_is)
     light = functools.partial(compile_fx.compile_fx, inner_compile=as_it_is)
     monkeypatch.setattr(compile_fx, "compile_fx", light)
     if "coda" not in torch._dynamo.list_backends():  # a checkout that is not installed
@@ -215,36 +209,6 @@ def test_peft():
     assert len(grads[0]) == 2 * 7 * LAYERS
     same(*grads)
     assert "base_model.model.model.layers.0" in coda_inductor.reports()[-1].sites[0].site
-
-
-class Frozen(torch.nn.Module):
-    """A linear layer whose weight is kept in 8 bits."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_buffer("scale", scale)
-        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
-
-
-def test_frozen_weights_in_few_bits():
-    results = []
-    for backend in ("eager", "coda"):
-        model, batch = given()["model"], given()["batch"]
-        for layer in model.model.layers:
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                setattr(layer.mlp, name, Frozen(getattr(layer.mlp, name)))
-        model.compile(backend=backend)
-        loss = model(**batch).loss
-        loss.backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        results.append([loss.detach(), *grads])
-    same(*results)
-    trained(counters["coda"])
 
 
 def test_deepspeed(monkeypatch):
