@@ -8,7 +8,7 @@ Before (torchtitan, Meta's Llama; x (B, T, H, D), turns complex)::
 
 After::
 
-    y = coda_inductor.rotate_pairs(x, turns, False, dtype_of(y))
+    y = coda_inductor.rotate_pairs(x, turns, dtype_of(y))
 
 Why it is valid: (a + ib)(c + is) = (ac - bs) + i(as + bc); the gradient is the rotation back, by
 the conjugate.
@@ -32,7 +32,7 @@ def complex_numbers(x, turns):
 
 
 def _arguments(match: Match):
-    return (match.bound["x"], match.bound["turns"], False, value(match.root).dtype)
+    return (match.bound["x"], match.bound["turns"], value(match.root).dtype)
 
 
 def _shapes(match: Match):

@@ -147,6 +147,6 @@ def prove_here(monkeypatch: pytest.MonkeyPatch):
     from coda_inductor.patterns import verdict, worker
 
     def prove(source):
-        return worker.refused(str(source.path), source.digest)
+        return worker.refused(source, verdict.LIMIT)
 
     monkeypatch.setattr(verdict, "_prove_elsewhere", prove)

@@ -70,18 +70,6 @@ class Signature:
         """Is this parameter a number?"""
         return name not in self.tensors
 
-    def schema(self, name: str) -> str:
-        """The schema of the op."""
-        return f"{name}({self._arguments()}) -> Tensor"
-
-    def backward_schema(self, name: str) -> str:
-        """The schema of its gradient: a flag and a result for each tensor."""
-        results = ", ".join("Tensor" for _ in self.tensors)
-        return f"{name}_backward(Tensor dy, {self._arguments()}, bool[] needs) -> ({results})"
-
-    def _arguments(self) -> str:
-        return ", ".join(f"{'float' if self.is_number(n) else 'Tensor'} {n}" for n in self.names)
-
 
 def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
@@ -107,15 +95,19 @@ def op_of(
     if known is not None:
         return known.default
     meaning = _in_one_dtype(meaning)
+    given = ", ".join(
+        f"{'float' if signature.is_number(n) else 'Tensor'} {n}" for n in signature.names
+    )
+    gradients = ", ".join("Tensor" for _ in signature.tensors)
     backward = define(
-        signature.backward_schema(op_name),
+        f"{op_name}_backward(Tensor dy, {given}, bool[] needs) -> ({gradients})",
         _backward_definition(meaning, gradient, signature),
         fake=_empty_gradients(signature),
         name=f"{name}_backward",
         pointwise=True,
     )
     return define(
-        signature.schema(op_name),
+        f"{op_name}({given}) -> Tensor",
         meaning,
         gradient=backward,
         of=signature.tensors,

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 
@@ -26,8 +25,8 @@ from coda_inductor.errors import PatternError
 from coda_inductor.patterns.source import Source
 from coda_inductor.processes.child import Child, EndedError, LateError
 
-#: Seconds that running and proving one file may take (also ``CODA_PROOF_SECONDS``).
-LIMIT = 20.0
+#: Seconds that running and proving one file may take; most take 3 to 6.
+LIMIT = 60.0
 #: Bytes that it may take beyond torch and sympy: the built-in files take 5 MB, the hungriest known
 #: file 3.4 GB.
 MEMORY = 4 << 30
@@ -84,7 +83,7 @@ def _key(source: Source) -> str:
 
 def _prove_elsewhere(source: Source) -> str | None:
     """Why the file is refused, or None."""
-    deadline = time.monotonic() + _START + time_limit()
+    deadline = time.monotonic() + _START + LIMIT
     # Its own threads would count as memory: their stacks and arenas are address space.
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
@@ -92,10 +91,10 @@ def _prove_elsewhere(source: Source) -> str | None:
     except OSError as error:
         return f"{source.path}: no process could be started to prove it: {error}"
     try:
-        answer = child.ask({"path": str(source.path), "digest": source.digest}, deadline)
-        return answer["refused"]
+        asked = {"path": str(source.path), "text": source.text, "digest": source.digest}
+        return child.ask({**asked, "seconds": LIMIT}, deadline)["refused"]
     except LateError:
-        return f"{source.path}: {too_slow('it did not answer')}"
+        return f"{source.path}: {too_slow('it did not answer', LIMIT)}"
     except EndedError as error:
         how = f"ended with {error.code}: {error.words or 'nothing'}"
         return f"{source.path}: the process that proves it {how}"
@@ -103,27 +102,11 @@ def _prove_elsewhere(source: Source) -> str | None:
         child.end()
 
 
-def time_limit() -> float:
-    """Seconds that one file may take.
-
-    Raises:
-        PatternError: ``CODA_PROOF_SECONDS`` is no positive number.
-    """
-    text = os.environ.get("CODA_PROOF_SECONDS", str(LIMIT))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise PatternError(f"CODA_PROOF_SECONDS={text!r} must be a positive number")
-    return seconds
-
-
-def too_slow(doing: str) -> str:
+def too_slow(doing: str, seconds: float) -> str:
     """The refusal of a file that takes too long."""
     return (
-        f"loading and proving it takes longer than {time_limit():g} s ({doing}). Write the meaning "
-        "with fewer functions, or give a slow machine more: CODA_PROOF_SECONDS"
+        f"loading and proving it takes longer than {seconds:g} s ({doing}). Write the meaning with "
+        "fewer functions"
     )
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that runs and proves one file: a child (``processes``).
 
-``{"path": ..., "digest": ...}`` answers ``{"refused": why or null}``. It refuses what is not done
-when its time is up; the alarm interrupts Python code, also sympy's, and the parent's own limit is
-for what it cannot. Its memory is limited, too: sympy may take all there is before the time is up.
+``{"path": ..., "text": ..., "digest": ..., "seconds": ...}`` answers ``{"refused": why or null}``.
+It refuses what is not done when its time is up; the alarm interrupts Python code, also sympy's, and
+the parent's own limit is for what it cannot. Its memory is limited, too: sympy may take all there
+is before the time is up.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from types import FrameType
 from coda_inductor.errors import PatternError
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.patterns.prove import prove
-from coda_inductor.patterns.source import Source, read, run
-from coda_inductor.patterns.verdict import MEMORY, time_limit, too_slow
+from coda_inductor.patterns.source import Source, run
+from coda_inductor.patterns.verdict import LIMIT, MEMORY, too_slow
 from coda_inductor.processes.start import Messages
 
 
@@ -29,13 +30,15 @@ class _TooSlowError(BaseException):
 Told = Callable[[str, str], None]
 
 
-def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
+def patterns_of(
+    source: Source, told: Told = lambda *_: None, seconds: float = LIMIT
+) -> list[Pattern]:
     """Run a file and prove its patterns, in this thread, which must be the main one.
 
     ``told`` is called with (pattern, claim) before the proof of each.
 
     Raises:
-        PatternError: it does not run, is not proven, or takes more than ``time_limit()`` seconds.
+        PatternError: it does not run, is not proven, or takes more than ``seconds``.
     """
     doing = "running the file"
 
@@ -49,7 +52,7 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
 
     before = signal.signal(signal.SIGALRM, alarm)
     try:
-        signal.setitimer(signal.ITIMER_REAL, time_limit())
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         found = list(run(source))
         for pattern in found:
             try:
@@ -58,7 +61,7 @@ def patterns_of(source: Source, told: Told = lambda *_: None) -> list[Pattern]:
                 raise PatternError(f"{source.path}: {error}") from error
         return found
     except _TooSlowError:
-        raise PatternError(f"{source.path}: {too_slow(doing)}") from None
+        raise PatternError(f"{source.path}: {too_slow(doing, seconds)}") from None
     except PatternError:
         raise
     except Exception as error:
@@ -74,16 +77,14 @@ def main(parent: Messages) -> None:
     """Be the process: limit its memory, prove, answer."""
     _limit_memory(MEMORY)
     asked = parent.recv()
-    parent.send({"refused": refused(asked["path"], asked["digest"])})
+    source = Source(Path(asked["path"]), asked["text"], asked["digest"])
+    parent.send({"refused": refused(source, asked["seconds"])})
 
 
-def refused(path: str, digest: str) -> str | None:
+def refused(source: Source, seconds: float) -> str | None:
     """Why the file is refused, or None."""
     try:
-        source = read(Path(path))
-        if source.digest != digest:
-            return f"{path}: it changed while it was being loaded"
-        patterns_of(source)
+        patterns_of(source, seconds=seconds)
     except PatternError as error:
         return str(error)
     return None

@@ -96,17 +96,15 @@ rotate = define(
 )
 
 
-def rotate_pairs_composition(
-    x: Tensor, turns: Tensor, inverse: bool, out_dtype: torch.dtype
-) -> Tensor:
+def rotate_pairs_composition(x: Tensor, turns: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Columns 2j and 2j + 1 of ``x`` (..., D) as a complex number, times ``turns`` (complex,
-    broadcastable to (..., D / 2)), or with ``inverse`` times its conjugate."""
-    cos, sin = torch.view_as_real(turns).unbind(-1)
-    return rotate(x, cos, sin, 1, True, inverse, True, out_dtype)
+    broadcastable to (..., D / 2))."""
+    cos, sin = torch.view_as_real(turns.resolve_conj()).unbind(-1)
+    return rotate(x, cos, sin, 1, True, False, True, out_dtype)
 
 
 rotate_pairs = compose(
-    "rotate_pairs(Tensor x, Tensor turns, bool inverse, ScalarType out_dtype) -> Tensor",
+    "rotate_pairs(Tensor x, Tensor turns, ScalarType out_dtype) -> Tensor",
     rotate_pairs_composition,
     name="rotary",
 )

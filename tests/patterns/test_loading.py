@@ -81,7 +81,7 @@ PATTERN = Pattern(name="slow", meaning=meaning, gradient=forever)
 
 
 def test_slow_file_is_refused_when_its_time_is_up(tmp_path, prove_here, monkeypatch):
-    monkeypatch.setenv("CODA_PROOF_SECONDS", "1.5")
+    monkeypatch.setattr(verdict, "LIMIT", 1.5)
     path = write(tmp_path / "slow.py", text=GATE + SLOW)
     start = time.monotonic()
     with pytest.raises(PatternError, match=r"takes longer than 1\.5 s") as caught:
@@ -91,20 +91,13 @@ def test_slow_file_is_refused_when_its_time_is_up(tmp_path, prove_here, monkeypa
     assert "proving slow: meaning has a formula" in str(caught.value)
 
 
-def test_time_limit_must_be_a_number(monkeypatch):
-    for text in ("soon", "0", "-3"):
-        monkeypatch.setenv("CODA_PROOF_SECONDS", text)
-        with pytest.raises(PatternError, match="CODA_PROOF_SECONDS"):
-            verdict.time_limit()
-
-
 def test_files_are_proven_in_a_process_of_their_own(tmp_path, monkeypatch):
     """The real thing: a file that hangs is ended, a good one loads, and both are remembered."""
     good, slow = write(tmp_path / "good.py"), write(tmp_path / "slow.py", text=HANGS)
-    monkeypatch.setenv("CODA_PROOF_SECONDS", "0.5")
+    monkeypatch.setattr(verdict, "LIMIT", 0.5)
     with pytest.raises(PatternError, match=r"takes longer than 0\.5 s"):
         patterns.load_file(slow)
-    monkeypatch.delenv("CODA_PROOF_SECONDS")
+    monkeypatch.setattr(verdict, "LIMIT", 60.0)
     assert names(patterns.load_file(good)) == ["mine"]
 
     def started(source):
@@ -236,7 +229,6 @@ def test_file_is_run_as_it_was_read(tmp_path, prove_here):
     source = read(path)
     path.write_text("PATTERN = 1 / 0")
     assert names(run(source)) == ["mine"]
-    assert "it changed while" in worker.refused(str(path), source.digest)
 
 
 def test_a_name_of_a_built_in_rewrite_is_refused(tmp_path, prove_here, caplog):

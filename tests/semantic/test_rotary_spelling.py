@@ -114,8 +114,10 @@ def torchtitan(x, cos, sin):
 
 
 def complex_numbers(take, put):
+    """Turned back."""
+
     def function(x, cos, sin):
-        z = torch.view_as_complex(take(x)) * torch.complex(cos, sin)[:, None]
+        z = torch.view_as_complex(take(x)) * torch.complex(cos, sin)[:, None].conj()
         return put(torch.view_as_real(z), x)
 
     return function

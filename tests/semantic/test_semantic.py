@@ -87,7 +87,7 @@ def examples(dtype):
             *randn(2, 6, D, dtype=dtype),
             *(D // 2, False, False, False, dtype),
         ),
-        rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), False, dtype),
+        rotate_pairs: (x, torch.polar(*torch.ones(2, 3, D // 2).double()), dtype),
     }
 
 
