@@ -39,8 +39,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import virtualized
 from coda_inductor.dynamo.attention.blocks import attend, block_lists, put
-from coda_inductor.dynamo.attention.calls import arguments_of, repetition, widened
-from coda_inductor.matching import Body, bodies, forward_mode, value, writes_to
+from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
+from coda_inductor.matching import Body, Hazards, bodies, forward_mode, value, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
@@ -226,8 +226,10 @@ def _rewrite(group: list[_Site], record: Record) -> None:
     lists = put(lambda plane: block_lists(plane, batch, *lengths), plane, before)
     for site in group:
         inside = [site.scope.take(node, site.home) for node in (plane, *lists)]
-        tensors = _grouped(site, record)
-        new = attend(site.call, tensors, site.arguments.get("scale"), inside[0], inside[1:])
+        arguments = site.arguments
+        found = grouped(site.call, arguments, Hazards(site.call.graph), record)
+        tensors = arguments["query"], *(found or (arguments["key"], arguments["value"]))
+        new = attend(site.call, tensors, arguments.get("scale"), inside[0], inside[1:])
         site.call.replace_all_uses_with(new)
         site.call.graph.erase_node(site.call)
         record.fire(NAME)
@@ -240,15 +242,3 @@ def _plane(mask: Any, known: torch.Tensor, lengths: tuple[int, int]) -> Any:
     batched = sizes[0] > 1 and known.stride(0) > 0
     wide = mask.expand(*sizes[:2], *lengths)
     return wide[:, 0] if batched else wide[0, 0]
-
-
-def _grouped(site: _Site, record: Record) -> tuple[Node, Node, Node]:
-    """Queries, keys and values, these with their heads not repeated, if they were."""
-    query, key, val = (site.arguments[name] for name in _TENSORS)
-    chains = repetition(key), repetition(val)
-    if record.enabled("grouped_heads") and chains[0] is not None and chains[1] is not None:
-        same = value(chains[0].source).shape == value(chains[1].source).shape
-        if same and not any(c.hazard(site.call) for c in chains if c):
-            record.fire("grouped_heads")
-            return query, chains[0].heads(site.call), chains[1].heads(site.call)
-    return query, key, val

@@ -29,6 +29,7 @@ the mode of gradients or autocast changes before the call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
 from coda_inductor.dynamo.nodes import Put, run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import bodies, changes_mode, value, writes_to
+from coda_inductor.matching import Hazards, bodies, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
@@ -76,6 +77,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
 
 
 def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
+    hazards = Hazards(graph)
     for node in [n for n in graph.nodes if n.target is F.scaled_dot_product_attention]:
         arguments = arguments_of(node)
         if arguments is None:
@@ -91,17 +93,9 @@ def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Re
                 arguments["attn_mask"] = None
                 arguments["is_causal"] = verdict == CAUSAL
                 record.fire("constant_mask")
-        if record.enabled("grouped_heads") and _flash(arguments):
-            chains = [repetition(arguments[name]) for name in ("key", "value")]
-            if chains[0] is not None and chains[1] is not None:
-                why = next((why for c in chains if c and (why := c.hazard(node))), None)
-                if why is None:
-                    arguments["key"], arguments["value"] = (c.heads(node) for c in chains if c)
-                    arguments["enable_gqa"] = True
-                    record.fire("grouped_heads")
-                else:
-                    why = why.within("heads stay repeated, {}")
-                    record.refuse("grouped_heads", node.name, why)
+        if _flash(arguments) and (found := grouped(node, arguments, hazards, record)):
+            arguments["key"], arguments["value"] = found
+            arguments["enable_gqa"] = True
         node.args = tuple(arguments.pop(name) for name in _TENSORS)
         node.kwargs = arguments
 
@@ -204,28 +198,30 @@ class _Repetition:
     chain: tuple[Node, ...]
     turned: bool
 
-    def hazard(self, call: Node) -> Refusal | None:
-        """Why ``call`` must not read the source instead, or None. A copy does not see later
-        writes, a view does; after the call, what it saves for the backward pass must not change."""
-        nodes, before = (self.source, *self.chain), True
-        node = self.chain[-1].next
-        while node.op != "root":
-            before &= node is not call
-            if before and changes_mode(node):
-                text = f"{node.name} changes the mode of gradients or autocast before the call"
-                return refuse("heads-mutated", text)
-            if writes_to(node, nodes):
-                text = f"{node.name} may change in place what is repeated"
-                return refuse("heads-mutated", text)
-            node = node.next
+
+def grouped(
+    call: Node, arguments: Mapping[str, Any], hazards: Hazards, record: Record
+) -> list[Node] | None:
+    """The keys and values of ``call``, (B, H, T, D), before their heads were repeated; None if they
+    were not, or must stay so. A copy does not see later writes, a view does; what attention saves
+    for the backward pass must not change."""
+    if not record.enabled("grouped_heads"):
         return None
+    found = [_repetition(arguments[name]) for name in ("key", "value")]
+    made = [each for each in found if each is not None]
+    if len(made) < 2 or value(made[0].source).shape != value(made[1].source).shape:
+        return None
+    sources, between = [r.source for r in made], [node for r in made for node in r.chain]
+    after = [node for node in hazards.writes if node > call]
+    if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
+        text = "heads stay repeated, an in-place op or a mode change concerns what is repeated"
+        record.refuse("grouped_heads", call.name, refuse("heads-mutated", text))
+        return None
+    record.fire("grouped_heads")
+    return [Put(call)("transpose", r.source, 1, 2) if r.turned else r.source for r in made]
 
-    def heads(self, call: Node) -> Node:
-        """The (B, H, T, D) tensor whose heads are repeated."""
-        return Put(call)("transpose", self.source, 1, 2) if self.turned else self.source
 
-
-def repetition(repeated: Any) -> _Repetition | None:
+def _repetition(repeated: Any) -> _Repetition | None:
     """How ``repeated`` repeats the heads of another tensor, each n times in a row; None if it does
     not."""
     full = value(repeated).shape
