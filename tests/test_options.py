@@ -13,8 +13,6 @@ from harness import Harness
 from coda_inductor import OptionError, PatternError, patterns
 from coda_inductor.options import _OWN, Options, parse
 
-ROOT = Path(__file__).resolve().parent.parent
-
 PATTERN = """
 import torch
 from coda_inductor import Pattern
@@ -196,15 +194,6 @@ def test_unknown_pattern_name_in_disable_is_named():
     with pytest.raises(Exception, match=r"rmsnorm.*rms_norm") as caught:
         Harness(disable=["rmsnorm"]).run(torch.sin, torch.rand(3))
     assert isinstance(caught.value.inner_exception, OptionError)
-
-
-def test_higher_priority_comes_first(tmp_path):
-    path = Path(pattern_file(tmp_path))
-    builtin = [p.name for p in patterns.load()]
-    assert [p.name for p in patterns.load((str(path),))] == ["users_own", *builtin]
-    later = tmp_path / "later.py"
-    later.write_text(path.read_text().replace("name=", "priority=-1, name="))
-    assert [p.name for p in patterns.load((str(later),))] == [*builtin, "users_own"]
 
 
 @pytest.mark.parametrize("given", [{"fp8_skip": ["gate"]}, {"fp8_small": True}], ids=str)

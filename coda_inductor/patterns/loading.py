@@ -108,7 +108,7 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
 
 
 def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, ...]:
-    """All patterns in use, higher priority first. An edited file is read again.
+    """All patterns in use, in the order in which they are tried. An edited file is read again.
 
     Without ``strict``, a file that does not load is one warning, and the others load.
 
@@ -123,7 +123,7 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
             if strict:
                 raise
             _warn_once(str(error))
-    return tuple(sorted(found, key=lambda p: -p.priority))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=256)

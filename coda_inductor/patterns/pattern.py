@@ -32,7 +32,6 @@ class Pattern:
         arguments: a function from a match to the op's arguments (graph nodes and literals).
         conditions: checked in order; the first reason wins and is shown to the user.
         result: index of the op's output that replaces the idiom, or None for a single output.
-        priority: patterns with a higher number are tried first.
         meaning: an elementwise torch function of tensors of one shape, and of numbers where a
             parameter is annotated ``float``; instead of ``op`` and ``arguments``.
         gradient: ``(dy, *parameters) -> one gradient for each tensor``; proven equal to the
@@ -52,7 +51,6 @@ class Pattern:
     arguments: Any = None
     conditions: tuple[Condition, ...] = ()
     result: int | None = None
-    priority: int = 0
     meaning: Callable[..., Any] | None = None
     gradient: Callable[..., Any] | None = None
     example: Mapping[str, Any] | tuple[Mapping[str, Any], ...] = field(default_factory=dict)

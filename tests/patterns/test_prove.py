@@ -190,86 +190,75 @@ def test_pattern_that_is_not_proven_is_refused(name):
     assert said in str(caught.value)
 
 
-def of_op(op, idiom, arguments, **options):
-    return Pattern(name="mine", op=op, idioms=(idiom,), arguments=arguments, **options)
+def of_op(op, idiom, arguments, example=None, **options):
+    example = {} if example is None else example
+    return Pattern(
+        name="mine", op=op, idioms=(idiom,), arguments=arguments, example=example, **options
+    )
 
 
-def test_pattern_of_an_op_is_compared_with_its_definition():
-    def pattern(idiom, **options):
-        arguments = lambda m: (m.bound["gate"], m.bound["up"])  # noqa: E731
-        return of_op(swiglu, idiom, arguments, **options)
+def test_what_is_proven_of_an_op_needs_examples():
+    def pattern(example):
+        return of_op(swiglu, good, lambda m: (m.bound["gate"], m.bound["up"]), example)
 
-    example = {"gate": (2, 2), "up": (2, 2)}
-    assert prove(pattern(lambda gate, up: up * F.silu(gate), example=example))
-    with pytest.raises(PatternError, match="they differ"):
-        prove(pattern(lambda gate, up: up * F.gelu(gate), example=example))
     with pytest.raises(PatternError, match="example has no up"):
-        prove(pattern(lambda gate, up: up * F.silu(gate), example={"gate": (4, 8)}))
+        prove(pattern({"gate": (4, 8)}))
     with pytest.raises(PatternError, match="nothing to prove"):
-        prove(pattern(lambda gate, up: up * F.silu(gate)))
+        prove(pattern(None))
 
 
-def not_centered(x):
-    return x * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-3)
+def rms(centered):
+    def idiom(x):
+        square = x.var(-1, keepdim=True, correction=0) if centered else x.pow(2).mean(-1, True)
+        return x * torch.rsqrt(square + 1e-3)
+
+    return idiom
 
 
-def norm_of_rows(x):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+def loss(**how):
+    return lambda logits, target: F.cross_entropy(logits, target, **how)
 
 
-def test_idioms_of_a_norm_are_compared_element_by_element():
-    def arguments(m):
-        return m.bound["x"], None, 1e-3, torch.float64
+def rotation(twice):
+    def idiom(x, turns):
+        z = torch.view_as_complex(x.reshape(2, -1, 2)) * turns
+        return torch.view_as_real(z * turns if twice else z).flatten(1)
 
-    how = {"result": 0, "example": {"x": (2, 3)}}
-    assert prove(of_op(rms_norm, norm_of_rows, arguments, **how))
-    with pytest.raises(PatternError, match=r"not_centered = .* they differ"):
-        prove(of_op(rms_norm, not_centered, arguments, **how))
+    return idiom
 
 
-def mean_of_rows(logits, target):
-    return F.cross_entropy(logits, target)
+CLASSES = {"logits": (3, 2), "target": torch.tensor((1, 0, 1))}
+#: Op -> its arguments in a match, an example, an idiom that is it and others that are not.
+OF_OPS = {
+    swiglu: (
+        lambda m: (m.bound["gate"], m.bound["up"]), {"gate": (2, 2), "up": (2, 2)},
+        lambda gate, up: up * F.silu(gate), [lambda gate, up: up * F.gelu(gate)],
+    ),
+    rms_norm: (
+        lambda m: (m.bound["x"], None, 1e-3, torch.float64), {"x": (2, 3)},
+        rms(centered=False), [rms(centered=True)],
+    ),
+    cross_entropy: (
+        lambda m: (m.bound["logits"], m.bound["target"], -100, 0.0, "mean", torch.float64), CLASSES,
+        loss(), [loss(ignore_index=0), loss(label_smoothing=0.75)],
+    ),
+    rotate_pairs: (
+        lambda m: (m.bound["x"], m.bound["turns"], torch.float64),
+        {"x": (2, 4), "turns": torch.ones(2, 2, dtype=torch.complex128)},
+        rotation(twice=False), [rotation(twice=True)],
+    ),
+}  # fmt: skip
 
 
-def ignores_another(logits, target):
-    return F.cross_entropy(logits, target, ignore_index=0)
-
-
-def smooths(logits, target):
-    return F.cross_entropy(logits, target, label_smoothing=0.75)
-
-
-@pytest.mark.parametrize("idiom", [ignores_another, smooths])
-def test_idioms_of_a_loss_are_compared_by_class(idiom):
-    def arguments(m):
-        return m.bound["logits"], m.bound["target"], -100, 0.0, "mean", torch.float64
-
-    def how(*target):
-        example = {"logits": (len(target), 2), "target": torch.tensor(target)}
-        return {"result": 0, "example": example}
-
-    assert prove(of_op(cross_entropy, mean_of_rows, arguments, **how(1, 0, -100)))
-    with pytest.raises(PatternError, match="they differ"):
-        prove(of_op(cross_entropy, idiom, arguments, **how(1, 0)))
-
-
-def turned(x, turns):
-    return torch.view_as_real(torch.view_as_complex(x.reshape(2, -1, 2)) * turns).flatten(1)
-
-
-def turned_twice(x, turns):
-    z = torch.view_as_complex(x.reshape(2, -1, 2))
-    return torch.view_as_real(z * turns * turns).flatten(1)
-
-
-def test_idioms_of_complex_numbers_are_compared_as_pairs():
-    def arguments(m):
-        return m.bound["x"], m.bound["turns"], torch.float64
-
-    how = {"example": {"x": (2, 4), "turns": torch.ones(2, 2, dtype=torch.complex128)}}
-    assert prove(of_op(rotate_pairs, turned, arguments, **how))
-    with pytest.raises(PatternError, match="they differ"):
-        prove(of_op(rotate_pairs, turned_twice, arguments, **how))
+@pytest.mark.parametrize("op", OF_OPS, ids=lambda op: op.__name__)
+def test_idioms_of_an_op_are_compared_with_its_definition(op):
+    """Element by element, by class, or as pairs."""
+    arguments, example, right, others = OF_OPS[op]
+    how = {"example": example, "result": 0 if op in (rms_norm, cross_entropy) else None}
+    assert prove(of_op(op, right, arguments, **how))
+    for other in others:
+        with pytest.raises(PatternError, match="they differ"):
+            prove(of_op(op, other, arguments, **how))
 
 
 def scaled(c):

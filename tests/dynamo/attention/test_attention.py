@@ -22,6 +22,11 @@ def heads(n: int = 4, t: int = T) -> torch.Tensor:
     return randn(2, n, t, 8)
 
 
+def masked(mask):
+    """Attention beside ``mask(q)``."""
+    return lambda q, k, v: sdpa(q, k, v, attn_mask=mask(q))
+
+
 def calls(harness: Harness) -> list[dict]:
     """The keyword arguments of every attention call after the raise pass."""
     return [n.kwargs for n in harness.raised.nodes if n.target is sdpa]
@@ -56,22 +61,23 @@ def like_mask(q):
 
 @pytest.mark.parametrize("mask", [arange_mask, lowest_mask, packed_mask, like_mask])
 def test_constant_causal_masks_become_a_flag(mask):
+    harness = check_gradients(masked(mask), *[heads().requires_grad_() for _ in range(3)])
+    assert harness.counts["constant_mask"] == 1
+    assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_queries_and_keys_of_different_number(full):
+    """A mask that hides nothing is dropped."""
+
     def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=mask(q))
-
-    inputs = [heads().requires_grad_() for _ in range(3)]
-    for harness in (check(attend, *inputs), check_gradients(attend, *inputs)):
-        assert harness.counts["constant_mask"] == 1
-        assert [(c["attn_mask"], c["is_causal"]) for c in calls(harness)] == [(None, True)]
-
-
-def test_a_full_mask_is_dropped_also_between_different_lengths():
-    def attend(q, k, v):
-        return sdpa(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), 0.0, False)
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+        return sdpa(q, k, v, mask if full else mask.tril(), 0.0, False)
 
     harness = check(attend, heads(), heads(t=7), heads(t=7))
-    assert harness.counts["constant_mask"] == 1
+    assert harness.counts["constant_mask"] == full
     assert not calls(harness)[0]["is_causal"]
+    assert ("12 queries but 7 keys" in reasons(harness)) == (not full)
 
 
 def test_one_evaluation_serves_all_layers(monkeypatch):
@@ -98,12 +104,15 @@ REFUSED = {
     "neither causal nor full": lambda q, _: arange_mask(q).triu(-4),
     "adds numbers other than 0": lambda q, _: torch.linspace(0, 1, T, dtype=q.dtype)[None, :],
     "draws random numbers": lambda q, _: torch.rand(T, T) + torch.eye(T) > 0.5,
+    "MiB to evaluate": lambda q, _: arange_mask(q),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_other_masks_stay(reason):
+def test_other_masks_stay(reason, monkeypatch):
     make = REFUSED[reason]
+    if "MiB" in reason:
+        monkeypatch.setattr(constants, "MAX_BYTES", 100)
 
     def attend(q, k, v, extra):
         return sdpa(q, k, v, attn_mask=make(q, extra))
@@ -115,15 +124,6 @@ def test_other_masks_stay(reason):
     torch.testing.assert_close(ours, attend(*args))
     assert not harness.counts["constant_mask"]
     assert reason in reasons(harness)
-
-
-def test_queries_and_keys_of_different_number_stay():
-    def attend(q, k, v):
-        i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
-        return sdpa(q, k, v, attn_mask=i[:, None] >= j)
-
-    harness = check(attend, heads(), heads(t=7), heads(t=7))
-    assert "12 queries but 7 keys" in reasons(harness)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,7 @@ def test_scores_are_not_broadcast_to_a_mask_that_is_gone(mask):
 
 
 def test_a_static_mask_beside_a_symbolic_batch_becomes_a_flag():
-    def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=arange_mask(q) & q.new_ones((), dtype=torch.bool))
-
+    attend = masked(lambda q: arange_mask(q) & q.new_ones((), dtype=torch.bool))
     inputs = [heads() for _ in range(3)]
     for t in inputs:
         torch._dynamo.mark_dynamic(t, 0)
@@ -159,15 +157,16 @@ def test_a_static_mask_beside_a_symbolic_batch_becomes_a_flag():
     assert harness.counts["constant_mask"] == 1
 
 
-def test_large_masks_stay(monkeypatch):
-    monkeypatch.setattr(constants, "MAX_BYTES", 100)
+def test_a_checkpoint_that_ends_in_attention():
+    """A regression: one output of several was computed once, the others were to be recomputed."""
 
     def attend(q, k, v):
-        return sdpa(q, k, v, attn_mask=arange_mask(q))
+        for _ in range(3):
+            q = checkpoint(sdpa, q, k, v, arange_mask(q), use_reentrant=False)
+        return q
 
-    harness = check(attend, *[heads() for _ in range(3)])
-    assert not harness.counts["constant_mask"]
-    assert "MiB to evaluate" in reasons(harness)
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    assert check_gradients(attend, *inputs).counts["constant_mask"] == 3
 
 
 # Spellings of "each key and value head serves n query heads".
@@ -213,13 +212,16 @@ def test_repeated_heads_become_grouped(repeat, groups_here):
     assert call.args[1].meta["example_value"].shape[1] == 2
 
 
-def changed(change, repeat=interleaved):
-    def attend(q, k, v):
-        k4, v4 = repeat(k, 2), repeat(v, 2)
-        change(k, v, v4)
-        return sdpa(q, k4, v4)
+def changed_copy(q, k, v):
+    k4, v4 = interleaved(k, 2), interleaved(v, 2)
+    v4.clamp_(max=0.5)  # products in place become plain ones
+    return sdpa(q, k4, v4)
 
-    return attend
+
+def changed_view(q, k, v):
+    k4, v4 = hugging_face(k, 2), hugging_face(v, 2)
+    v.transpose(1, 2)[:, 1:].zero_()
+    return sdpa(q, k4, v4)
 
 
 def changed_after_the_call(q, k, v):
@@ -243,29 +245,23 @@ def cut_off(q, k, v):
     return sdpa(q, k4, v4) + k.sum() + v.sum()
 
 
-CHANGING = {
-    "copy": changed(lambda k, v, v4: v4.clamp_(max=0.5)),  # products in place become plain ones
-    "view": changed(lambda k, v, v4: v.transpose(1, 2)[:, 1:].zero_(), hugging_face),
-    "after the call": changed_after_the_call,
-    "while expanded": changed_while_expanded,
-    "cut off": cut_off,
-}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_heads_stay_repeated_where_something_changes_between(name, groups_here):
+@pytest.mark.parametrize(
+    "attend",
+    [changed_copy, changed_view, changed_after_the_call, changed_while_expanded, cut_off],
+)
+def test_heads_stay_repeated_where_something_changes_between(attend, groups_here):
     """In what is computed or, without gradients, in inputs."""
-    attend = CHANGING[name]
 
     def computed(q, k, v):
         return attend(q, k * 1, v * 1)
 
     q, k, v = grouped_inputs()
-    harnesses = [check_gradients(computed, q, k, v)]
-    if name != "in a region":  # eager computes it anew, from what it has changed
-        harnesses.append(check_gradients(attend, q, k.detach(), v.detach()))
-        assert all("grouped_heads at" in reasons(harness) for harness in harnesses)
-    assert not any(harness.counts["grouped_heads"] for harness in harnesses)
+    for harness in (
+        check_gradients(computed, q, k, v),
+        check_gradients(attend, q, k.detach(), v.detach()),
+    ):
+        assert "grouped_heads at" in reasons(harness)
+        assert not harness.counts["grouped_heads"]
 
 
 def own_mask(q, k, v):
@@ -284,8 +280,7 @@ def test_others_stay_repeated(attend, groups_here):
 
 
 def test_heads_stay_repeated_where_flash_does_not_run():
-    harness = check(repeated(hugging_face), *grouped_inputs())
-    assert not harness.counts["grouped_heads"]
+    assert not check(repeated(hugging_face), *grouped_inputs()).counts["grouped_heads"]
 
 
 def test_inputs_that_share_memory(groups_here):
@@ -306,15 +301,3 @@ def test_heads_written_to_before_they_are_repeated_are_grouped(groups_here):
         return (y * 2).relu_()
 
     assert check_gradients(attend, *grouped_inputs()).counts["grouped_heads"] == 1
-
-
-def test_a_checkpoint_that_ends_in_attention():
-    """A regression: one output of several was computed once, the others were to be recomputed."""
-
-    def attend(q, k, v):
-        for _ in range(3):
-            q = checkpoint(sdpa, q, k, v, arange_mask(q), use_reentrant=False)
-        return q
-
-    inputs = [heads().requires_grad_() for _ in range(3)]
-    assert check_gradients(attend, *inputs).counts["constant_mask"] == 3
