@@ -18,67 +18,43 @@ from coda_inductor.record import Record
 D, WIDE = 16, 24
 
 
-def plain(x, weight, eps=1e-6):
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
-
-
-def widened(x, weight):
+def by_hand(x, weight):
     h = x.to(torch.float32)
     return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def by_root(x, weight):
-    return weight * (x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6))
-
-
+#: Norm -> (how it is written, the dtype).
 NORMS = {
-    "plain": plain,
-    "widened": widened,
-    "by_root": by_root,
-    "functional": lambda x, w: F.rms_norm(x, (D,), w, 1e-5),
-    "no_eps": lambda x, w: F.rms_norm(x, (D,), w),
-    "layer_norm": lambda x, w: F.layer_norm(x, (D,), w, None, 1e-5),
-}
-GATES = {
-    "silu": lambda g, u: F.silu(g) * u,
-    "sigmoid": lambda g, u: g * torch.sigmoid(g) * u,
-    "gelu": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "by hand": (by_hand, torch.bfloat16),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (D,), w), torch.float64),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (D,), w, None, 1e-5), torch.bfloat16),
 }
 
 
 class Layer(nn.Module):
-    """A residual, a norm and a gate, the latter two as somebody wrote them."""
+    """A residual, a norm as somebody wrote it, and a gate."""
 
-    def __init__(self, norm="plain", gate="silu"):
+    def __init__(self, norm="rms_norm"):
         super().__init__()
         self.o, self.weight = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)
         self.gate, self.up = nn.Linear(D, WIDE, bias=False), nn.Linear(D, WIDE, bias=False)
-        self.down = nn.Linear(WIDE, D)
-        self.ways = NORMS[norm], GATES[gate]
+        self.down, (self.norm, _) = nn.Linear(WIDE, D), NORMS[norm]
 
     def forward(self, x):
-        norm, gate = self.ways
         x = x + self.o(x)
-        h = norm(x, self.weight)
-        return x + self.down(gate(self.gate(h), self.up(h)))
+        h = self.norm(x, self.weight)
+        gate = self.gate(h)
+        return x + self.down(gate * torch.sigmoid(gate) * self.up(h))
 
 
-def exported(model, *args, **how):
-    return torch.export.export(model, args, **how).module()
+CASES = [("by hand", ""), ("rms_norm", "strict"), ("rms_norm", "core"), ("layer_norm", "core")]
 
 
-CASES = [
-    *((norm, gate, "") for norm, gate in zip(NORMS, 2 * [*GATES], strict=True)),
-    ("functional", "silu", "strict"), ("functional", "silu", "core"),
-    ("layer_norm", "silu", "core"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("norm", "gate", "how"), CASES)
-def test_norms_and_gates(norm, gate, how):
+@pytest.mark.parametrize(("norm", "how"), CASES)
+def test_norms_and_gates(norm, how):
     """Also of core ops, which ``run_decompositions`` leaves."""
-    dtype = torch.bfloat16 if norm in ("layer_norm", "widened") else torch.float64
-    model = nn.Sequential(Layer(norm, gate), Layer(norm, gate)).to(dtype)
+    _, dtype = NORMS[norm]
+    model = nn.Sequential(Layer(norm), Layer(norm)).to(dtype)
     x = randn(2, 3, D, dtype=dtype)
     with torch.no_grad():
         program = torch.export.export(model, (x,), strict=how == "strict")
@@ -91,20 +67,20 @@ def test_norms_and_gates(norm, gate, how):
     assert (have.counts["layer_norm"], have.counts["rms_norm"]) == norms
 
 
-def test_training_of_an_exported_program():
-    model = Layer("functional").double()
-    x = randn(5, 3, D).requires_grad_()
-    want = check_gradients(model, x)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    for how in ({}, {"dynamic_shapes": ({0: batch},)}):
-        have = check_gradients(exported(model, x, **how), x, dynamic=bool(how) or None)
-        assert have.counts == want.counts
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_training_of_an_exported_program(dynamic):
+    model, x = Layer().double(), randn(5, 3, D).requires_grad_()
+    how = {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2, max=64)},)} if dynamic else {}
+    program = torch.export.export(model, (x,), **how).module()
+    have = check_gradients(program, x, dynamic=dynamic or None)
+    assert have.counts == check_gradients(model, x).counts
     assert have.counts["rms_norm_backward"] == have.counts["swiglu_backward"] == 1
 
 
 def ops(function, *args, **how):
     """Names in the graph that idioms are looked for in, of ``function`` written in aten."""
     harness = check(function, *args, **how)
+    assert all(value(n) is not None for n in harness.raised.nodes if n.op != "output")
     return [getattr(n.target, "__name__", n.target) for n in harness.raised.nodes if "call" in n.op]
 
 
@@ -113,7 +89,6 @@ aten = torch.ops.aten
 SPELLINGS = [
     (lambda x: aten.slice.Tensor(x, 1, 1, 9223372036854775807), ["getitem"]),
     (lambda x: aten.slice.Tensor(x, -1, -2, 3, 2), ["getitem"]),
-    (aten.slice.Tensor, ["getitem"]),
     (lambda x: aten.select.int(x, 1, -1), ["getitem"]),
     (lambda x: aten.index.Tensor(x, [None, torch.tensor([1, 0, 1])]), ["tensor", "getitem"]),
     (lambda x: aten.index.Tensor(x, [torch.tensor(1)]), ["tensor", "index.Tensor"]),
@@ -177,8 +152,3 @@ def test_asserted_sizes_stay():
     graph.output((x,))
     respell(torch.fx.GraphModule({}, graph).graph, Record(parse(None, None)))
     assert len(graph.nodes) == 3
-
-
-def test_recorded_values_stay():
-    harness = check(lambda x: aten.sin.default(aten.view.default(x, [12])), randn(3, 4))
-    assert all(value(n) is not None for n in harness.raised.nodes if n.op != "output")
