@@ -26,7 +26,6 @@ from harness import Harness, Stock
 from torch import nn
 
 from coda_inductor.dynamo.fp8_linears import skips
-from coda_inductor.options import parse
 from coda_inductor.report import forget, reports
 
 #: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
@@ -290,9 +289,3 @@ def test_the_report_says_which_patterns_name_nothing():
     assert layers.unmatched == ["lm_hed"]
     line = "FP8 (rowwise): 2 of 6 linear layers; fp8_skip: 'lm_hed' names none of them"
     assert line in harness.report.table().splitlines()
-
-
-def test_the_recipe_is_part_of_the_identity():
-    given = [{"fp8": recipe} for recipe in RECIPES]
-    given += [{}, {"fp8": "rowwise", "fp8_skip": ["gate"]}, {"fp8": "rowwise", "fp8_small": True}]
-    assert len({parse(None, options).identity for options in given}) == len(given)

@@ -23,7 +23,6 @@ from checking import (
 )
 from harness import Harness
 
-from coda_inductor.matching import Hazards
 from coda_inductor.semantic.norms import rms_norm
 
 D = 16
@@ -251,35 +250,3 @@ UNRELATED = {
 def test_what_concerns_other_memory_is_no_hazard(between):
     harness = check_gradients(split(between), randn(5, D).requires_grad_())
     assert raised(harness, swiglu) == 1
-
-
-def hazards_of(function, *args):
-    """``Hazards`` of its graph, and the graph's calls by name."""
-    graphs = []
-
-    class Looking(Harness):
-        def _raise(self, gm):
-            graphs.append(gm.graph)
-            return lambda compiled: compiled
-
-    Looking().run(function, *args)
-    calls = {n.name: n for n in graphs[0].nodes if n.op in ("call_function", "call_method")}
-    return Hazards(graphs[0]), calls
-
-
-def test_what_a_new_node_is_between():
-    """New nodes have a place in the graph, and so a mode."""
-
-    def function(x):
-        y = x.sin()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            z = y.cos()
-        return z + y
-
-    hazards, calls = hazards_of(function, randn(3))
-    sin, cos, add = calls["y"], calls["z"], calls["add"]
-    assert not hazards.between((sin, add))
-    assert hazards.between((sin, cos))
-    for at, apart in ((cos, True), (add, False)):
-        with at.graph.inserting_before(at):
-            assert hazards.between((sin, at.graph.call_function(torch.neg, (sin,)))) == apart

@@ -70,6 +70,9 @@ TRAINED = ("Qwen3", "Phi-3", "Gemma 2", "OLMo 2", "Mixtral", "GPT-2", "T5")
 def make(family, layers):
     """(model, call, inputs, the error that is allowed beside the exact model's norm)."""
     model, call, inputs = FAMILIES[family](layers)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a gamma in the wrong place
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
     half = "layer_norm" in COUNTS[family](layers)
     if half:
         model = model.bfloat16()
