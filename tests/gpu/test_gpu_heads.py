@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from oracle import ARCH, NEEDS_KERNELS, check
 from programs import heads, inputs
 
@@ -37,17 +36,3 @@ def test_config(name, config):
     program = heads()[name]
     arguments = inputs(program, 1000, 11 * program.head, 200, device="cuda")
     check(program, *arguments, Config.parse(config))
-
-
-def test_tables_that_lie_otherwise():
-    program = heads()["halves_128"]
-    as_, bs, (*vectors, cos, sin) = inputs(program, 300, 384, K, device="cuda")
-    shifted = torch.empty(cos.numel() + 1, dtype=cos.dtype, device="cuda")[1:].view(cos.shape)
-    beside = torch.cat([cos, sin], 1)
-    for tables in (
-        (shifted.copy_(cos), sin),
-        (beside[:, :128], beside[:, 128:]),
-        (cos.t().contiguous().t(), sin.float()),
-        (cos[:1].expand(cos.shape), sin),
-    ):
-        check(program, as_, bs, [*vectors, *tables])

@@ -61,16 +61,6 @@ def test_halves_of_one_buffer_and_allocations_far_apart(in_place):
         check(program, halves[::-1], right, operands)
 
 
-def test_what_cannot_be_read_in_place_is_copied():
-    program, (a0, a1), (b0, b1), operands = terms(300, 192)
-    check(program, [a0, a1, a0], [b0, b1, b1], operands)
-    check(program, [a0, a0], [b0, b1], operands)
-    check(program, [a0, a1[:, :64]], [b0, b1[:64]], operands)
-    check(program, [a0[:, :72], a1[:, :72]], [b0[:72], b1[:72]], operands)
-    check(program, [a0, a1.t().contiguous().t()], [b0, b1], operands)
-    check(program, [a0, a1], [b0, b1.t().contiguous().t()], operands)
-
-
 @pytest.mark.parametrize("other", ["straight", "crossed"])
 def test_a_captured_call_may_find_its_tensors_in_the_other_order(in_place, other):
     """Each case has a config of its own: a kernel that has been launched is loaded."""

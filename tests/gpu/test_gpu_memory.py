@@ -120,21 +120,3 @@ def test_more_than_two_thousand_million_results():
     for rows in (slice(0, 8), slice(32767, 32775), slice(m - 8, m)):
         exact = (a[rows].float() @ b.float()) * scale[rows, None]
         torch.testing.assert_close(out[rows].float(), exact, rtol=2**-8, atol=1e-3)
-
-
-def test_float32_weights_under_autocast_with_cuda_graphs_in_fresh_processes():
-    """``CODA_FRESH_PROCESSES`` of them, three at a time."""
-    count = int(os.environ.get("CODA_FRESH_PROCESSES", "3"))
-    script = [sys.executable, str(HERE / "autocast_graphs.py")]
-    environment = {**os.environ, "PYTHONPATH": _path()}
-    for first in range(0, count, 3):
-        running = [
-            subprocess.Popen(
-                [*script, str(seed)], env=environment, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True,
-            )
-            for seed in range(first, min(first + 3, count))
-        ]  # fmt: skip
-        for process in running:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output[-3000:]

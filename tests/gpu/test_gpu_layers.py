@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a GPU: gradients beside torch.compile's own error, and the contexts of training."""
+"""A layer on a GPU, inference and training: errors beside torch.compile's own, the contexts of
+training, fallbacks."""
 
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
-from layers import Layer, assert_as_good, compiled, either_order, make
+from layers import Layer, assert_as_good, compiled, either_order, errors, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,14 +18,37 @@ import coda_inductor
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
-def inputs(rows: int, dtype=torch.bfloat16, d: int = 256) -> list[torch.Tensor]:
+def inputs(rows: int, dtype=torch.bfloat16, *, trains: bool = True) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    return [torch.randn(1, rows, d, device="cuda").to(dtype).requires_grad_() for _ in range(2)]
+    made = [torch.randn(1, rows, 256, device="cuda").to(dtype) for _ in range(2)]
+    return [x.requires_grad_(trains) for x in made]
 
 
 def kernels() -> set[str]:
     """What the GEMMs of the last graph that absorbed something run as."""
     return {s.how for s in coda_inductor.reports()[-1].sites if s.fused}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 127, 1024, 8191])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inference_is_no_worse_than_torch_compiles(rows, dtype):
+    model = make(dtype)
+    with torch.no_grad():
+        ours = compiled(model, strict=True, fp16_norms=True)
+        assert_as_good(model, ours, inputs(rows, dtype, trains=False))
+    assert {s.how for s in coda_inductor.reports()[-1].sites} == {"kernel"}
+
+
+def test_wide_models_fall_back_with_one_warning(caplog):
+    model, xs = make(torch.float32), inputs(64, torch.float32, trains=False)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "coda_inductor"):
+        mine = compiled(model)(*xs)
+        assert max(errors(mine, model(*xs))) < 1e-3  # torch's own TF32-free GEMMs
+    assert [r.getMessage() for r in caplog.records if "float" in r.getMessage()]
+    assert not any(site.fused for site in coda_inductor.reports()[-1].sites)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match=r"FallbackError(.|\n)*no kernel"):
+        compiled(model, strict=True)(*xs)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 120, 127, 1024, 4104])
