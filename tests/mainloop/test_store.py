@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of compiled kernels: nothing planted runs, locks, checksums, folders of an image."""
+"""The folder of compiled kernels: nothing planted runs, what is kept, folders of an image."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import inspect
 import linecache
 import os
@@ -22,9 +20,7 @@ import quack.cache
 import quack.cache.jit
 from programs import kinds
 
-from coda_inductor import locks
 from coda_inductor.cache_dir import TAG
-from coda_inductor.locks import held
 from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
 
@@ -109,53 +105,6 @@ def test_a_kernel_is_kept(compiler, kernels):
     os.utime(kernel, (0, 0))
     compiler("a")
     assert time.time() - kernel.stat().st_mtime < 60, "what is used is younger"
-
-
-@pytest.fixture
-def no_flock(monkeypatch, kernels, tmp_path):
-    """A file system without flock under ``kernels``, as Lustre without -o flock; it has it in the
-    private folder."""
-    real, tried = fcntl.flock, []
-    private = tmp_path / "private"
-    private.mkdir()
-    monkeypatch.setattr(locks, "private_dir", lambda: private)
-
-    def flock(handle, operation):
-        path = os.readlink(
-            f"/proc/self/fd/{handle if isinstance(handle, int) else handle.fileno()}"
-        )
-        if path.startswith(str(kernels)):
-            tried.append(path)
-            raise OSError(errno.ENOSYS, "Function not implemented")
-        real(handle, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    return tried
-
-
-def test_without_flock_nothing_waits_and_kernels_are_kept(no_flock, compiler, kernels):
-    kernels.mkdir(parents=True)
-    begun = time.monotonic()
-    for key in "abcabc":
-        assert compiler(key) == f"code of {key}".encode()
-    assert time.monotonic() - begun < 5  # QuACK alone: a minute each
-    assert compiler.compiled == ["a", "b", "c"]
-    assert len(list(kernels.glob("*.o"))) == 3
-    assert no_flock
-
-
-def test_a_lock_of_another_user_is_no_obstacle(kernels, monkeypatch):
-    kernels.mkdir(parents=True)
-    real = os.open
-
-    def opened(path, *how, **more):
-        if str(path) == str(kernels / "k.lock"):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return real(path, *how, **more)
-
-    monkeypatch.setattr(os, "open", opened)
-    with store.KernelLock(kernels / "k.lock", exclusive=True), held(kernels / "k.o", 0) as got:
-        assert not got
 
 
 def test_kernels_of_a_folder_that_can_only_be_read_are_used(

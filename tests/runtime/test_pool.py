@@ -1,57 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ahead-of-time compilation: what is compiled, what is skipped, how failure is told; and that the
-program that compiles notices nothing of it."""
+"""Ahead-of-time compilation: what is compiled, how failure is told, how many processes there are,
+and that nothing hangs or outlives its parent."""
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from coda_inductor.runtime import pool
-
 pytest.importorskip("quack")
 
+import quack.cache
+from processes import alive, children, quick_server, until
 from programs import kinds
 
 from coda_inductor.cache_dir import write
+from coda_inductor.mainloop import mod  # noqa: F401 (sets the folder on import)
 from coda_inductor.mainloop.environment import label
 from coda_inductor.refusal import refuse
-from coda_inductor.runtime import worker
+from coda_inductor.runtime import client, pool, worker
 from coda_inductor.select.config import Config
 
-CONFIG = Config(128, 128, 2, 1, True)
-GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG), arch="90")
+ROOT = Path(__file__).parents[2]
+FOR_EVER = "import time; time.sleep(1000)"
+COMPILER = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
+GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(Config(128, 128, 2, 1, True)), arch="90")
 BAD = dataclasses.replace(GOOD, config="100x100:2x1:pp")
 
 
 @pytest.fixture(autouse=True)
 def own_pool(tmp_path, monkeypatch):
     """Kernels of a test go to its own folder, and its workers end with it."""
-    import quack.cache
-
-    from coda_inductor.mainloop import mod  # noqa: F401  (sets the folder on import)
-
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
     yield
     pool.shutdown()
 
 
 def test_compiles_once_and_reports_what_cannot(tmp_path):
-    good, bad = GOOD, BAD
-    assert pool.submit([good, bad, good]) == 2
-    outcome = pool.wait([good, bad], timeout=120)
-    assert outcome[good] is None
-    assert "has no kernel: 100 rows" in outcome[bad]
-    assert pool.is_ready(good)
-    assert not pool.is_ready(bad)
+    assert pool.submit([GOOD, BAD, GOOD]) == 2
+    outcome = pool.wait([GOOD, BAD], timeout=120)
+    assert outcome[GOOD] is None
+    assert "has no kernel: 100 rows" in outcome[BAD]
+    assert pool.is_ready(GOOD)
+    assert not pool.is_ready(BAD)
     assert len(list(tmp_path.rglob("*.o"))) == 1
-    assert pool.submit([good]) == 0
-    other_majors = dataclasses.replace(good, b_major="n")
-    assert not pool.is_ready(other_majors)
+    assert pool.submit([GOOD]) == 0
+    assert not pool.is_ready(dataclasses.replace(GOOD, b_major="n"))
 
 
 @pytest.mark.gpu
@@ -101,19 +102,16 @@ def test_a_daemonic_process_leaves_compiling_to_the_first_launch():
 
 
 def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
+    """For the architecture, which is known without QuACK."""
+
     def no_processes(arch):
         raise OSError(f"no processes for {arch}")
 
     monkeypatch.setattr(pool, "Server", no_processes)
-    monkeypatch.setenv("QUACK_ARCH", "90")
-    pool.warm_up()
-    request = pool.KernelRequest(kinds()["scale"].to_json(), str(CONFIG))
-    assert "no processes for 90" in pool.wait([request])[request]
-
-
-def test_the_architecture_is_known_without_quack(monkeypatch):
     monkeypatch.setenv("QUACK_ARCH", "sm_100a")
-    assert pool._machine_arch() == "100"
+    pool.warm_up()
+    request = dataclasses.replace(GOOD, arch=None)
+    assert "no processes for 100" in pool.wait([request])[request]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -128,3 +126,222 @@ def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
         write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")
     pool.warm_up_early()
     assert bool(started) is not there
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """A pool whose server compiles nothing, and whose kernels are never there; the next server runs
+    these statements when it starts."""
+
+    def serve(text: str = "") -> None:
+        monkeypatch.setattr(client, "_MODULE", quick_server(tmp_path, monkeypatch, text))
+
+    serve()
+    monkeypatch.setattr(pool, "_file", lambda request: tmp_path / "none")
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "3")
+    return serve
+
+
+served = pytest.mark.usefixtures("serve")
+
+
+def ask(program: str, number: int = 0) -> pool.KernelRequest:
+    """A request whose worker runs ``program``."""
+    return pool.KernelRequest(program, str(number), arch="90")
+
+
+PASS = ask("pass")
+
+
+def running() -> tuple[int, list[int]]:
+    """The server and its workers, of which there is one at least."""
+    (server,) = pool._servers.values()
+    return server.child.pid, until(lambda: children(server.child.pid))
+
+
+@served
+def test_workers_do_not_outlive_whoever_asked_for_them():
+    """Nor do the compilers that they have started."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            pool.submit([ask(COMPILER)])
+            server, workers = running()
+            (compiler,) = until(lambda: children(workers[0]))
+            os.write(write, f"{server} {workers[0]} {compiler}".encode())
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write)
+    left = [int(pid) for pid in os.read(read, 100).split()]
+    os.close(read)
+    os.waitpid(parent, 0)
+    assert len(left) == 3
+    until(lambda: not any(map(alive, left)))
+
+
+@served
+def test_a_fork_leaves_the_server_to_its_parent():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    connection = pool._servers["90"].child.connection
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if connection.closed and not pool._servers and not pool._jobs else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert alive(server)
+    assert alive(workers[0])
+
+
+@served
+def test_a_server_that_dies_ends_its_workers_and_is_replaced():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not any(map(alive, workers)))
+    assert pool.wait([PASS]) == {PASS: None}
+    assert running()[0] != server
+
+
+@served
+def test_what_takes_too_long_is_killed_or_not_begun(monkeypatch, tmp_path):
+    """With what it has started."""
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
+    stuck, late = ask(COMPILER), ask(f"open({str(tmp_path / 'late')!r}, 'w')")
+    pool.submit([stuck])
+    _, workers = running()
+    (compiler,) = until(lambda: children(workers[0]))
+    start = time.monotonic()
+    outcome = pool.wait([stuck, late], timeout=0.5)
+    assert outcome[stuck] == "compiling its kernel took too long"
+    assert time.monotonic() - start < 30
+    until(lambda: not any(map(alive, [*workers, compiler])))
+    assert not pool._jobs
+    assert pool.wait([PASS], timeout=30) == {PASS: None}
+    assert not (tmp_path / "late").exists()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from coda_inductor.runtime import client, pool
+sys.path.insert(0, sys.argv[1])
+client._MODULE = "quick_server"
+pool._file = lambda request: Path("none")
+stuck = [pool.KernelRequest("time.sleep(1000)", str(i), arch="90") for i in range(2)]
+pool.wait(stuck[:1], timeout=2)
+pool.submit(stuck[1:])
+time.sleep(0.5)
+print(time.time(), flush=True)
+"""
+
+
+@served
+def test_exit_takes_a_second(tmp_path):
+    """A job that was given up, and one that still runs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    at = subprocess.check_output(command, env=environment, timeout=120, cwd=ROOT)
+    assert time.time() - float(at) < 10  # and what a busy machine takes for torch's own end
+
+
+@served
+def test_a_server_that_was_stopped_holds_nobody_up():
+    pool.submit([ask(FOR_EVER)])
+    server, workers = running()
+    os.kill(server, signal.SIGSTOP)
+    start = time.monotonic()
+    pool.wait([PASS], timeout=0.2)
+    pool.submit([ask("#" * 100_000, i) for i in range(20)])  # more than a pipe holds
+    pool.shutdown()
+    assert time.monotonic() - start < 30
+    until(lambda: not any(map(alive, [server, *workers])))
+
+
+@served
+def test_workers_start_as_they_are_needed():
+    assert pool.wait([PASS]) == {PASS: None}
+    server, workers = running()
+    assert pool.wait([ask("pass", 1)]) == {ask("pass", 1): None}
+    assert running() == (server, workers)
+    requests = [ask("time.sleep(0.5)", i) for i in range(6)]
+    pool.submit(requests)
+    assert len(until(lambda: len(children(server)) > 1 and children(server))) <= 3
+    assert pool.wait(requests, timeout=60) == dict.fromkeys(requests)
+    assert len(children(server)) == 3
+
+
+@served
+def test_a_worker_that_dies_is_tried_again_and_dying_twice_is_a_reason(tmp_path):
+    once = f"os.path.exists(p := {str(tmp_path / 'tried')!r}) or (open(p, 'w'), os._exit(3))"
+    requests = [ask("os._exit(3)"), ask("os.kill(os.getpid(), 9)"), ask(once)]
+    assert [*pool.wait(requests).values()] == [
+        "a compile worker died: exit status 3", "a compile worker died: signal 9", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def broken(*_): raise ImportError('no libfoo')\nserver.prepare = broken",
+         "no compile server: ImportError: no libfoo"),
+        ("def fork(): raise OSError('too many')\nos.fork = fork",
+         "no compile worker could be started: too many"),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_server_from_compiling_is_a_reason(text, why, serve):
+    serve(text)
+    requests = [PASS, ask("pass", 1)]
+    assert pool.wait(requests) == dict.fromkeys(requests, why)
+
+
+def test_an_idle_server_ends_and_another_is_started(serve):
+    serve("server.IDLE = 0.5")
+    assert pool.wait([ask("time.sleep(1)")]) == {ask("time.sleep(1)"): None}
+    (server,) = pool._servers.values()
+    until(lambda: server.ended, 30)
+    until(lambda: not alive(server.child.pid), 5)  # it closes its files before it is gone
+    assert pool.wait([PASS]) == {PASS: None}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "want"),
+    [(128, "8", 2), (12, "2", 6), (16, "64", 1), (128, "1", 16), (4, "x", 4), (12, "", 12)],
+)
+def test_ranks_of_a_host_share_one_worker_a_core_that_they_may_use(cores, ranks, want, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.delenv("CODA_COMPILE_WORKERS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    client._workers.cache_clear()
+    assert client.workers() == want
+
+
+@served
+@pytest.mark.parametrize(("rank", "want"), [("0", "0123456"), ("1", "3456012"), ("", "0123456")])
+def test_each_rank_begins_with_other_kernels(rank, want, tmp_path, monkeypatch):
+    """All ask for the same ones: what the others have compiled meanwhile is there."""
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    wanted = [ask(f"open({str(tmp_path / 'order')!r}, 'a').write('{i}')") for i in range(7)]
+    assert pool.wait(wanted) == dict.fromkeys(wanted)
+    assert (tmp_path / "order").read_text() == want
+
+
+def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
+    """None leaves compiling to the first launch."""
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "0")
+    pool.warm_up()
+    assert pool.submit([GOOD]) == 0
+    assert pool.wait([GOOD]) == {GOOD: None}
+    assert not pool._servers
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "40")
+    assert client.workers() == 40
+    for text in ("many", "-1", "1.5"):
+        monkeypatch.setenv("CODA_COMPILE_WORKERS", text)
+        client._workers.cache_clear()
+        assert client.workers() == client.workers() >= 1
+        (message,) = caplog.messages
+        assert f"CODA_COMPILE_WORKERS='{text}'" in message
+        caplog.clear()
