@@ -37,46 +37,8 @@ _OWN_NAMES = frozenset(
     {"coda_math", "epilogue", "float", "unpack"} | {"pair_delta", "join_delta_a", "join_delta_b"}
 )
 
-#: One template for each op of ``program.ops.OPS``.
-TEMPLATES: dict[str, str] = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "neg": "-{0}",
-    "div": "coda_math.div({0}, {1})",
-    "abs": "coda_math.absolute({0})",
-    "reciprocal": "coda_math.reciprocal({0})",
-    "maximum": "coda_math.maximum({0}, {1})",
-    "minimum": "coda_math.minimum({0}, {1})",
-    "round_bfloat16": "coda_math.round_bfloat16({0})",
-    "round_float16": "coda_math.round_float16({0})",
-    "round_float8_e4m3fn": "coda_math.round_float8_e4m3fn({0})",
-    "round_float8_e5m2": "coda_math.round_float8_e5m2({0})",
-    "sqrt": "coda_math.sqrt({0})",
-    "rsqrt": "coda_math.rsqrt({0})",
-    "exp": "coda_math.exp({0})",
-    "exp2": "coda_math.exp2({0})",
-    "log": "coda_math.log({0})",
-    "log2": "coda_math.log2({0})",
-    "log1p": "coda_math.log1p({0})",
-    "expm1": "coda_math.expm1({0})",
-    "tanh": "coda_math.tanh({0})",
-    "sigmoid": "coda_math.sigmoid({0})",
-    "erf": "coda_math.erf({0})",
-    "sin": "coda_math.sin({0})",
-    "cos": "coda_math.cos({0})",
-    "relu": "coda_math.relu({0})",
-    "where": "coda_math.where({0}, {1}, {2})",
-    "lt": "coda_math.lt({0}, {1})",
-    "le": "coda_math.le({0}, {1})",
-    "gt": "coda_math.gt({0}, {1})",
-    "ge": "coda_math.ge({0}, {1})",
-    "eq": "coda_math.eq({0}, {1})",
-    "ne": "coda_math.ne({0}, {1})",
-    "logical_and": "coda_math.logical_and({0}, {1})",
-    "logical_or": "coda_math.logical_or({0}, {1})",
-    "logical_not": "coda_math.logical_not({0})",
-}
+#: Ops that Python has an operator for.
+OPERATORS = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "neg": "-{0}"}
 
 
 def render(program: EpilogueProgram, variant: str = "") -> str:
@@ -107,7 +69,7 @@ def _header(program: EpilogueProgram) -> list[str]:
     if program.paired:
         lines.append("from quack.epilogue.math import unpack")
         lines.append("")
-    if any("coda_math" in TEMPLATES.get(s.op, "") for s in program.steps):
+    if any(s.op not in ("swap", *OPERATORS) for s in program.steps):
         lines.append("from coda_inductor.mainloop import math as coda_math")
         lines.append("")
     return lines
@@ -136,9 +98,16 @@ def _across(step: Step) -> str:
 
 
 def _step(step: Step) -> str:
-    line = f"{step.name} = {TEMPLATES[step.op].format(*map(_argument, step.args))}"
+    args = [_argument(arg) for arg in step.args]
+    call = OPERATORS.get(step.op, f"coda_math.{function_of(step.op)}({', '.join(args)})")
+    line = f"{step.name} = {call.format(*args)}"
     origin = _clean(step.origin).replace("\n", " ").strip()
     return f"{line}  # {origin}" if origin else line
+
+
+def function_of(op: str) -> str:
+    """The function of ``mainloop.math`` for an op without an operator."""
+    return "absolute" if op == "abs" else op
 
 
 def _argument(arg: str | float) -> str:

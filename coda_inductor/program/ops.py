@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise vocabulary of epilogue programs: name, arity and meaning in plain torch.
 
-The renderer (``coda_inductor.codegen.render``) has one CuTeDSL template for each name here; a test
-keeps the two tables equal. Adding an op means adding a row to both.
+The renderer (``coda_inductor.codegen.render``) calls the function of that name in
+``coda_inductor.mainloop.math``. Adding an op means adding it to both, which a test compares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.program.dtypes import FP8
+from coda_inductor.program.dtypes import FP8, HALF, dtype_name
 
 
 @dataclass(frozen=True)
@@ -54,49 +54,23 @@ def _rounding(dtype: torch.dtype) -> OpSpec:
     return OpSpec(1, lambda x: saturated(x, dtype).to(x.dtype))
 
 
-OPS: dict[str, OpSpec] = {
-    # arithmetic
-    "add": OpSpec(2, torch.add),
-    "sub": OpSpec(2, torch.sub),
-    "mul": OpSpec(2, torch.mul),
-    "div": OpSpec(2, torch.div),
-    "neg": OpSpec(1, torch.neg),
-    "abs": OpSpec(1, torch.abs),
-    "reciprocal": OpSpec(1, torch.reciprocal),
-    "maximum": OpSpec(2, torch.maximum),
-    "minimum": OpSpec(2, torch.minimum),
-    # to the precision of a store, and back
-    "round_bfloat16": _to_nearest(torch.bfloat16),
-    "round_float16": _to_nearest(torch.float16),
-    **{f"round_{name}": _rounding(getattr(torch, name)) for name in FP8},
-    # powers and roots
-    "sqrt": OpSpec(1, torch.sqrt),
-    "rsqrt": OpSpec(1, torch.rsqrt),
-    # transcendental
-    "exp": OpSpec(1, torch.exp),
-    "exp2": OpSpec(1, torch.exp2),
-    "log": OpSpec(1, torch.log),
-    "log2": OpSpec(1, torch.log2),
-    "log1p": OpSpec(1, torch.log1p),
-    "expm1": OpSpec(1, torch.expm1),
-    "tanh": OpSpec(1, torch.tanh),
-    "sigmoid": OpSpec(1, torch.sigmoid),
-    "erf": OpSpec(1, torch.erf),
-    "sin": OpSpec(1, torch.sin),
-    "cos": OpSpec(1, torch.cos),
-    # piecewise
-    "relu": OpSpec(1, torch.relu),
-    "where": OpSpec(3, torch.where),
-    "lt": OpSpec(2, torch.lt, boolean=True),
-    "le": OpSpec(2, torch.le, boolean=True),
-    "gt": OpSpec(2, torch.gt, boolean=True),
-    "ge": OpSpec(2, torch.ge, boolean=True),
-    "eq": OpSpec(2, torch.eq, boolean=True),
-    "ne": OpSpec(2, torch.ne, boolean=True),
-    "logical_and": OpSpec(2, torch.logical_and, boolean=True),
-    "logical_or": OpSpec(2, torch.logical_or, boolean=True),
-    "logical_not": OpSpec(1, torch.logical_not, boolean=True),
+#: Torch's functions of the same name, by how many arguments they take; then those that make bools.
+_NUMBERS = {
+    1: "neg abs reciprocal sqrt rsqrt exp exp2 log log2 log1p expm1 tanh sigmoid erf sin cos relu",
+    2: "add sub mul div maximum minimum",
+    3: "where",
 }
+_BOOLEANS = {1: "logical_not", 2: "lt le gt ge eq ne logical_and logical_or"}
+
+OPS: dict[str, OpSpec] = {
+    name: OpSpec(arity, getattr(torch, name), names is _BOOLEANS)
+    for names in (_NUMBERS, _BOOLEANS)
+    for arity, text in names.items()
+    for name in text.split()
+}
+# To the precision of a store, and back.
+OPS |= {f"round_{dtype_name(dtype)}": _to_nearest(dtype) for dtype in HALF}
+OPS |= {f"round_{name}": _rounding(getattr(torch, name)) for name in FP8}
 
 #: dtypes that an epilogue's operand may have. Values are always computed in float32 (float64 for
 #: float64 GEMMs).

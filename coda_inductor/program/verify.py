@@ -8,7 +8,7 @@ import math
 
 from coda_inductor.errors import ProgramError
 from coda_inductor.program.dtypes import FP8
-from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram, Step
+from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
 
@@ -27,17 +27,14 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
     _factors(program)
     if not program.outputs:
         raise ProgramError("a program needs at least one store or reduction")
-    defined = set(program.accs)
-    booleans: set[str] = set()
     taken = set(program.accs)
-    _operands(program, defined, taken)
-    _steps(program, defined, taken, booleans)
-    _outputs(program, defined, taken, booleans)
+    _operands(program, taken)
+    booleans = _steps(program, taken)
+    _outputs(program, taken - booleans, taken)
     _heads(program)
     if (found := inconsistent(program)) is not None:
-        what = "step" if isinstance(found, Step) else "reduce"
         raise ProgramError(
-            f"{what} {found.name!r} reads a value that is stored rounded, unrounded: "
+            f"reduce {found.name!r} reads a value that is stored rounded, unrounded: "
             "program.consistent() makes it read what is stored"
         )
     return program
@@ -62,7 +59,7 @@ def _fresh(name: str, what: str, taken: set[str]) -> None:
     taken.add(name)
 
 
-def _operands(program: EpilogueProgram, defined: set[str], taken: set[str]) -> None:
+def _operands(program: EpilogueProgram, taken: set[str]) -> None:
     for operand in program.operands:
         _fresh(operand.name, "operand", taken)
         if operand.kind not in OPERAND_KINDS:
@@ -73,20 +70,16 @@ def _operands(program: EpilogueProgram, defined: set[str], taken: set[str]) -> N
             raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
         if program.paired and operand.kind == "tile":
             raise ProgramError(f"operand {operand.name!r}: a paired program reads no tiles")
-        defined.add(operand.name)
 
 
-def _steps(
-    program: EpilogueProgram, defined: set[str], taken: set[str], booleans: set[str]
-) -> None:
+def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:
+    """Returns the names of bools."""
+    booleans = set()
     for step in program.steps:
         spec = OPS.get(step.op)
-        if spec is not None:
-            arity = spec.arity
-        elif step.op == "swap":
-            arity = 3
-        else:
+        if spec is None and step.op != "swap":
             raise ProgramError(f"step {step.name!r}: unknown op {step.op!r}")
+        arity = 3 if spec is None else spec.arity
         if len(step.args) != arity:
             raise ProgramError(
                 f"step {step.name!r}: {step.op} takes {arity} arguments, got {len(step.args)}"
@@ -96,7 +89,7 @@ def _steps(
                 if isinstance(arg, bool) or math.isnan(arg):
                     raise ProgramError(f"step {step.name!r}: literal {arg!r} is not a number")
                 continue
-            if arg not in defined:
+            if arg not in taken:
                 raise ProgramError(f"step {step.name!r} reads {arg!r} before it is defined")
             wants_bool = step.op.startswith("logical_") or (step.op == "where" and position == 0)
             if wants_bool != (arg in booleans):
@@ -107,17 +100,15 @@ def _steps(
         if not any(isinstance(arg, str) for arg in step.args):
             raise ProgramError(f"step {step.name!r} has only literals: fold it")
         _fresh(step.name, "step", taken)
-        defined.add(step.name)
         if spec is not None and spec.boolean:
             booleans.add(step.name)
+    return booleans
 
 
-def _outputs(
-    program: EpilogueProgram, defined: set[str], taken: set[str], booleans: set[str]
-) -> None:
+def _outputs(program: EpilogueProgram, numbers: set[str], taken: set[str]) -> None:
     for output in program.outputs:
         _fresh(output.name, "output", taken)
-        if output.value not in defined or output.value in booleans:
+        if output.value not in numbers:
             raise ProgramError(f"output {output.name!r}: {output.value!r} is not a number here")
     for store in program.stores:
         if store.dtype not in STORE_DTYPES:

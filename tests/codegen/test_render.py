@@ -11,7 +11,7 @@ import pytest
 from programs import heads, kinds, paired_sums, parsed, programs, row_statistics, select
 
 from coda_inductor.codegen.ports import ports
-from coda_inductor.codegen.render import TEMPLATES, render
+from coda_inductor.codegen.render import OPERATORS, function_of, render
 from coda_inductor.errors import KernelError
 from coda_inductor.program import EpilogueProgram, Step, Store
 from coda_inductor.program.ops import OPS
@@ -52,8 +52,13 @@ def test_each_function_is_given_what_it_reads(name):
     assert arguments[len(arguments) - len(across) :] == across
 
 
-def test_one_template_an_op():
-    assert set(TEMPLATES) == set(OPS)
+def test_each_op_is_an_operator_or_a_function():
+    pytest.importorskip("quack")
+    from coda_inductor.mainloop import math
+
+    assert set(OPERATORS) < set(OPS)
+    for op in set(OPS) - set(OPERATORS):
+        assert callable(getattr(math, function_of(op)))
 
 
 def one_step(step: Step) -> EpilogueProgram:
