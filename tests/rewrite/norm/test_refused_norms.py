@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that stay as they were written, each for its reason, and eager's values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, raised, randn
+from passes import codes
+
+from coda_inductor import FallbackError
+from coda_inductor.plan import Plan
+from coda_inductor.refusal import refuse
+from coda_inductor.semantic.norms import rms_norm
+
+D, HIDDEN, EPS = 16, 24, 1e-2
+
+
+def norm(x, w, gamma):
+    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
+
+
+def behind(function):
+    """Of a norm and of more weights."""
+    return lambda x, w, gamma, *weights: function(norm(x, w, gamma), *weights)
+
+
+def norm_gemm(x, w, gamma, w2):
+    """The smallest case: GEMM, norm, GEMM."""
+    return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
+
+
+def arguments():
+    return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
+
+
+class Own(torch.autograd.Function):
+    """Its first input. Both get gradients, of which the first changes sign if ``reverse``."""
+
+    @staticmethod
+    def forward(ctx, x, other, reverse):
+        ctx.reverse = reverse
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient if ctx.reverse else gradient, gradient, None
+
+
+def behind_softmax(x, w, gamma, a):
+    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), a)
+
+
+def statistics_read(x, w, gamma, a):
+    y, rstd = rms_norm(F.linear(x, w), gamma, EPS, torch.float64)
+    return F.linear(y, a), rstd.detach()
+
+
+REFUSALS = {
+    "behind softmax": (behind_softmax, "norm-input-elsewhere"),
+    "both factors": (
+        lambda x, w, g, a: (n := norm(x[0], w, g)) @ n.t() + a[0, 0], "norm-read-elsewhere",
+    ),
+    "rows reshaped": (
+        behind(lambda n, a: n.reshape(-1, 2 * D) @ a.reshape(-1, 2 * D).t()), "norm-reshaped",
+    ),
+    "statistics read": (statistics_read, "norm-statistics-read"),
+    "different dtypes": (
+        behind(lambda n, a: (F.linear(n, a), F.linear(n.float(), a.float()))), "norm-gemm-dtypes",
+    ),
+    "reversed gradient": (
+        lambda x, w, g, a: F.linear(Own.apply(norm(x, w, g), x.detach(), True), a), "norm-gradient",
+    ),
+    "gradient for another": (
+        lambda x, w, g, a: F.linear(Own.apply(norm(x, w, g), x.sin(), False), a), "norm-gradient",
+    ),
+    "also elementwise": (
+        behind(lambda n, a: F.linear(n, a).sum(-1, keepdim=True) * n), "norm-read-elsewhere",
+    ),
+    "behind a mask": (
+        lambda x, w, g, a: F.linear(norm(x, w, g) * (x > 0), a), "norm-read-elsewhere",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_norm_stays_as_it_was(name):
+    function, code = REFUSALS[name]
+    x, *weights = arguments()
+    run = check if name == "different dtypes" else check_gradients
+    harness = run(Weights(function, *weights), x.requires_grad_())
+    assert code in codes(harness)
+    assert raised(harness, rms_norm) == harness.ops()["aten.rsqrt.default"] == 1
+    assert harness.counts["rms_norm"] == harness.counts["rms_norm_backward"] == 0
+
+
+def test_dead_norm_disappears():
+    harness = check(lambda x, w, g, a: (norm(x, w, g), F.linear(x, a))[1], *arguments())
+    assert harness.counts["rms_norm"] == harness.ops()["aten.rsqrt.default"] == 0
+
+
+@pytest.mark.parametrize("width", [D, HIDDEN])
+def test_gemm_that_may_not_be_fused_refuses_the_norm(monkeypatch, width):
+    """The one that makes its input, or the one that reads it: for the cause that the GEMM has."""
+
+    def legal(self, gemm):
+        out_of_luck = gemm.meta["val"].shape[-1] == width
+        return refuse("too-small", "out of luck") if out_of_luck else None
+
+    monkeypatch.setattr(Plan, "legal", legal)
+    harness = check(norm_gemm, *arguments())
+    assert harness.counts["rms_norm"] == 0
+    (miss,) = harness.report.refusals
+    assert (miss.code, miss.what, miss.failure) == ("too-small", "rms_norm", False)
+    assert miss.text.endswith("out of luck")
+
+
+def test_a_bug_in_the_analysis_is_a_failure_of_that_norm_alone(monkeypatch):
+    def broken(*_):
+        raise IndexError("a bug of ours")
+
+    monkeypatch.setattr("coda_inductor.rewrite.norm.defer.uses", broken)
+    harness = check(norm_gemm, *arguments(), strict=False)
+    (why,) = harness.report.refusals
+    assert (why.code, why.failure, "a bug of ours" in why.text) == ("defect", True, True)
+    with pytest.raises(Exception, match="a bug of ours") as caught:
+        check(norm_gemm, *arguments())
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), FallbackError)
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("k", "d"), [(8, 0), (0, 8), (0, 0)])
+def test_norms_of_nothing_are_no_failure(norm, k, d):
+    """Strict: what warns would raise."""
+
+    def function(x, w, v):
+        return F.linear(norm(F.linear(x, w), (d,)), v)
+
+    check(function, randn(4, k), randn(d, k), randn(6, d))
