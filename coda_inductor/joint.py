@@ -5,6 +5,7 @@ than once."""
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -53,9 +54,9 @@ class Chained(CustomGraphPass):
         is imported in the middle of a pass, decorates a function with it."""
         return self
 
+    @abc.abstractmethod
     def run(self, graph: Graph) -> None:
         """Our own part."""
-        raise NotImplementedError
 
     def uuid(self) -> Any:
         """Everything that the result depends on; None (never cached) where a pass of the user's

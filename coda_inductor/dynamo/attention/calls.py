@@ -209,7 +209,7 @@ def grouped(
         return None
     found = [_repetition(arguments[name]) for name in ("key", "value")]
     made = [each for each in found if each is not None]
-    if len(made) < 2 or value(made[0].source).shape != value(made[1].source).shape:
+    if len(made) < 2 or not same(*(tuple(value(r.source).shape) for r in made)):
         return None
     sources, between = [r.source for r in made], [node for r in made for node in r.chain]
     after = [node for node in hazards.writes if node > call]
