@@ -149,6 +149,7 @@ OTHERS = {
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),
     "across": lambda z, y: z.log_softmax(-1).gather(1, y[..., None] % T),
+    "narrowed": lambda z, y: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, y[..., None]),
 }
 
 

@@ -57,7 +57,30 @@ def statistics_read(x, w, gamma, a):
     return F.linear(y, a), rstd.detach()
 
 
+def statistics_only(x, w, gamma, a):
+    y = F.linear(x, w)
+    return F.linear(y, a), rms_norm(y, gamma, EPS, torch.float64)[1].detach()
+
+
+class Late(torch.autograd.Function):
+    """``u``, (..., HIDDEN), whose gradient a norm (..., D) is multiplied with for a weight."""
+
+    @staticmethod
+    def forward(ctx, n, u, a):
+        ctx.save_for_backward(n)
+        return u.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (n,) = ctx.saved_tensors
+        return None, gradient, gradient.flatten(0, -2).t() @ n.flatten(0, -2)
+
+
 REFUSALS = {
+    "statistics only": (statistics_only, "not-read"),
+    "no GEMM": (
+        lambda x, w, g, a: Late.apply(norm(x, w, g).detach(), F.linear(x, a), a), "norm-no-gemm",
+    ),
     "behind softmax": (behind_softmax, "norm-input-elsewhere"),
     "both factors": (
         lambda x, w, g, a: (n := norm(x[0], w, g)) @ n.t() + a[0, 0], "norm-read-elsewhere",
