@@ -274,8 +274,8 @@ def unequal(q, k, v):
 
 
 STAY = [
-    unequal, repeated(lambda k, n: k.repeat(1, n, 1, 1)), repeated(lambda k, n: interleaved(k, n).flip(1)),
-    own_mask,
+    repeated(lambda k, n: k.repeat(1, n, 1, 1)), repeated(lambda k, n: interleaved(k, n).flip(1)),
+    own_mask, unequal,
 ]  # fmt: skip
 
 
