@@ -29,9 +29,6 @@ from pathlib import Path
 _log = logging.getLogger("coda_inductor")
 #: Where else to look if everybody may rename what lies in ``TMPDIR``.
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108
-#: Says to backup programs what this folder is, and to us that it is ours (bford.info/cachedir).
-TAG = "CACHEDIR.TAG"
-_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by coda_inductor.\n"
 
 
 def cache_dir() -> Path:
@@ -48,18 +45,10 @@ def prewarmed() -> Path | None:
 
 def cache_dirs() -> tuple[Path, Path | None]:
     """(:func:`cache_dir`, :func:`prewarmed`), found once for what the environment says."""
-    return _tagged(os.environ.get("CODA_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""))
+    return _find(os.environ.get("CODA_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""))
 
 
 @functools.lru_cache(maxsize=8)
-def _tagged(chosen: str, base: str) -> tuple[Path, Path | None]:
-    own, read_only = _find(chosen, base)
-    with contextlib.suppress(OSError):
-        if not (own / TAG).exists():
-            write(own / TAG, _TAG_TEXT)
-    return own, read_only
-
-
 def _find(chosen: str, base: str) -> tuple[Path, Path | None]:
     if not chosen:
         return _default(base), None

@@ -35,7 +35,7 @@ def place(tmp_path, monkeypatch):
 
 
 def forget():
-    module._tagged.cache_clear()
+    module._find.cache_clear()
     private_dir.cache_clear()
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +24,7 @@ from typing import TYPE_CHECKING
 import quack.cache
 import quack.cache.jit
 
-from coda_inductor import cache_contents
-from coda_inductor.cache_dir import TAG, folder, prewarmed, private_dir, share, writable, write
+from coda_inductor.cache_dir import folder, prewarmed, private_dir, share, writable, write
 from coda_inductor.locks import held
 from coda_inductor.mainloop.environment import label
 
@@ -96,15 +94,10 @@ class KernelLock:
         if not self._held.enter_context(held(self._kernel, self._timeout)):
             raise RuntimeError(f"{self._kernel} is being compiled elsewhere")
         with contextlib.suppress(OSError):
-            if self._kernel.exists():
-                os.utime(self._kernel)  # it is in use
-            elif self._copies and (source := read_only(self._kernel)) is not None:
+            missing = self._copies and not self._kernel.exists()
+            if missing and (source := read_only(self._kernel)) is not None:
                 write(self._kernel, source.read_bytes())
-        self._missing = not self._kernel.exists()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._held.close()
-        base = next((p for p in self._kernel.parents if (p / TAG).is_file()), None)
-        if self._missing and self._kernel.exists() and base is not None:
-            cache_contents.tidy(base)

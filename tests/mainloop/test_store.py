@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import os
 import py_compile
 import sys
-import time
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import quack.cache
 import quack.cache.jit
 from programs import kinds
 
-from coda_inductor.cache_dir import TAG
 from coda_inductor.mainloop import environment, mod, store
 from coda_inductor.mainloop.environment import label
 
@@ -28,7 +25,6 @@ from coda_inductor.mainloop.environment import label
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """A cache of ours, and in it the folder of one version of QuACK's sources."""
-    (tmp_path / TAG).touch()
     own = tmp_path / "kernels" / label()
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(own))
     monkeypatch.setattr(quack.cache.jit, "_compute_source_fingerprint", lambda: "f" * 64)
@@ -101,10 +97,7 @@ def test_source_runs_where_it_cannot_be_written(tmp_path, monkeypatch):
 def test_a_kernel_is_kept(compiler, kernels):
     assert compiler("a") == compiler("a") == b"code of a"
     assert compiler.compiled == ["a"]
-    (kernel,) = kernels.glob("*.o")
-    os.utime(kernel, (0, 0))
-    compiler("a")
-    assert time.time() - kernel.stat().st_mtime < 60, "what is used is younger"
+    assert len(list(kernels.glob("*.o"))) == 1
 
 
 def test_kernels_of_a_folder_that_can_only_be_read_are_used(
