@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: what the backend would do with a model, for people.
 
-``capture`` has the graphs with and without our passes, ``traffic`` what they move through memory;
-``build`` makes the ``result`` of it, and ``page`` draws that.
+``capture`` has the graphs with and without our passes, ``build`` makes the ``result`` of them, and
+``page`` draws that.
 
 Nothing here is imported until :func:`explain` is called: torch.compile does not need it.
 """

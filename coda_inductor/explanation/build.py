@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import torch
@@ -10,11 +11,11 @@ from torch.fx import Node
 
 from coda_inductor.explanation.capture import Capture, Captured
 from coda_inductor.explanation.result import Explanation, Saved
-from coda_inductor.explanation.traffic import base, moved
 from coda_inductor.fuse.traffic import size
 from coda_inductor.graph.gemms import TRACED, gemm_inputs
-from coda_inductor.graph.nodes import fake, module_path
+from coda_inductor.graph.nodes import fake, may_view, module_path
 from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
 from coda_inductor.plan import as_16_bits
 from coda_inductor.report import Float8Layers
@@ -31,8 +32,6 @@ def build(name: str, found: Capture, options: Options) -> Explanation:
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
-        result.bytes_before += sum(map(moved, captured.stock.graphs))
-        result.bytes_after += sum(map(moved, captured.ours.graphs))
         result.saved_before += _saved(captured.stock)
         result.saved_after += _saved(captured.ours)
     result.notes = _notes(result, graphs, found.breaks, options)
@@ -51,7 +50,7 @@ def _device(graphs: list[Captured]) -> str:
 def _saved(parts: Traced) -> list[Saved]:
     tensors: dict[Node, Node] = {}
     for node in parts.saved:
-        root = base(node)
+        root = base(node, _is_view)
         if root.op != "placeholder" and isinstance(fake(root), torch.Tensor):
             tensors.setdefault(root, node)
     return [
@@ -64,6 +63,11 @@ def _saved(parts: Traced) -> list[Saved]:
         )
         for root, node in tensors.items()
     ]
+
+
+def _is_view(node: Node) -> bool:
+    """Is ``node`` a view, or a part of what a view returns?"""
+    return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Options) -> list[str]:
@@ -81,7 +85,7 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "
-            "of a loss on meta), so that the figures before are of a forward pass only. Make the "
+            "of a loss on meta), so that it keeps nothing to compare with. Make the "
             "model on a CPU, where explain runs nothing of it either."
         )
     if breaks:

@@ -39,9 +39,6 @@ class Explanation:
         gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
-        bytes_before: memory traffic of one call or training step under plain torch.compile (an
-            account, see ``coda_inductor.explanation.traffic``).
-        bytes_after: the same with this backend.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
         notes: what a reader must know to read the rest rightly.
@@ -53,8 +50,6 @@ class Explanation:
     gpu: str = H100.article
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[Refusal] = field(default_factory=list)
-    bytes_before: int = 0
-    bytes_after: int = 0
     saved_before: list[Saved] = field(default_factory=list)
     saved_after: list[Saved] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,6 +77,17 @@ class Explanation:
         return sum(map(gemm_count, self.fused))
 
     @property
+    def bytes_before(self) -> int:
+        """Memory traffic of all GEMMs in one call or training step, with what they absorb, under
+        plain torch.compile: an account (``SiteReport.bytes_before``)."""
+        return sum(site.bytes_before for site in self.sites)
+
+    @property
+    def bytes_after(self) -> int:
+        """The same with this backend."""
+        return sum(site.bytes_after for site in self.sites)
+
+    @property
     def saved_bytes_before(self) -> int:
         return sum(tensor.bytes for tensor in self.saved_before)
 
@@ -91,8 +97,9 @@ class Explanation:
 
     @property
     def comparable(self) -> bool:
-        """Has the model gradients without our passes as with them? Torch has none of a loss on meta
-        tensors (aten::nll_loss has no autograd kernel there), our op for it has."""
+        """Has the model gradients without our passes as with them, so that it keeps tensors? Torch
+        has none of a loss on meta tensors (aten::nll_loss has no autograd kernel there), our op
+        for it has."""
         return not (self.training and self.saved_after and not self.saved_before)
 
     @property
@@ -107,17 +114,15 @@ class Explanation:
         text = f"{which} absorbed {ops} ops; "
         if self.plain:
             text = f"{which} may absorb {ops} ops: legal, runs as plain ops here. As kernels, "
-        if not self.comparable:
-            return f"{text.partition(';')[0]}. There is nothing to compare it with: see below."
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         before, after = map(readable_bytes, (self.bytes_before, self.bytes_after))
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {before} of memory traffic per {step} "
+            text += f"{readable_bytes(gone)} of {before} of the GEMMs' memory traffic per {step} "
             text += "would be gone" if self.plain else "gone"
         else:
-            text += f"memory traffic per {step} rises from {before} to {after}"
-        if self.training:
+            text += f"the GEMMs' memory traffic per {step} rises from {before} to {after}"
+        if self.training and self.comparable:
             text += (
                 f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
                 f"{readable_bytes(self.saved_bytes_after)}"
