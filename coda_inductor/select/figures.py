@@ -99,28 +99,16 @@ def size_of(m: int, n: int, k: int) -> str:
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:
     """As it stands in a file. Inverse: :func:`from_row`."""
-    row: dict[str, Any] = {"key": key, "m": found.m, "name": found.name, "like": found.like}
-    row |= {"unfused": found.unfused, "plain": found.plain, "spread": found.spread}
-    return row | {"us": dict(found.us)} | ({"failed": dict(found.failed)} if found.failed else {})
+    return {"key": key} | {name: x for name, x in vars(found).items() if name != "failed" or x}
 
 
 def from_row(row: Mapping[str, Any]) -> tuple[str, Figures]:
     """(key, figures).
 
     Raises:
-        KeyError, TypeError, ValueError: it is no such row.
+        AttributeError, KeyError, TypeError, ValueError: it is no such row.
     """
-    us = {str(name): float(value) for name, value in row["us"].items()}
-    figures = Figures(
-        us,
-        float(row["unfused"]),
-        float(row["plain"]),
-        float(row["spread"]),
-        {str(name): str(why) for name, why in row.get("failed", {}).items()},
-        int(row["m"]),
-        str(row.get("name", "")),
-        str(row.get("like", "")),
-    )
-    if not all(0 < x < math.inf for x in (*us.values(), figures.unfused, figures.plain)):
+    figures = Figures(**{name: x for name, x in row.items() if name != "key"})
+    if not all(0 < x < math.inf for x in (*figures.us.values(), figures.unfused, figures.plain)):
         raise ValueError("times must be positive numbers")
     return str(row["key"]), figures
