@@ -48,6 +48,7 @@ from coda_inductor.record import Record
 
 #: Of no class, in 32 bits too.
 _NOTHING = -(2**31)
+_READ = ("cross_entropy", "gather", "take_along_dim")
 #: Methods that copy: into another layout or a wider dtype.
 _COPIES = ("contiguous", "to", "float", "double", "type", "type_as")
 
@@ -59,24 +60,26 @@ def respell_losses(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         hazards = Hazards(body.graph)
         for node in list(body.graph.nodes):
-            name = target_name(node)
-            if name in ("gather", "take_along_dim") and (call := read(node)) is not None:
-                _gathered(call, hazards)
-            elif name == "cross_entropy" and (call := read(node)) is not None:
+            call = read(node) if target_name(node) in _READ else None
+            if call is not None and call.op != "cross_entropy":
+                call = read(_gathered(call, hazards))
+            if call is not None:
                 _of_some_rows(call, hazards)
 
 
-def _gathered(gather: Call, hazards: Hazards) -> None:
-    """Put a cross entropy in the place of a gather of a log-softmax, if it is one."""
+def _gathered(gather: Call, hazards: Hazards) -> Node | None:
+    """Put a cross entropy, which is returned, in the place of a gather of a log-softmax, if it is
+    one."""
     node, softmax, index = gather.node, gather["input"], gather["index"]
     if (logits := _under_softmax(gather)) is None or hazards.between((softmax, node)):
-        return
+        return None
     put = Put(node)
     how = {"ignore_index": _NOTHING, "reduction": "none"}
     loss = _of_all_rows(put, logits, put("flatten", index), value(softmax).dtype, how)
     node.replace_all_uses_with(put("view_as", put("neg", loss), index))
     node.graph.erase_node(node)
     node.graph.erase_node(softmax)
+    return loss
 
 
 def _under_softmax(gather: Call) -> Node | None:

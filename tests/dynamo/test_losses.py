@@ -51,13 +51,19 @@ def dpo(z, t):
     return (each * kept).sum(-1)
 
 
+def grpo(z, t):
+    return (
+        z[:, :-1].log_softmax(-1).gather(-1, t[:, 1:, None]).squeeze(-1) * (t[:, 1:] != 3)
+    ).sum()
+
+
 def gathered(z, t):
     return F.log_softmax(z, dim=-1).gather(dim=-1, index=t.unsqueeze(-1)).squeeze(-1)
 
 
 LOSSES = {
     **{f.__name__: f for f in (hugging_face, flattened, summed, weighed, transposed, permuted)},
-    **{f.__name__: f for f in (dpo, gathered)},
+    **{f.__name__: f for f in (dpo, grpo, gathered)},
     "flat": lambda z, y: z.reshape(-1, V).log_softmax(1).gather(1, y.reshape(-1, 1)).mean(),
     "along": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).mean(),
 }

@@ -17,8 +17,7 @@ After::
 
 Why it is valid: column j of dz needs column j of the logits and values a row only, dh is the sum of
 the products of the slices, and each slice makes rows of dW and elements of db of its own. dz is
-linear in dloss and a, so that a factor is theirs. Rows that the loss does not read are ignored ones
-(``dropped_rows``).
+linear in dloss and a, so that a factor is theirs.
 
 Why it pays: a second tensor of the logits' size is the peak of a training step.
 
@@ -42,7 +41,6 @@ from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.loss.dropped_rows import through_dropped_rows
 from coda_inductor.rewrite.loss.logit_gradients import (
     through_factor,
     through_soft_cap,
@@ -72,9 +70,7 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
     if size < 2 * slice_bytes:
         return refuse("logits-small", f"its logits take {size / 2**20:.0f} MiB only")
     gradient, penalty = with_row_term(node, given["logits"])
-    gradient, kept = through_dropped_rows(gradient, given["logits"], alone=penalty is None)
-    made = given["logits"] if kept is None else kept.logits
-    gradient, cap = through_soft_cap(gradient, made)
+    gradient, cap = through_soft_cap(gradient, given["logits"])
     gradient, factor = through_factor(gradient)
     names, users = readers(gradient, renames_or_casts)
     turned = [u for u in users if is_transpose(u)]
@@ -92,7 +88,7 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
     if not all(same(shape[is_dgrad], columns) for shape, is_dgrad in lefts):
         return refuse("logits-form", "its linear layer makes several rows of logits at once")
     weight, x = (factors[found[0]][1] if found else None for found in (dgrads, wgrads))
-    dtypes = {fake(t).dtype for t in (weight, x, made) if t is not None}
+    dtypes = {logits.dtype, *(fake(t).dtype for t in (weight, x) if t is not None)}
     if len(dtypes) != 1:
         differ = ", ".join(sorted(map(str, dtypes)))
         return refuse("logits-dtypes", f"logits, weight and operand differ in dtype ({differ})")
@@ -102,7 +98,6 @@ def _slice(graph: Graph, node: Node, slice_bytes: int) -> Refusal | None:
     with graph.inserting_before(last.next):
         dlse = None if penalty is None else _times_softmax(put, given["lse"], *penalty)
         wide = fake(given["lse"]).dtype
-        given |= {} if kept is None else kept.rows(graph, put, given)
         dloss, *of_rows, ignored, smoothing, reduction = given.values()
         if factor != 1:
             dloss = put(aten.mul.Tensor, put.cast(dloss, wide), factor)
