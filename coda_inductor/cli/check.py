@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove a pattern file and try it: match, algebra, kernel; on a GPU also error and speed.
+"""Prove a pattern file and try it: match, algebra, kernel.
 
-Exit code 0 if everything passes, 1 if anything fails, 2 if there is no such file. What needs a GPU
-is skipped without one. A folder stands for the pattern files in it. Each result is one line,
-however long, so that grep and diff work.
+Exit code 0 if everything passes, 1 if anything fails, 2 if there is no such file. No GPU is needed.
+A folder stands for the pattern files in it. Each result is one line, however long, so that grep and
+diff work.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from coda_inductor.cli import device
 from coda_inductor.cli.trial import Trial, cannot_run, example_of, try_out
 from coda_inductor.codegen.render import render
 from coda_inductor.errors import PatternError
@@ -22,8 +21,6 @@ from coda_inductor.patterns.worker import patterns_of
 
 #: The rewritten graph in float64 against the original, relative to the largest element.
 TOLERANCE = 1e-10
-#: A kernel's error against float32 may be this many times that of the same ops unfused.
-SLACK = 2.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,6 @@ def _try(pattern: Pattern, path: str) -> Iterator[Result]:
     ]
     if runs:
         steps.append(("kernel", functools.partial(_kernel, pattern, path, runs[0])))
-        steps.append(("GPU", functools.partial(_on_gpu, pattern, path, runs[0])))
     for name, step in steps:
         try:
             yield from step()
@@ -135,19 +131,3 @@ def _kernel(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[
     worse = ours.moved > bare.moved or (ours.left and ours.absorbed < bare.absorbed)
     each = (f"GEMMs move {t.moved} bytes and absorb {t.absorbed} ops" for t in (ours, bare))
     yield _result(pattern, "plan", not worse, "; without the pattern ".join(each))
-
-
-def _on_gpu(pattern: Pattern, path: str, idiom: Callable[..., Any]) -> Iterator[Result]:
-    """Error against float32 and time beside torch.compile's, forward and backward."""
-    if not torch.cuda.is_available():
-        yield Result(pattern.name, "GPU", "skip", "no CUDA device: error and speed not measured")
-        return
-    variants, exact = device.steps(pattern, idiom, path, torch.device("cuda"))
-    worst = device.errors(variants, exact)
-    ok = worst["coda"] <= SLACK * max(worst["torch.compile"], worst["eager"])
-    said = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())
-    yield _result(pattern, "error", ok, f"against float32: {said}")
-    taken = device.medians(variants)
-    ratio = taken["torch.compile"] / taken["coda"]
-    said = ", ".join(f"{name} {ms:.3f} ms" for name, ms in taken.items())
-    yield Result(pattern.name, "step", "pass", f"{said}; {ratio:.2f} x torch.compile")

@@ -31,15 +31,15 @@ ROWS, K, N = 24, 32, 40
 
 
 class Example(nn.Module):
-    """``idiom`` between GEMMs, with ``rows`` x ``k`` inputs and tensors of ``rows`` x ``n``.
+    """``idiom`` between GEMMs, with ``ROWS`` x ``K`` inputs and tensors of ``ROWS`` x ``N``.
 
     Args:
         idiom: one spelling of the pattern.
         example: a shape for each tensor and a value for each number, by parameter. Tensors shaped
-            like the first one are made by a GEMM; others are parameters of the last n columns.
+            like the first one are made by a GEMM; others are parameters of N columns.
     """
 
-    def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any], k: int, n: int):
+    def __init__(self, idiom: Callable[..., Tensor], example: Mapping[str, Any]):
         super().__init__()
         names = parameters(idiom)
         shapes = {p: tuple(example[p]) for p in names if isinstance(example[p], (tuple, list))}
@@ -47,15 +47,14 @@ class Example(nn.Module):
         self.idiom = idiom
         self.numbers = {p: example[p] for p in names if p not in shapes}
         self.made = [p for p, shape in shapes.items() if shape == first]
-        scale = k**-0.5
-        self.weights = nn.ParameterDict({p: torch.randn(k, n) * scale for p in self.made})
+        self.weights = nn.ParameterDict({p: torch.randn(K, N) * K**-0.5 for p in self.made})
         self.others = nn.ParameterDict(
-            {p: torch.randn(*(n for _ in s)) for p, s in shapes.items() if p not in self.made}
+            {p: torch.randn(*(N for _ in s)) for p, s in shapes.items() if p not in self.made}
         )
-        self.down = nn.Parameter(torch.randn(n, k) * n**-0.5)
+        self.down = nn.Parameter(torch.randn(N, K) * N**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, k) -> (rows, k)."""
+        """(ROWS, K) -> (ROWS, K)."""
         made = {p: x @ self.weights[p] for p in self.made}
         others = {p: self.others[p] for p in self.others}
         return self.idiom(**made, **others, **self.numbers) @ self.down
@@ -76,7 +75,7 @@ def example_of(pattern: Pattern) -> dict[str, Any]:
 def cannot_run(pattern: Pattern, idiom: Callable[..., Tensor]) -> str | None:
     """Why the example does not run with ``idiom``, or None: some idioms are only to be matched."""
     try:
-        Example(idiom, example_of(pattern), K, N)(torch.randn(ROWS, K))
+        Example(idiom, example_of(pattern))(torch.randn(ROWS, K))
     except Exception as error:
         return f"its example does not run: {type(error).__name__}: {error}"
     return None
@@ -120,7 +119,7 @@ def try_out(
         CodaError: whatever fails inside the passes.
     """
     torch.manual_seed(0)
-    model = Example(idiom, example_of(pattern), K, N).to(dtype)
+    model = Example(idiom, example_of(pattern)).to(dtype)
     x, dy = (torch.randn(ROWS, K, dtype=dtype) for _ in range(2))
     backend = _Passes(pattern, path, disable)
     torch.compiler.reset()
