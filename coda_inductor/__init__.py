@@ -24,25 +24,25 @@ Layer map (imports only point down; ``pyproject.toml`` has the contract)::
     options, refusal, remedies, log, cache_dir, compat, errors   leaves
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from coda_inductor.errors import (
-    CodaError,
-    ExplainError,
-    FallbackError,
-    KernelError,
-    OptionError,
-    PatternError,
-    ProgramError,
-)
-from coda_inductor.explanation import explain
-from coda_inductor.matching import Match, value
-from coda_inductor.patterns import Pattern, load_patterns
-from coda_inductor.program import EpilogueProgram
-from coda_inductor.report import GraphReport, SiteReport, reports
-
 if TYPE_CHECKING:
+    from coda_inductor.errors import (
+        CodaError,
+        ExplainError,
+        FallbackError,
+        KernelError,
+        OptionError,
+        PatternError,
+        ProgramError,
+    )
+    from coda_inductor.explanation import explain
+    from coda_inductor.matching import Match, value
     from coda_inductor.pass_mode import disable, enable, enabled
+    from coda_inductor.patterns import Pattern, load_patterns
+    from coda_inductor.program import EpilogueProgram
+    from coda_inductor.report import GraphReport, SiteReport, reports
 
 __version__ = "0.2.0"
 
@@ -52,11 +52,21 @@ __all__ = [
     "enable", "enabled", "explain", "load_patterns", "reports", "value",
 ]  # fmt: skip
 
+_PLACES = {
+    "explanation": ("explain",),
+    "matching": ("Match", "value"),
+    "pass_mode": ("disable", "enable", "enabled"),
+    "patterns": ("Pattern", "load_patterns"),
+    "program": ("EpilogueProgram",),
+    "report": ("GraphReport", "SiteReport", "reports"),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """What needs Inductor, which takes a second to import, is imported when it is asked for."""
-    if name not in ("disable", "enable", "enabled"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from coda_inductor import pass_mode
-
-    return getattr(pass_mode, name)
+    """Imported when it is asked for: a process that compiles kernels needs none of these, and
+    Inductor and Dynamo take seconds to import."""
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"coda_inductor.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -325,6 +325,23 @@ def saved_tensors() -> list[Tensor]:
     return [tensor for tensor in kept if tensor is not None]
 
 
+def without_dynamo() -> None:
+    """In a process that compiles kernels and no graphs: QuACK's decorators leave functions as they
+    are, for Dynamo and Inductor take seconds to import. Whatever else is asked of Dynamo is."""
+
+    def as_it_is(function: Any = None, recompile_limit: int = 0, **_: Any) -> Any:  # noqa: ARG001
+        return function or as_it_is
+
+    class Late:
+        assume_constant_result = staticmethod(as_it_is)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("torch._dynamo"), name)
+
+    vars(torch).update(compile=as_it_is, _dynamo=Late())
+    vars(torch.compiler).update(disable=as_it_is)
+
+
 def _find(path: str) -> Any:
     first, *others = path.split(".")
     found = importlib.import_module(first)

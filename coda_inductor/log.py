@@ -10,7 +10,8 @@ import os
 
 import torch.distributed as dist
 
-from coda_inductor.compat import counters, default_store, register_log
+from coda_inductor import compat
+from coda_inductor.compat import default_store, register_log
 
 logger = logging.getLogger("coda_inductor")
 register_log("coda_inductor", "coda_inductor")  # makes TORCH_LOGS="+coda_inductor" known to torch
@@ -42,7 +43,7 @@ _warned: set[tuple[str, str]] = set()
 
 def count(pattern: str, times: int = 1) -> None:
     """Record in ``torch._dynamo.utils.counters["coda"]`` that a rewrite fired."""
-    counters["coda"][pattern] += times
+    compat.counters["coda"][pattern] += times  # imports Dynamo, which compile workers do not need
 
 
 def warn_once(site: str, cause: str, to: str = "Inductor", first: str = "") -> None:

@@ -26,6 +26,9 @@ class KernelRequest:
 
 def prepare(arch: str) -> None:
     """Import what compiling for ``arch`` needs, before workers fork."""
+    from coda_inductor.compat import without_dynamo
+
+    without_dynamo()
     from coda_inductor.mainloop import ahead
 
     ahead.prepare(arch)

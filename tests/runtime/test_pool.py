@@ -69,6 +69,23 @@ def test_nobody_hears_of_forks():
     assert "fork" not in done.stderr
 
 
+def test_a_compile_server_imports_what_kernels_need(tmp_path):
+    """Dynamo and Inductor take longer to import than torch."""
+    program = (
+        "import sys\n"
+        "from coda_inductor.runtime import server, worker\n"
+        "server.prepare('90')\n"
+        f"asked = worker.KernelRequest({GOOD.program!r}, {GOOD.config!r}, arch='90')\n"
+        f"print(worker.compile_kernel(asked, {str(tmp_path)!r}))\n"
+        "print(sorted({name.partition('.')[2] for name in sys.modules if name.startswith('torch.')}"
+        " & {'_dynamo', '_inductor', 'fx.experimental.symbolic_shapes'}),"
+        " 'transformers' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.check_output(command, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert said.splitlines() == ["None", "[] False"]
+
+
 def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
     from coda_inductor.mainloop import ahead
 
