@@ -38,11 +38,13 @@ class Options:
         gate: ``"auto"`` fuses a site where it is expected to win, ``"always"`` wherever it is
             legal, ``"never"`` leaves every GEMM to Inductor.
         tune: ``"auto"`` measures a site while it is compiled where nothing that was measured before
-            reaches: another GPU, other sizes; ``"always"`` every site that was not itself measured,
-            and more candidates; ``"never"`` none. What was measured is kept. In the modes
-            ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"`` the default is ``"always"``.
-            ``CODA_TUNE`` sets another default.
-        tune_seconds: how long that may take for one graph.
+            reaches (another GPU, other sizes), for 8 seconds a process and not in its first graph;
+            ``"always"`` every site that was not itself measured, and more candidates; ``"never"``
+            none. What was measured is kept, what was left is measured by ``python -m coda_inductor
+            tune``. In the modes ``"max-autotune"`` and ``"max-autotune-no-cudagraphs"`` the default
+            is ``"always"``. ``CODA_TUNE`` sets another default.
+        tune_seconds: how long that may take for one graph, the first one too; without it, 60 where
+            ``tune`` is ``"always"``.
         reference: run every fused site through the reference executor even where kernels exist,
             with the kernels' numerics on every device: products are not rounded before their
             epilogue.
@@ -70,7 +72,7 @@ class Options:
     disable: tuple[str, ...] = ()
     gate: str = "auto"
     tune: str = "auto"
-    tune_seconds: float = 60.0
+    tune_seconds: float | None = None
     reference: bool = False
     fp16_norms: bool = False
     keep_activations: bool = False

@@ -56,7 +56,7 @@ from coda_inductor.rewrite.views import refresh_views
 from coda_inductor.runtime import pool
 from coda_inductor.select.choice import MANY, SOME
 from coda_inductor.select.store import Store
-from coda_inductor.tune.tuner import Tuner
+from coda_inductor.tune.tuner import ASKED, Tuner, spare
 
 
 def _always(_graph: Graph, _record: Record) -> bool:
@@ -89,8 +89,9 @@ def _decide(graph: Graph, record: Record) -> None:
     options = record.options
 
     def tuner(store: Store, device: torch.device) -> Tuner:
-        most = MANY if options.tune == "always" else SOME
-        return Tuner(store, device, options.tune_seconds, most)
+        every = options.tune == "always"
+        seconds = options.tune_seconds or (ASKED if every else spare())
+        return Tuner(store, device, seconds, MANY if every else SOME)
 
     if getattr(virtualized, "aot_compilation", False) and not options.aot:
         text = "programs of AOTInductor's run without Python, which launches our kernels"

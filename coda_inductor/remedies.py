@@ -35,8 +35,8 @@ _DO = {
     "reference-asked": "Leave options['reference'] out, to have kernels.",
     "no-cuda": f"{_HOPPER}.",
     "old-gpu": "Kernels need Hopper or newer.",
-    "gpu-not-measured": "options={'tune': 'auto'} measures it, {'gate': 'always'} "
-    "fuses all the same.",
+    "gpu-not-measured": "python -m coda_inductor tune measures it, options={'gate': "
+    "'always'} fuses all the same.",
     "aot-inductor": "coda_inductor.enable(aot=True) fuses all the same: the program then needs a "
     "Python process that has imported coda_inductor.backend.",
     "no-kernel-stack": "pip install 'coda-inductor[cuda]'",

@@ -16,9 +16,9 @@ from measured import HOPPER, figures
 from coda_inductor import pipeline
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.figures import key_of, to_row
+from coda_inductor.select.site import site_from
 from coda_inductor.select.store import Store
 from coda_inductor.tune import tuner
-from coda_inductor.tune.worker import site_from
 
 CUDA = torch.device("cuda", 0)
 
@@ -45,6 +45,7 @@ class Machine:
         self.ended: list[int] = []
         self.answers: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda _: None
         self.submitted: list[Any] = []
+        self.dropped: list[Any] = []
         self.numbers = itertools.count()
         self.busy = 0
         self.most = 0
@@ -73,6 +74,9 @@ class Machine:
 
     def submit(self, wanted: list[Any]) -> None:
         self.submitted += wanted
+
+    def drop(self, wanted: list[Any]) -> None:
+        self.dropped += wanted
 
 
 class Process:

@@ -4,7 +4,8 @@
 The model is a Hugging Face family (--hf llama), or FILE.py:FUNCTION or MODULE:FUNCTION, where the
 function returns (model, args) or (model, args, kwargs). It is traced as explain traces it: nothing
 of it is run, --hf models hold no memory, and one layer is enough (--set num_hidden_layers=1). What
-is found is kept in the cache folder and holds for every model with such layers.
+is found is kept in the cache folder and holds for every model with such layers. Without a model,
+what graphs that were compiled here left unmeasured is measured.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.cli import models
 from coda_inductor.errors import ExplainError, OptionError
 from coda_inductor.select import store
+from coda_inductor.select.choice import MANY
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import Figures
 from coda_inductor.select.store import Store, store_of
+from coda_inductor.tune.tuner import Tuner
 
 HELP = "measure on this GPU what a model needs; show what won by how much"
 
@@ -47,7 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.target or chosen.hf:
         _tune(chosen)
     elif not chosen.report:
-        raise OptionError("give a model to measure, or --report")
+        _tune_left(chosen.seconds)
     sys.stdout.write(report(stores()))
     return 0
 
@@ -70,16 +73,32 @@ def report(kept: dict[str, dict[str, Figures]]) -> str:
     return "\n".join(parts)
 
 
+def _tune_left(seconds: float) -> None:
+    """Measure what graphs were compiled without a measurement of."""
+    known = store_of(gpu_of(device := _device()))
+    if not (sites := known.left()):
+        raise OptionError("nothing was left to measure: give a model, or --report")
+    before, tuner = set(known.own()), Tuner(known, device, seconds, MANY)
+    try:
+        tuner.measure(sites)
+    finally:
+        tuner.close()
+    _said(known, before, f"{len(sites)} that were left")
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        raise ExplainError("tune measures on a GPU, and torch sees none")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _tune(chosen: argparse.Namespace) -> None:
     from coda_inductor.explanation.capture import capture
     from coda_inductor.options import parse
 
     given = {"tune": "always", "tune_seconds": chosen.seconds} | models.options_of(chosen)
     options = replace(parse(None, given), strict=False)
-    if not torch.cuda.is_available():
-        raise ExplainError("tune measures on a GPU, and torch sees none")
-    device = torch.device("cuda", torch.cuda.current_device())
-    known = store_of(gpu_of(device))
+    known = store_of(gpu_of(device := _device()))
     for tokens in chosen.tokens or [2048]:
         model, args, kwargs = models.model_of(chosen, tokens)
         before = set(known.own())

@@ -86,7 +86,7 @@ def _settled(graph: Graph, record: Record) -> _Fused:
     finally:
         tuning.measurer.close()
     # The next process has time, and rounds, again: let no cache keep this graph.
-    if tuning.measurer.left or tuning.asked:
+    if tuning.asked_for and (tuning.measurer.left or tuning.asked):
         record.failed = True
     return found
 

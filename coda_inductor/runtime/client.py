@@ -48,6 +48,8 @@ class Server:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         #: It takes no more requests.
         self.ended = False
+        #: It has answered one: its imports are behind it.
+        self.answered = False
         for target in (self._read, self._write):
             threading.Thread(target=target, name="coda compile server", daemon=True).start()
 
@@ -92,6 +94,7 @@ class Server:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while message := self.child.connection.recv():
+                self.answered = True
                 with self._lock:
                     future = self._futures.pop(message["id"], None)
                 if future is not None:  # not dropped since

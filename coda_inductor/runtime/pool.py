@@ -28,6 +28,7 @@ from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
 from coda_inductor.mainloop.environment import label
+from coda_inductor.progress import shown
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, how, parsed
 
@@ -60,8 +61,9 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        # The last ones first: what is given up before it was begun does not begin.
-        outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
+        with shown("compiling kernels", _futures(requests)):
+            # The last ones first: what is given up before it was begun does not begin.
+            outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
         submit(lost)  # once more: a worker may have died of its neighbours' need for memory
         outcome |= {r: _outcome(_resolved(r), deadline) for r in lost}
@@ -69,6 +71,18 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
         logger.debug("the compile pool failed", exc_info=True)
         outcome = {**dict.fromkeys(requests, f"no compile pool: {error!r}"), **outcome}
     return {r: outcome[r] for r in requests}
+
+
+def drop(requests: list[KernelRequest]) -> None:
+    """Compile those of ``requests`` no longer that are still under way."""
+    for request in map(_resolved, requests):
+        if request in _jobs:
+            _outcome(request, 0.0)
+
+
+def serving() -> bool:
+    """Does a server run that has compiled something? A new one imports for seconds first."""
+    return any(server.answered and not server.ended for server in list(_servers.values()))
 
 
 def warm_up() -> None:
@@ -118,6 +132,12 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
         if _jobs.get(request) == job:
             del _jobs[request]
     return error
+
+
+def _futures(requests: list[KernelRequest]) -> list[concurrent.futures.Future]:
+    with _lock:
+        jobs = [_jobs.get(_resolved(request)) for request in requests]
+    return list(dict.fromkeys(job[1] for job in jobs if job is not None))
 
 
 def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:

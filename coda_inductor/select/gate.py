@@ -47,8 +47,8 @@ def unmeasured(gpu: Gpu) -> Refusal | None:
         return None
     text = (
         f"nothing was measured on {gpu.short} (compute capability {gpu.arch}.x), so nothing is "
-        "expected to win (options['tune'] = 'auto' measures, options['gate'] = 'always' fuses "
-        "anyway)"
+        "expected to win (python -m coda_inductor tune measures, options['gate'] = 'always' "
+        "fuses anyway)"
     )
     return refuse("gpu-not-measured", text)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,3 +47,16 @@ class Site:
     def ks(self) -> tuple[int, ...]:
         """K of each product that the accumulator is the sum of."""
         return self.copied or (self.k // self.terms,) * self.terms
+
+
+def site_text(site: Site) -> dict[str, Any]:
+    """What is measured of ``site``, for messages and files. Inverse: :func:`site_from`."""
+    plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
+    plain |= {"a_major": site.a_major, "b_major": site.b_major, "name": site.name}
+    return plain | {"program": site.program.to_json()}
+
+
+def site_from(text: dict[str, Any]) -> Site:
+    """Inverse of :func:`site_text`."""
+    given = {**text, "copied": tuple(text["copied"])}
+    return Site(EpilogueProgram.from_json(given.pop("program")), **given)

@@ -4,11 +4,13 @@
 Those of this user are in ``<cache>/measured/<GPU>-<versions>.json``; the shipped ones are in the
 tables under ``select/tables``, and a folder that ``CODA_CACHE_DIR`` names and that can only be read
 is looked into as well. Files are replaced as a whole, under a lock (``locks``), and never
-trusted: a line that is no measurement is skipped.
+trusted: a line that is no measurement is skipped. Beside them, ``<GPU>-<versions>.left`` has the
+sites that a graph was compiled without a measurement of, for ``python -m coda_inductor tune``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -27,11 +29,13 @@ from coda_inductor.log import logger
 from coda_inductor.mainloop.environment import label
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.figures import Figures, from_row, key_of, signature, to_row
-from coda_inductor.select.site import Site
+from coda_inductor.select.site import Site, site_from, site_text
 
 FOLDER = "measured"
 _FORMAT = 1
 _GENERATION = "generation"
+#: Sites that are noted to be measured another time, at most.
+_MOST_LEFT = 256
 
 
 class Store:
@@ -101,6 +105,24 @@ class Store:
             write(self.path, as_text(self.gpu, self._own))
         finally:
             self._stamp = _stamp(self.path)
+
+    def leave(self, sites: Iterable[Site]) -> None:
+        """Note ``sites`` to be measured another time; the last ones stay.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        kept = {key_of(site): site for site in (*self.left(), *sites)}
+        texts = [site_text(site) for site in kept.values()]
+        write(self.path.with_suffix(".left"), json.dumps(texts[-_MOST_LEFT:]))
+
+    def left(self) -> list[Site]:
+        """What :meth:`leave` noted and nobody has measured since; nothing if it cannot be read."""
+        found: list[Site] = []
+        with contextlib.suppress(Exception):  # whatever it is: it will be noted again
+            texts = json.loads(self.path.with_suffix(".left").read_text())
+            found = [site for site in map(site_from, texts) if self.find(site) is None]
+        return found
 
     def _refresh(self) -> None:
         """Read the file again if another process has replaced it."""

@@ -9,32 +9,36 @@ that share its cache know.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coda_inductor import locks
 from coda_inductor.log import logger, warn_once
 from coda_inductor.processes.child import Child, EndedError, LateError
+from coda_inductor.progress import shown
 from coda_inductor.runtime import pool
 from coda_inductor.runtime.client import workers
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.worker import KernelRequest
+from coda_inductor.select import roofline
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.config import Config
 from coda_inductor.select.figures import Figures, from_row, key_of, signature
-from coda_inductor.select.site import Site
+from coda_inductor.select.site import Site, site_text
 from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs
-from coda_inductor.tune.worker import site_text
 
+#: Seconds that measuring takes: in a process where nobody asked for it, for a graph where somebody
+#: did.
+BY_DEFAULT, ASKED = 8.0, 60.0
 #: Seconds beyond its own budget that a process waits for another one that is measuring.
 _SLACK = 30.0
 #: Seconds that one candidate may take before it counts as hanging: its kernel is compiled, so that
@@ -54,6 +58,16 @@ class DeadError(Exception):
     def __init__(self, why: str, trying: str = ""):
         super().__init__(why)
         self.trying = trying
+
+
+_spent = 0.0
+
+
+def spare() -> float:
+    """Seconds that this process may still measure though nobody asked for it: none before a compile
+    server works, for without it and processes that measure, which start for as long, nothing would
+    be found; none in one of several ranks, which are to run the same kernels."""
+    return 0.0 if _others() or not pool.serving() else max(0.0, BY_DEFAULT - _spent)
 
 
 def start(index: int) -> Child:
@@ -89,7 +103,10 @@ class Tuner:
     def measure(self, sites: Sequence[Site]) -> bool:
         """Measure those of ``sites`` that were not; True if any of them now is. Takes no longer
         than what is left of the budget, and as long again if another process is measuring."""
-        wanted = {key_of(s): s for s in sites if self.store.find(s) is None}
+        global _spent
+        often = Counter(map(key_of, sites))
+        order = sorted(sites, key=lambda s: -often[key_of(s)] * self._gain(s))
+        wanted = {key_of(s): s for s in order if self.store.find(s) is None}
         wanted = {key: site for key, site in wanted.items() if key not in self.left}
         if not wanted or self._seconds <= 0:
             self.left |= wanted
@@ -100,37 +117,46 @@ class Tuner:
             missing = {k: s for k, s in wanted.items() if self.store.find(s) is None}
             if got and not (waited > 1.0 and _others()):
                 self._measure_all(missing, time.monotonic() + self._seconds)
-                self._seconds -= time.monotonic() - start - waited
+                took = time.monotonic() - start - waited
+                self._seconds, _spent = self._seconds - took, _spent + took
             # Else another rank was measuring until now, and had no time for what is missing. Then
             # this one must not measure it either: all ranks run the same kernels.
         self.left |= {key: s for key, s in wanted.items() if self.store.find(s) is None}
         return len(self.left.keys() & wanted) < len(wanted)
 
     def close(self) -> None:
-        """End the measuring processes: they hold memory of the GPU."""
+        """End the measuring processes: they hold memory of the GPU. Note what is left."""
         for process in self._processes.values():
             process.end()
         self._processes.clear()
+        if self.left:
+            with contextlib.suppress(OSError):
+                self.store.leave(self.left.values())
+
+    def _gain(self, site: Site) -> float:
+        """Microseconds that its kernel is expected to save."""
+        gpu = self.store.gpu
+        unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
+        return unfused - roofline.fused_us(site, gpu)
 
     def _configs(self, site: Site) -> list[Config]:
         return candidates(site, self.store.gpu, self.store.nearest(site))[: self.most]
 
     def _measure_all(self, sites: dict[str, Site], deadline: float) -> None:
-        """The largest first. Several processes: while one compiles what is not fused, which takes
+        """In their order. Several processes: while one compiles what is not fused, which takes
         longer than to time it, another one times."""
-        order = sorted(sites, key=lambda key: -sites[key].m * sites[key].n * sites[key].k)
         try:
-            self._compiler.submit([r for key in order for c in self._configs(sites[key])
-                                   for r in _requests(sites[key], c)])  # fmt: skip
-            with (
-                _progress(len(order)) as progress,
-                concurrent.futures.ThreadPoolExecutor(_processes()) as threads,
-            ):
-                found = threads.map(lambda key: self._measured(sites[key], deadline), order)
-                for key, figures in zip(order, found, strict=True):
-                    if figures is not None:
-                        self._keep({key: figures})
-                    progress.advance(progress.task_ids[0])
+            kernels = [r for site in sites.values() for c in self._configs(site)
+                       for r in _requests(site, c)]  # fmt: skip
+            self._compiler.submit(kernels)
+            with concurrent.futures.ThreadPoolExecutor(_processes()) as threads:
+                found = {key: threads.submit(self._measured, site, deadline)
+                         for key, site in sites.items()}  # fmt: skip
+                with shown("measuring", [*found.values()]):
+                    for key, future in found.items():
+                        if (figures := future.result()) is not None:
+                            self._keep({key: figures})
+            self._compiler.drop(kernels)  # nobody waits for what there was no time for
         except Exception as error:  # never in the way: what is not measured is estimated
             logger.debug("tuning failed", exc_info=True)
             warn_once("tuning", f"it failed: {error!r}", to="expected times")
@@ -236,17 +262,3 @@ def _others() -> bool:
 def _requests(site: Site, config: Config) -> list[KernelRequest]:
     as_, bs, _ = inputs.tensors(site, "meta")
     return requests(as_, bs, site.program.to_json(), str(config))
-
-
-def _progress(count: int) -> Progress:
-    """A bar on a terminal; nothing in a log."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("coda: measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    bar.add_task("", total=count)
-    return bar

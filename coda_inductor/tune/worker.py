@@ -25,7 +25,7 @@ from coda_inductor.processes.start import Messages
 from coda_inductor.program import EpilogueProgram, Store, reference
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.figures import Figures, to_row
-from coda_inductor.select.site import Site
+from coda_inductor.select.site import Site, site_from
 from coda_inductor.tune import inputs, load, timing
 
 #: Seconds to wait for another process that times on this GPU; then beside it.
@@ -119,19 +119,6 @@ class Worker:
             return load.repeated(calls, us)
 
         return timing.steady(repeated)
-
-
-def site_text(site: Site) -> dict[str, Any]:
-    """``site`` for a message. Inverse: :func:`site_from`."""
-    plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
-    plain |= {"a_major": site.a_major, "b_major": site.b_major}
-    return plain | {"program": site.program.to_json()}
-
-
-def site_from(text: dict[str, Any]) -> Site:
-    """Inverse of :func:`site_text`."""
-    given = {**text, "copied": tuple(text["copied"])}
-    return Site(EpilogueProgram.from_json(given.pop("program")), **given)
 
 
 def _compiled(program: EpilogueProgram) -> Callable[..., list[Tensor]]:

@@ -225,6 +225,11 @@ def test_refusing_everything_is_as_if_nothing_could_be_fused(plan, train):
 def test_what_there_was_no_time_for_is_tried_by_the_next_process(plan):
     found = plan(lambda site: None if site.name == OUT else 50.0, tune="always")
     assert found.record.failed
+    asked = plan(lambda _: None, tune_seconds=5)
+    assert asked.record.failed
+    by_default = plan(lambda _: None)
+    assert not by_default.record.failed  # the next process would find no more time
+    assert by_default.fused == asked.fused
     assert found.fused == {PAIR, DOWN, OUT}  # by its expected time
     assert found.measurer.closed == 1
 
@@ -239,7 +244,6 @@ def test_where_nothing_is_known_all_is_asked_and_what_wins_is_fused(plan):
 def test_where_nothing_is_known_what_is_left_stays_unfused(plan):
     found = plan(lambda site: 50.0 if site.name == DOWN else None, gpu=HOPPER)
     assert found.fused == {DOWN}
-    assert found.record.failed
     assert found.sites[OUT].refusal.code == "gpu-not-measured"
     assert len(found.measurer.asked) == 3  # the last one finds that nothing more will come
     assert plan(lambda _: None, gpu=HOPPER).fused == set()
@@ -270,7 +274,7 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
         return new is not None
 
     monkeypatch.setattr(Measurer, "measure", one_a_round)
-    found = plan(gpu=HOPPER, model=Many)
+    found = plan(gpu=HOPPER, model=Many, tune_seconds=5)
     assert len(found.measurer.asked) == driver._ROUNDS
     assert len(found.fused) == len(found.measurer.store.own()) == driver._ROUNDS
     assert found.measurer.closed == 1
@@ -333,7 +337,8 @@ def test_auto_asks_where_no_measurement_reaches(plan):
         assert found.measurer.asked == []
 
 
-def test_a_mode_that_measures_measures_everything(plan):
+def test_a_mode_that_measures_measures_everything(plan, monkeypatch):
+    monkeypatch.setattr(pipeline, "spare", lambda: 3.0)
     for mode, tune, most in (
         (None, "auto", SOME),
         ("max-autotune", "always", MANY),
@@ -343,7 +348,8 @@ def test_a_mode_that_measures_measures_everything(plan):
         found = plan(mode=mode)
         assert found.record.options.tune == tune
         store, device, seconds, given = found.measurer.given
-        assert (store, device, seconds) == (found.measurer.store, CUDA, 60.0)
+        assert (store, device) == (found.measurer.store, CUDA)
+        assert seconds == (60.0 if tune == "always" else 3.0)
         assert given == most
     assert plan(mode="max-autotune", tune="never").measurer.given == ()
     assert plan(tune_seconds=5).measurer.given[2] == 5.0

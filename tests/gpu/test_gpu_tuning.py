@@ -20,9 +20,9 @@ from coda_inductor.runtime.pool import wait
 from coda_inductor.select import choice
 from coda_inductor.select.device import gpu_of
 from coda_inductor.select.figures import from_row
-from coda_inductor.select.site import Site
+from coda_inductor.select.site import Site, site_text
 from coda_inductor.tune import worker
-from coda_inductor.tune.worker import Worker, site_text
+from coda_inductor.tune.worker import Worker
 
 pytestmark = NEEDS_KERNELS
 

@@ -276,6 +276,22 @@ def test_a_server_that_was_stopped_holds_nobody_up():
 
 
 @served
+def test_what_is_dropped_is_killed_and_may_be_asked_again():
+    stuck = ask(FOR_EVER)
+    assert not pool.serving()
+    pool.submit([stuck, PASS])
+    _, workers = running()
+    assert pool.wait([PASS]) == {PASS: None}
+    assert pool.serving()
+    pool.drop([stuck, PASS, GOOD])
+    assert not pool._jobs
+    until(lambda: not any(map(alive, workers)) or len(workers) > 1)
+    assert pool.submit([stuck]) == 1
+    pool.shutdown()
+    assert not pool.serving()
+
+
+@served
 def test_workers_start_as_they_are_needed():
     assert pool.wait([PASS]) == {PASS: None}
     server, workers = running()

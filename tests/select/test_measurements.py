@@ -205,6 +205,23 @@ def test_of_several_files_the_last_one_counts():
     assert merged(texts) == keyed(ONE, SLOW) | keyed(OTHER, FAST)
 
 
+def test_what_is_left_is_noted_until_it_is_measured(tmp_path, monkeypatch, warnings):
+    one, other, third = replace(site(), name="a"), site("swiglu", n=8192), site(m=512)
+    store = Store(HOPPER, tmp_path)
+    assert store.left() == []
+    store.leave([one, other])
+    store.leave([replace(one, name="b")])
+    assert Store(HOPPER, tmp_path).left() == [replace(one, name="b"), other]
+    store.add(keyed(other, figures({"x": 1.0})))
+    assert store.left() == [replace(one, name="b")]
+    monkeypatch.setattr("coda_inductor.select.store._MOST_LEFT", 1)
+    store.leave([third])
+    assert store.left() == [third]
+    store.path.with_suffix(".left").write_text("[{]")
+    assert store.left() == []
+    assert not warnings
+
+
 def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):
     """An image's: its measurements are found, and what this user measures counts more."""
     image, mine = tmp_path / "image", tmp_path / "mine"

@@ -62,11 +62,46 @@ def test_only_so_many_configs_are_compiled_and_tried(machine, tmp_path):
     assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
 
 
-def test_the_largest_comes_first(machine, tmp_path, monkeypatch):
+def test_the_most_gain_comes_first(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
     small, large = site(m=512), site(m=16384)
     machine.tuner(tmp_path).measure([small, large, ONE])
     assert machine.measured == [key_of(large), key_of(ONE), key_of(small)]
+
+
+def test_what_occurs_often_comes_first(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
+    large = site(m=16384)
+    machine.tuner(tmp_path).measure([large, *[ONE] * 3])
+    assert machine.measured == [key_of(ONE), key_of(large)]
+
+
+def test_by_default_a_process_has_some_seconds_once_it_can_compile(machine, tmp_path, monkeypatch):
+    """Of ranks none has: all run the same kernels."""
+    monkeypatch.setattr(tuner, "_spent", 0.0)
+    monkeypatch.setattr(tuner.pool, "serving", lambda: False)
+    assert tuner.spare() == 0.0
+    monkeypatch.setattr(tuner.pool, "serving", lambda: True)
+    assert tuner.spare() == tuner.BY_DEFAULT
+    machine.answers = lambda _: time.sleep(0.1)
+    assert machine.tuner(tmp_path).measure([ONE])
+    assert tuner.BY_DEFAULT - 3 < tuner.spare() < tuner.BY_DEFAULT - 0.1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert tuner.spare() == 0.0
+
+
+def test_what_is_left_is_noted(machine, tmp_path):
+    """And its kernels are not waited for."""
+    mine = machine.tuner(tmp_path, seconds=0.0)
+    assert not mine.measure([ONE])
+    assert not machine.submitted
+    mine.close()
+    assert [key_of(s) for s in mine.store.left()] == [key_of(ONE)]
+    again = machine.tuner(tmp_path)
+    again.measure(mine.store.left())
+    assert machine.dropped == machine.submitted
+    again.close()
+    assert not again.store.left()
 
 
 def test_what_there_was_no_time_for_is_left(machine, tmp_path, monkeypatch):

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line on a terminal about work that takes more than some seconds; nothing in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+#: Seconds that work may take before anything is shown.
+AFTER = 3.0
+_one = threading.Lock()  # a terminal has room for one
+
+
+@contextlib.contextmanager
+def shown(what: str, work: Sequence[Future]) -> Iterator[None]:
+    """Show how much of ``work`` is done while it is waited for; of several ranks the first does."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
+    if not (work and first and _one.acquire(blocking=False)):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    text = TextColumn(f"coda: {what}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=len(work))
+    for future in work:
+        future.add_done_callback(lambda _: bar.advance(task))
+    timer = threading.Timer(AFTER, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if bar.live.is_started:
+            bar.stop()
+        _one.release()
