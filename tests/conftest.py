@@ -43,7 +43,7 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 SLOW = (
     "test_distributed", "test_compile", "test_pass_contract", "test_failing_passes",
     "test_families", "test_training_contexts", "test_frameworks", "test_benchmarks",
-    "test_fp8_serving", "test_fp8_expansion", "test_fp8_linears", "test_examples",
+    "test_fp8_recipes", "test_fp8_expansion", "test_fp8_linears", "test_examples",
     "test_fuzz", "test_inductor",
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ float32 product of the widened factors, times the scales, rounded once. That is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +27,6 @@ aten = torch.ops.aten
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def each_with_some(*others: Any) -> list[tuple[str, Any]]:
-    """Pairs: every recipe, and every one of ``others``, which do not depend on each other, at least
-    once."""
-    longest = max(len(RECIPES), len(others))
-    return [(RECIPES[i % len(RECIPES)], others[i % len(others)]) for i in range(longest)]
-
-
 class Raised(Harness):
     """Stops after the pass that raises FP8: the graph is that of semantic ops."""
 
@@ -41,6 +35,17 @@ class Raised(Harness):
             if each.name in ("plan", "noops", "fp8"):
                 each.run(graph, self.record)
         graph.lint()
+
+
+class Eager:
+    """In a harness's place: nothing is compiled."""
+
+    def train(self, function: Any, *args: Any, **_how: Any) -> Any:
+        return function(*args)
+
+    @torch.no_grad()
+    def run(self, function: Any, *args: Any, **_how: Any) -> Any:
+        return function(*args)
 
 
 D, HIDDEN = 64, 128
@@ -147,6 +152,28 @@ def stack(recipe: str, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> nn
     return convert(Stack(**kwargs).to(dtype), recipe)
 
 
+def in_fp8(
+    make: Callable[..., nn.Module],
+    how: str,
+    dtype: torch.dtype = torch.bfloat16,
+    example: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """``make(**kwargs)`` in a recipe of training, or served; the same weights each time."""
+    torch.manual_seed(0)
+    model = make(**kwargs).to(dtype)
+    if how in RECIPES:
+        return convert(model, how)
+    return serve(model, how, batch(dtype) if example is None else example)
+
+
+def ran(harness: Harness, how: str, model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[Any]:
+    """The output, and where ``how`` is a recipe of training all gradients, through ``harness``."""
+    if how in RECIPES:
+        return trained(harness, model, x, **kwargs)
+    return [harness.run(model, x, **kwargs)]
+
+
 def quantizations(recipe: str, linears: int, inputs: int) -> int:
     """How many a training graph has when equal ones of one pass are one: of ``linears`` layers that
     read ``inputs`` different tensors.
@@ -163,8 +190,8 @@ def quantizations(recipe: str, linears: int, inputs: int) -> int:
 
 
 def products(recipe: str, linears: int) -> int:
-    """How many scaled products a training graph has."""
-    return (2 if recipe == "rowwise_with_gw_hp" else 3) * linears
+    """How many scaled products a graph has."""
+    return {"rowwise_with_gw_hp": 2, "tensorwise": 3, "rowwise": 3}.get(recipe, 1) * linears
 
 
 class _Exact(torch.fx.Interpreter):
@@ -228,10 +255,12 @@ def batch(dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (2, 16)) 
     return torch.randn(*rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def hard(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A batch with a row of zeros, an outlier and a row of tiny numbers."""
-    x = batch(dtype)
-    x[0, 0], x[0, 1, 3], x[1, 2] = 0, 1000, x[1, 2] * 1e-20
+def hard(dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (2, 16)) -> torch.Tensor:
+    """A batch with an outlier, and where there are more, a row of zeros and one of tiny numbers."""
+    x = batch(dtype, rows)
+    x[0, 0, 3] = 1000
+    if rows[1] > 1:
+        x[0, 1], x[0, 2] = 0, x[0, 2] * 1e-20
     return x
 
 

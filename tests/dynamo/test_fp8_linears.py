@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from float8 import (
     RECIPES,
     D,
+    Eager,
     Layer,
     Raised,
     Stack,
@@ -22,7 +23,7 @@ from float8 import (
     stack,
     trained,
 )
-from harness import Harness, Stock
+from harness import Harness
 from torch import nn
 
 from coda_inductor.dynamo.fp8_linears import skips
@@ -46,7 +47,7 @@ CASES = [*((recipe, "") for recipe in RECIPES), ("rowwise", "checkpoint"), ("ten
 def test_numbers_are_torchaos_bit_for_bit(recipe, how):
     kwargs = {"layers": 2, "bias": how == "bias", "checkpointed": how == "checkpoint"}
     ours = trained(Harness(fp8=recipe, **PLAIN), plain(**kwargs), hard())
-    assert_bits(ours, trained(Stock(), stack(recipe, **kwargs), hard()))
+    assert_bits(ours, trained(Eager(), stack(recipe, **kwargs), hard()))
 
 
 def one_shared():
@@ -67,9 +68,9 @@ class Turned(nn.Module):
 
 
 BESIDE = {
-    "skipped": (Stack, ["gate"], ["tensorwise", "rowwise"]),  # up has its input and its widths
+    "skipped": (Stack, ["gate"], ["tensorwise"]),  # up has its input and its widths
     "shared": (one_shared, ["1"], ["rowwise"]),
-    "turned": (Turned, [], RECIPES),
+    "turned": (Turned, [], ["rowwise", "rowwise_with_gw_hp"]),
 }
 
 
@@ -81,7 +82,7 @@ def test_gradients_are_those_of_the_layers_that_were_chosen(name, recipe):
     torch.manual_seed(0)
     model = make().bfloat16()
     theirs = convert(copy.deepcopy(model), recipe, lambda _, path: path.split(".")[-1] not in skip)
-    want = trained(Stock(), theirs, batch())
+    want = trained(Eager(), theirs, batch())
     have = trained(Harness(fp8=recipe, fp8_skip=skip, **PLAIN), model, batch())
     assert_bits(have, want)
 
@@ -91,8 +92,8 @@ def test_under_autocast_it_is_as_exact_as_torchao():
     x, recipe = batch(torch.float32), "rowwise"
     with torch.autocast("cpu", torch.bfloat16):
         ours = trained(Harness(fp8=recipe, **PLAIN), plain(torch.float32, layers=2), x)
-        theirs = trained(Stock(), stack(recipe, torch.float32, layers=2), x)
-    exact = trained(Stock(), plain(torch.float64, layers=2), x.double())
+        theirs = trained(Eager(), stack(recipe, torch.float32, layers=2), x)
+    exact = trained(Eager(), plain(torch.float64, layers=2), x.double())
     for have, other, want in zip(ours, theirs, exact, strict=True):
         error, reference = ((y.double() - want).norm() for y in (have, other))
         assert error <= 1.1 * reference
@@ -172,10 +173,9 @@ def test_a_gradient_over_odd_rows_stays():
     assert "its weight's gradient: M=24" in harness.record.report.refusals[0].text
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_rows_have_no_maximum(recipe):
+def test_no_rows_have_no_maximum():
     """An expert that no token chose: in bfloat16 it runs, and so it does in FP8."""
-    harness = Harness(fp8=recipe, reference=True, gate="always", fp8_small=True)
+    harness = Harness(fp8="tensorwise", reference=True, gate="always", fp8_small=True)
     y, *gradients = trained(harness, plain(), batch(rows=(0,)))
     assert y.shape == (0, D)
     assert all(not gradient.any() for gradient in gradients)

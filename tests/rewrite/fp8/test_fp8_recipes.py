@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's FP8 in each recipe of training and each way of inference: every chain is raised, and
+what is made of it computes the same.
+
+What is rounded differs from torchao's own run (a product is not rounded before its epilogue, a norm
+is not rounded before it is quantized), so that results agree in float64 where nothing is rounded at
+all, and else in their error against float32.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from float8 import (
+    RECIPES,
+    Eager,
+    Packed,
+    Raised,
+    Stack,
+    assert_bits,
+    assert_exact,
+    batch,
+    hard,
+    in_fp8,
+    products,
+    quantizations,
+    ran,
+    stack,
+)
+from harness import Harness, Stock
+
+from coda_inductor.semantic.fp8 import quantize, scaled_mm
+
+#: So that nothing else than FP8 is rewritten, and results can be compared bit for bit.
+PLAIN = {"disable": ["idioms", "fuse"]}
+#: What kernels compute, in plain ops.
+ALL = {"gate": "always", "reference": True}
+
+
+def cases(text):
+    """Of "recipe: context context, ..."; a "-" is no context."""
+    split = (part.split(":") for part in text.split(","))
+    return [(how.strip(), context) for how, contexts in split for context in contexts.split()]
+
+
+def made(how, context, layers=2):
+    """(layers in FP8, what they are called with, how they are compiled)."""
+    dtype = torch.float32 if context in ("float32", "autocast") else torch.bfloat16
+    checkpointed = {"checkpointed": True} if context == "checkpoint" else {}
+    model = in_fp8(Stack, how, dtype, layers=layers, bias=context == "bias", **checkpointed)
+    return model, batch(dtype), {"dynamic": context == "dynamic"}
+
+
+RAISED = """tensorwise: float32 dynamic, rowwise: autocast bias, rowwise_with_gw_hp: checkpoint,
+row: bias, tensor: dynamic"""
+
+
+@pytest.mark.parametrize(("how", "context"), cases(RAISED))
+def test_every_chain_is_raised_and_equal_ones_are_one(how, context):
+    model, x, compiled = made(how, context)
+    harness = Raised()
+    with torch.autocast("cpu", torch.bfloat16, enabled=context == "autocast"):
+        ran(harness, how, model, x, **compiled)
+    # In inference weights are quantized already; gate and up share their input's.
+    want = quantizations(how, 6, 4) if how in RECIPES else 4, products(how, 6)
+    ops, record = harness.ops(), harness.record
+    assert (ops["coda_inductor.quantize.default"], ops["coda_inductor.scaled_mm.default"]) == want
+    assert (record.fired["fp8_quantize"], record.fired["fp8_product"]) == want
+    assert not record.report.refusals
+    for left in ("_scaled_mm", "abs", "amax", "max", "exp2", "clone", "repeat", "reciprocal",
+                 "clamp_max"):  # fmt: skip
+        assert ops[f"aten.{left}.default"] == 0
+    if how not in RECIPES:
+        found = harness.graph.find_nodes(op="call_function", target=scaled_mm)
+        assert all(len(n.args) == 7 + (context == "bias") for n in found)
+        ranks = {tuple(a.meta["val"].dim() for a in n.args[2:4]) for n in found}
+        assert ranks == ({(2, 2)} if how == "row" else {(0, 0)})
+
+
+def test_a_checkpoint_keeps_its_marks():
+    """What a checkpoint recomputes is marked so; the weight that the backward pass quantizes lies
+    outside of it and is not merged with it."""
+    harness = Raised()
+    harness.train(stack("tensorwise", checkpointed=True), batch().requires_grad_())
+    marked = [n for n in harness.graph.nodes if n.target is quantize and n.meta.get("recompute")]
+    assert len(marked) == 2 + 3
+    assert all(n.meta.get("recompute") for node in marked for n in node.users)
+
+
+#: Of inference; the gradient of a weight sums over multiples of 16.
+ROWS = {"ragged": (3, 7), "one": (1, 1)}
+BITS = """tensorwise: -, rowwise: float32, rowwise_with_gw_hp: checkpoint,
+row: bias ragged, tensor: bias one, static: ragged one"""
+
+
+@pytest.mark.parametrize(("how", "context"), cases(BITS))
+def test_decomposed_it_is_what_it_was_bit_for_bit(how, context):
+    model, x, _ = made(how, context)
+    x = hard(x.dtype, ROWS.get(context, (2, 16)))
+    other = copy.deepcopy(model)
+    assert_bits(ran(Harness(**PLAIN), how, model, x), ran(Eager(), how, other, x))
+
+
+EXACT = """tensorwise: -, rowwise: float32, rowwise_with_gw_hp: checkpoint,
+row: bias, tensor: float32, static: -"""
+
+
+@pytest.mark.parametrize(("how", "context"), cases(EXACT))
+def test_in_float64_without_rounding_it_is_the_same_function(how, context):
+    model, x, _ = made(how, context, layers=1 if how in RECIPES else 2)
+    ours, theirs = Harness(**ALL), Stock()
+    for harness in (ours, theirs):
+        ran(harness, how, model, x)
+    assert_exact(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["tensorwise", "rowwise", "row", "tensor", "static"])
+def test_halves_of_a_packed_weight(how):
+    """In training each has its scale; in inference one product is left."""
+    model, ours, theirs = in_fp8(Packed, how, bias=how == "row"), Harness(**ALL), Stock()
+    for harness in (ours, theirs):
+        ran(harness, how, model, batch())
+    assert_exact(ours, theirs)
+    assert ours.counts["swiglu" if how in RECIPES else "fp8_product"] == 1 + (how not in RECIPES)
+
+
+def error(have, want):
+    """Of all tensors together, against those of float32."""
+    square = sum((a.double() - b.double()).norm() ** 2 for a, b in zip(have, want, strict=True))
+    return (square / sum(b.double().norm() ** 2 for b in want)).sqrt().item()
+
+
+OUTLIERS = """tensorwise: -, rowwise: outliers, rowwise_with_gw_hp: -,
+row: outliers, tensor: -, static: outliers"""
+
+
+@pytest.mark.parametrize(("how", "context"), cases(OUTLIERS))
+def test_it_is_as_exact_as_torchao(how, context):
+    x = batch()
+    if context == "outliers":
+        x[:, ::4, 5] *= 1000
+    torch.manual_seed(0)
+    true = copy.deepcopy(Stack(layers=2).bfloat16()).float()
+    want = ran(Eager(), how, true, x.float())
+    models = [in_fp8(Stack, how, example=x, layers=2) for _ in range(2)]
+    have, theirs = (
+        ran(each, how, model, x)
+        for each, model in zip((Harness(**ALL), Eager()), models, strict=True)
+    )
+    assert 0 < error(have, want) < 1.1 * error(theirs, want)
+
+
+SPECIAL = "tensorwise: 0, rowwise: nan, rowwise_with_gw_hp: inf, row: 0 nan, tensor: inf, static: 0"
+
+
+@pytest.mark.parametrize(("how", "value"), cases(SPECIAL))
+def test_rows_of_what_has_no_scale_come_out_as_torchaos(how, value):
+    x = batch()
+    x[0, 3] = float(value)
+    ours, theirs = (
+        ran(harness, how, in_fp8(Stack, how), x) for harness in (Harness(**ALL), Eager())
+    )
+    for have, want in zip(ours, theirs, strict=True):
+        assert torch.equal(have.isnan(), want.isnan())
+        assert torch.equal(have.isinf(), want.isinf())
+    if how == "row":  # other rows are as they are without it
+        assert ours[0].isnan().any(-1).sum() == 1
