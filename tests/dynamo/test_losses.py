@@ -30,18 +30,8 @@ def summed(z, t):
     return loss / (B * (T - 1))
 
 
-def weighed(z, t):
-    rows = z[:, :-1].reshape(-1, V)
-    loss = F.cross_entropy(rows, t[:, 1:].reshape(-1), reduction="none")
-    return (loss * torch.arange(B * (T - 1))).sum()
-
-
 def transposed(z, t):
     return F.cross_entropy(z.transpose(1, 2), t, ignore_index=3)
-
-
-def permuted(z, t):
-    return (F.cross_entropy(z.permute(0, 2, 1), t, reduction="none") * (t != 3)).mean()
 
 
 def dpo(z, t):
@@ -61,9 +51,18 @@ def gathered(z, t):
     return F.log_softmax(z, dim=-1).gather(dim=-1, index=t.unsqueeze(-1)).squeeze(-1)
 
 
+def rows_of(z, t, *more, **how):
+    return F.cross_entropy(z.reshape(-1, z.shape[-1]), t.reshape(-1), *more, **how)
+
+
 LOSSES = {
-    **{f.__name__: f for f in (hugging_face, flattened, summed, weighed, transposed, permuted)},
-    **{f.__name__: f for f in (dpo, grpo, gathered)},
+    **{f.__name__: f for f in (hugging_face, flattened, summed, transposed, dpo, grpo, gathered)},
+    "weighed": lambda z, y: (
+        rows_of(z[:, :-1], y[:, 1:], reduction="none") * torch.arange(B * (T - 1))
+    ).sum(),
+    "permuted": lambda z, y: (
+        F.cross_entropy(z.permute(0, 2, 1), y, reduction="none") * (y != 3)
+    ).mean(),
     "flat": lambda z, y: z.reshape(-1, V).log_softmax(1).gather(1, y.reshape(-1, 1)).mean(),
     "along": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).mean(),
 }
@@ -79,15 +78,14 @@ def test_the_heads_rows_are_read_as_they_are(name, monkeypatch):
     assert sum(t.numel() in (B * T * V, B * (T - 1) * V) for t in kept) == 1  # the logits
 
 
-def widened(z, t):
-    return F.cross_entropy(z[:, :-1].float().reshape(-1, V), t[:, 1:].reshape(-1))
+WIDENED = [
+    lambda z, y: rows_of(z[:, :-1].float(), y[:, 1:]),
+    lambda z, y: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, y[..., None]),
+    transposed,
+]
 
 
-def widened_gathered(z, t):
-    return F.log_softmax(z, -1, dtype=torch.float32).gather(-1, t[..., None])
-
-
-@pytest.mark.parametrize("loss", [widened, transposed, widened_gathered])
+@pytest.mark.parametrize("loss", WIDENED, ids=["rows", "gathered", "transposed"])
 def test_in_16_bits(loss):
     dtype = torch.bfloat16
     model, how = LanguageModel(loss, dtype), {"tolerance": TOLERANCE[dtype]}
@@ -112,23 +110,13 @@ def test_no_sequences(loss):
 
 
 def test_logits_that_are_returned_too():
-    def both(z, t):
-        return hugging_face(z, t), z
-
-    assert check_gradients(LanguageModel(both), *inputs()).counts["cross_entropy"] == 1
-
-
-def rows_of(z, t, *more):
-    return F.cross_entropy(z.reshape(-1, z.shape[-1]), t.reshape(-1), *more)
+    model = LanguageModel(lambda z, y: (hugging_face(z, y), z))
+    assert check_gradients(model, *inputs()).counts["cross_entropy"] == 1
 
 
 def read_elsewhere(z, t):
     rows = z[:, :-1].reshape(-1, V)
     return F.cross_entropy(rows, t[:, 1:].reshape(-1)) + rows.square().mean()
-
-
-def probabilities(z, t):
-    return F.cross_entropy(z.transpose(1, 2), (2 * z.detach()).softmax(-1).transpose(1, 2))
 
 
 def changed_between(z, t):
@@ -150,7 +138,10 @@ OTHERS = {
     "weights": lambda z, t: rows_of(z[:, :-1], t[:, 1:], torch.linspace(0, 1, V, dtype=z.dtype)),
     "rounded": lambda z, t: rows_of(z[:, :-1].float().double(), t[:, 1:]),
     "other turn": lambda z, t: F.cross_entropy(z.permute(1, 2, 0), t.t()),
-    **{f.__name__: f for f in (read_elsewhere, probabilities, changed_between, entropy)},
+    **{f.__name__: f for f in (read_elsewhere, changed_between, entropy)},
+    "probabilities": lambda z, y: F.cross_entropy(
+        z.transpose(1, 2), (2 * z.detach()).softmax(-1).transpose(1, 2)
+    ),
     "other dimension": lambda z, y: z.log_softmax(1).gather(-1, y[..., None]),
     "several": lambda z, y: z.log_softmax(-1).gather(-1, torch.stack((y, y + 1), -1) % V),
     "some rows": lambda z, y: z.log_softmax(-1).gather(-1, y[:, 1:, None]),

@@ -69,8 +69,9 @@ def test_sliced_gradients(smoothing, monkeypatch):
     assert harness.counts["cross_entropy_backward"] == 1
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize(
+    ("name", "reduction"), [(n, "mean") for n in EDGES] + [("both inf", "sum")]
+)
 def test_one_such_row_among_others(name, reduction):
     (on, off), (edges, targets) = EDGES[name], rows()
     edges, targets = torch.zeros_like(edges)[:4], targets[:4]

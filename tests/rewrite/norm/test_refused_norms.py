@@ -8,31 +8,12 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, check, check_gradients, raised, randn
 from passes import codes
+from test_norms import EPS, HIDDEN, D, arguments, behind, norm, norm_gemm
 
 from coda_inductor import FallbackError
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
 from coda_inductor.semantic.norms import rms_norm
-
-D, HIDDEN, EPS = 16, 24, 1e-2
-
-
-def norm(x, w, gamma):
-    return F.rms_norm(F.linear(x, w), (D,), gamma, EPS)
-
-
-def behind(function):
-    """Of a norm and of more weights."""
-    return lambda x, w, gamma, *weights: function(norm(x, w, gamma), *weights)
-
-
-def norm_gemm(x, w, gamma, w2):
-    """The smallest case: GEMM, norm, GEMM."""
-    return F.linear(F.rms_norm(F.linear(x, w) + 1, (D,), gamma, EPS), w2)
-
-
-def arguments():
-    return tuple(randn(*s) for s in ((2, 4, D), (D, D), (D,), (HIDDEN, D)))
 
 
 class Own(torch.autograd.Function):
