@@ -272,3 +272,16 @@ def test_convolution_and_batched_products_have_no_gemm_site():
         return torch.relu(y @ x) + 1
 
     assert check(function, randn(B, K, K), randn(K, K, 3)).report.sites == []
+
+
+def test_that_the_next_gemm_adds_this_result_is_said():
+    """Of a fused GEMM what follows was fused before it."""
+
+    def chain(x, z, w):
+        return torch.relu(torch.relu(F.linear(z, w)) + F.linear(x, w))
+
+    harness = check(chain, *(randn(*s) for s in ((B, T, K), *LINEAR)), reference=True)
+    reasons = [why for site in harness.report.sites for why in (*site.stops, site.refusal) if why]
+    texts = [why.text for why in reasons]
+    assert any("next fused GEMM" in text for text in texts), texts
+    assert not any("gemm_epilogue" in text and "elementwise" in text for text in texts)
