@@ -27,8 +27,6 @@ import tempfile
 from pathlib import Path
 
 _log = logging.getLogger("coda_inductor")
-#: Where else to look if everybody may rename what lies in ``TMPDIR``.
-_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108
 
 
 def cache_dir() -> Path:
@@ -94,25 +92,17 @@ def private_dir() -> Path:
     Raises:
         OSError: none can be made.
     """
-    name = f"coda_inductor_uid_{_uid()}"
-    bases = [Path(tempfile.gettempdir()), *map(Path, _TEMPORARY)]
-    for base in bases:
-        try:
-            with contextlib.suppress(FileExistsError):
-                (base / name).mkdir(mode=0o700)
-            # What an earlier process of ours had to make is used again: workers find it so, too.
-            for path in (base / name, *sorted(base.glob(f"{name}_*"))):
-                if _is_private(path) and _planted(path) is None:
-                    return path
-            fresh = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
-            if _planted(fresh) is None:
-                _warn(f"{base / name} is not this user's alone: {fresh} is used instead")
-                return fresh
-            fresh.rmdir()
-        except OSError:
-            continue
-    fresh = Path(tempfile.mkdtemp(prefix=f"{name}_"))
-    _warn(f"everybody can write to {bases[0]}: choose a folder of your own as CODA_CACHE_DIR")
+    path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{_uid()}"
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if _is_private(path) and _planted(path) is None:
+            return path
+    fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}_"))
+    _warn(
+        f"{path} is not this user's alone: {fresh} is used instead, by this process. Choose a "
+        "folder of your own as CODA_CACHE_DIR"
+    )
     return fresh
 
 

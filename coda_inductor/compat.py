@@ -217,18 +217,6 @@ TORCH: dict[str, Private] = {
         "torch._dynamo.exc.Unsupported", "tells explain of a graph break",
         "explain takes no model with graph breaks", _NeverRaised,
     ),
-    "register_bytecode_hook": Private(
-        "torch._dynamo.convert_frame.register_bytecode_hook", "finds what explain has compiled",
-        "explain takes no model with graph breaks",
-    ),
-    "debug_get_cache_entry_list": Private(
-        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list", "has the graphs of some code",
-        "a later compile of it checks one guard more", lambda _code: [],
-    ),
-    "DeletedGuardManagerWrapper": Private(
-        "torch._dynamo.guards.DeletedGuardManagerWrapper", "forgets what explain has compiled",
-        "a later compile of the same code checks one guard more",
-    ),
     "dynamo_config": Private("torch._dynamo.config", "has its errors and static sizes",
                              "explain may show symbolic sizes", _NO_CONFIG),
     "functorch_config": Private("torch._functorch.config", "keeps explain out of torch's caches",

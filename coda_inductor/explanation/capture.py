@@ -4,7 +4,7 @@
 Dynamo runs, AOTAutograd traces, the partitioner splits; no code is generated and nothing of the
 model is run: the backend raises as soon as it has what it wants, so that Dynamo installs nothing
 and replays no side effect. A model with graph breaks has to be run to get past them: that happens
-on a copy, with the random state put back and our own cache entries invalidated.
+on a copy, with the random state put back.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from torch.fx import GraphModule
 
 from coda_inductor.compat import (
     BackendCompilerFailed,
-    DeletedGuardManagerWrapper,
     Unsupported,
-    debug_get_cache_entry_list,
     dynamo_config,
     functorch_config,
     pgo,
-    register_bytecode_hook,
 )
-from coda_inductor.errors import CodaError, ExplainError
+from coda_inductor.errors import ExplainError
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
@@ -115,10 +112,8 @@ def capture(
 def _broken(
     function: Callable[..., Any], args: tuple, kwargs: dict, backend: _Backend, why: str
 ) -> Capture:
-    """Capture past graph breaks: run a copy. Dynamo shares its cache between copies, for it hangs
-    on code objects, so that our entries are taken out one by one."""
-    codes: list[Any] = []
-    hook = register_bytecode_hook(lambda old, _new: codes.append(old))
+    """Capture past graph breaks: run a copy. Dynamo's cache hangs on code objects, so that our
+    entries stay in it: a later compile of the same code checks some guards more."""
     try:
         function, args, kwargs = copy.deepcopy((function, args, kwargs))
         torch.compile(function, backend=backend)(*args, **kwargs)
@@ -126,24 +121,10 @@ def _broken(
         raise error.inner_exception from None
     except Exception as error:
         raise ExplainError(f"the model fails: {type(error).__name__}: {error}") from error
-    finally:
-        hook.remove()
-        for code in codes:
-            _forget(code, backend)
     if not backend.found:
         raise ExplainError(f"torch.compile finds no graph in this call. Its first break: {why}")
-    return Capture(backend.found, why)
-
-
-def _forget(code: Any, backend: _Backend) -> None:
-    """Invalidate the cache entries of ``backend`` in ``code``. Private names of torch's: where they
-    are gone, the entries stay, and a later compile of the same code checks one guard more."""
-    with contextlib.suppress(AttributeError, ImportError, CodaError):
-        for entry in debug_get_cache_entry_list(code):
-            if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
-                deleted = DeletedGuardManagerWrapper("coda_inductor.explain has ended")
-                state: Any = entry.guard_manager.extra_state
-                state.invalidate(entry, deleted)
+    found, backend.found = backend.found, []  # Dynamo's cache holds the backend
+    return Capture(found, why)
 
 
 @contextlib.contextmanager

@@ -24,10 +24,8 @@ import threading
 import time
 from pathlib import Path
 
-from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
-from coda_inductor.mainloop.environment import label
 from coda_inductor.progress import shown
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, how, parsed
@@ -95,13 +93,6 @@ def warm_up() -> None:
             _server(_machine_arch())
     except Exception:  # ``wait`` will say so, if anything is to be compiled at all
         logger.debug("the compile pool did not start", exc_info=True)
-
-
-def warm_up_early() -> None:
-    """The same where no kernel was compiled yet, so that some will be, before a graph is looked at.
-    Asks no library: importing them takes as long."""
-    if not any((cache_dir() / "kernels" / label()).glob("*/*.o")):
-        warm_up()
 
 
 def shutdown() -> None:

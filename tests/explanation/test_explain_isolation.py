@@ -88,18 +88,12 @@ def test_counters_and_reports_are_for_what_is_compiled():
     assert len(coda_inductor.reports()) == reports
 
 
-def test_entries_of_a_broken_model_never_match_again():
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
+def test_a_broken_model_is_explained_as_a_whole():
     model = Counting(breaks=True).eval()
     found = explain(model, torch.randn(8, 16))
     assert len(found.notes) == 2
     assert "graph_break" in found.notes[1].lower()
     assert len(found.sites) == 5  # two forward; one weight's gradient each, one input's
-    entries = _debug_get_cache_entry_list(Counting.forward.__code__)
-    assert entries
-    assert all(isinstance(e.guard_manager, DeletedGuardManagerWrapper) for e in entries)
 
 
 def test_meta_tensors_hold_no_memory_and_are_explained():
