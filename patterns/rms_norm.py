@@ -31,45 +31,44 @@ from coda_inductor.patterns.conditions import constant, number, row, row_wise
 from coda_inductor.semantic import rms_norm
 
 
-def kept(x, eps):
+def shifted(x, eps):
     return x.pow(2).mean(-1, keepdim=True) + eps
 
 
-def rows(x, eps):
-    return x.pow(2).mean(-1) + eps
+def root(x, eps):
+    return torch.sqrt(shifted(x, eps))
 
 
-def times(root):
-    """By a root's inverse; with a weight, in the three orders that three factors have."""
-
-    def last(x, weight, eps):
-        return weight * (root(x, eps) * x)
-
-    def early(x, weight, eps):
-        return root(x, eps) * (weight * x)
-
-    def folded(x, weight, eps):
-        return x * (root(x, eps) * weight)
-
-    def bare(x, eps):
-        return root(x, eps) * x
-
-    return last, early, folded, bare
+def inverse(x, eps):
+    return torch.rsqrt(shifted(x, eps))
 
 
-def over(root):
-    """Over a root."""
+def last(x, weight, eps):
+    return weight * (inverse(x, eps) * x)
 
-    def last(x, weight, eps):
-        return weight * (x / root(x, eps))
 
-    def early(x, weight, eps):
-        return (weight * x) / root(x, eps)
+def early(x, weight, eps):
+    return inverse(x, eps) * (weight * x)
 
-    def bare(x, eps):
-        return x / root(x, eps)
 
-    return last, early, bare
+def folded(x, weight, eps):
+    return x * (inverse(x, eps) * weight)
+
+
+def bare(x, eps):
+    return inverse(x, eps) * x
+
+
+def last_over(x, weight, eps):
+    return weight * (x / root(x, eps))
+
+
+def early_over(x, weight, eps):
+    return (weight * x) / root(x, eps)
+
+
+def bare_over(x, eps):
+    return x / root(x, eps)
 
 
 def functional(x, weight, eps):
@@ -87,13 +86,7 @@ def _arguments(match: Match):
 
 PATTERN = Pattern(
     name="rms_norm",
-    idioms=(
-        functional,
-        *times(lambda x, eps: torch.rsqrt(kept(x, eps))),
-        *over(lambda x, eps: torch.sqrt(kept(x, eps))),
-        *times(lambda x, eps: torch.rsqrt(rows(x, eps)).unsqueeze(-1)),
-        *over(lambda x, eps: torch.sqrt(rows(x, eps)).unsqueeze(-1)),
-    ),
+    idioms=(functional, last, early, folded, bare, last_over, early_over, bare_over),
     op=rms_norm,
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),

@@ -63,11 +63,6 @@ def as_written(node: Node, canon: Canon | None) -> Canon | None:
         return None
     if canon.op == "rsqrt":
         return Canon("reciprocal", canon.through[:1])
-    if canon.op in ("mean_last", "mean_row", "sum_last"):
-        if call.op in ("mul", "div"):
-            return Canon(call.op, (call["input"], call["other"]))
-        new = call.op == "unsqueeze" or call.get("index") == (Ellipsis, None)
-        return Canon("unsqueeze", (call["input"], -1)) if new else None
     if call.op == "view":
         return _view_as_written(call)
     return _plain(call) if call.op in ("flatten", "view_as_complex") else None
@@ -112,33 +107,12 @@ def _div(call: Call) -> Canon | None:
     one = not isinstance(left, (Node, bool)) and left == 1
     if one and isinstance(right, Node):
         return _inverse(right)
-    return _averaged(left, right) or Canon("div", (left, right))
+    return Canon("div", (left, right))
 
 
 def _mul(call: Call) -> Canon:
     left, right = call["input"], call["other"]
-    if left is right:
-        return Canon("square", (left,))
-    for total, share in ((left, right), (right, left)):
-        if isinstance(share, float) and (mean := _averaged(total, share, of_one=True)):
-            return mean
-    return Canon("mul", (left, right))
-
-
-def _averaged(total: Any, count: Any, *, of_one: bool = False) -> Canon | None:
-    """The sum of a row over how many columns it has, a literal, is its mean; ``of_one``: times one
-    over that."""
-    canon = normalize(total) if isinstance(total, Node) else None
-    if canon is None or canon.op not in _MEANS or isinstance(count, (Node, bool)):
-        return None
-    recorded = value(canon.args[0])
-    width = recorded.shape[-1] if isinstance(recorded, torch.Tensor) else None
-    if not isinstance(width, int) or not width or count != (1 / width if of_one else width):
-        return None
-    return Canon(_MEANS[canon.op], canon.args, (total, *canon.through))
-
-
-_MEANS = {"sum_last": "mean_last", "sum_row": "mean_row"}
+    return Canon("square", (left,)) if left is right else Canon("mul", (left, right))
 
 
 def _reciprocal(call: Call) -> Canon:
@@ -151,20 +125,6 @@ def _inverse(x: Node) -> Canon:
     if root is not None and root.op == "sqrt":
         return Canon("rsqrt", root.args, (x, *root.through))
     return Canon("reciprocal", (x,))
-
-
-def _unsqueeze(call: Call) -> Canon | None:
-    """A last dimension of one, also as ``x[..., None]``; a mean that gets it back has kept it."""
-    source, dim = call["input"], -1 if call.op == "getitem" else call["dim"]
-    known = value(source)
-    last = dim == -1 or (known is not None and dim == known.dim())
-    canon = normalize(source) if last and isinstance(source, Node) else None
-    if canon is not None and canon.op in _KEPT:
-        return Canon(_KEPT[canon.op], canon.args, (source, *canon.through))
-    return Canon("unsqueeze", (source, dim))
-
-
-_KEPT = {"mean_row": "mean_last", "sum_row": "sum_last"}
 
 
 def _norm(*names: str) -> Callable[[Call], Canon | None]:
@@ -205,13 +165,10 @@ def _loss(call: Call) -> Canon | None:
 
 
 def _reduction(call: Call) -> Canon | None:
-    """One over the last dimension, which stays (``mean_last``) or goes (``mean_row``), no other."""
-    keepdim = call.get("keepdim")
-    if call.get("dtype") is not None or not isinstance(keepdim, bool):
-        return None
-    if not is_last(call["dim"], call["input"]):
-        return None
-    return Canon(f"{call.op}_{'last' if keepdim else 'row'}", (call["input"],))
+    """One over the last dimension, which stays, no other."""
+    kept = call.get("keepdim") is True and call.get("dtype") is None
+    last = kept and is_last(call["dim"], call["input"])
+    return Canon(f"{call.op}_last", (call["input"],)) if last else None
 
 
 def is_last(dim: Any, x: Any) -> bool:
@@ -241,10 +198,8 @@ def _log_softmax(call: Call) -> Canon | None:
 
 
 def _item(call: Call) -> Canon | None:
-    """One of the two that ``var_mean`` returns, or a new dimension; else columns."""
+    """One of the two that ``var_mean`` returns; else columns."""
     source, index = call["input"], call["index"]
-    if index == (Ellipsis, None):
-        return _unsqueeze(call)
     several = read(source)
     if several is None or several.op != "var_mean":
         return columns.item(source, index)
@@ -270,7 +225,6 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "reciprocal": _reciprocal,
     "mean": _reduction,
     "sum": _reduction,
-    "unsqueeze": _unsqueeze,
     "rms_norm": _norm("input", "weight", "eps"),
     "layer_norm": _norm("input", "weight", "bias", "eps"),
     "view": _view,

