@@ -120,7 +120,7 @@ def is_cast(node: Any) -> bool:
         to_copy,
     ):
         return False
-    source, result = fake(node.args[0]), fake(node)
+    source, result = fake(node.all_input_nodes[0]), fake(node)
     if source is None or result is None or source.device != result.device:
         return False
     differs = source.dtype != result.dtype  # else it is a copy
@@ -150,7 +150,7 @@ def is_zeros(node: Any) -> bool:
 def elementwise(node: Node) -> bool:
     """Is ``node`` computed element by element, be it by an aten op, a view or a semantic op?"""
     if node.target is operator.getitem:
-        node = node.args[0]
+        node = node.all_input_nodes[0]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or renames_or_casts(node)
 

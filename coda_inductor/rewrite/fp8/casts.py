@@ -32,8 +32,9 @@ from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import producer
-from coda_inductor.graph.nodes import aten, is_transpose
+from coda_inductor.graph.nodes import arguments, aten, is_transpose
 from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.walk import parts
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.rewrite.decompose import decompose_pointwise
@@ -53,12 +54,13 @@ def expand_quantizations(graph: Graph, record: Record) -> None:
     decompose_pointwise(graph)
     groups: dict[Any, list[Node]] = {}
     for node in _quantizations(graph):
-        groups.setdefault(origin(node.args[0]), []).append(node)
+        groups.setdefault(origin(arguments(node)["x"]), []).append(node)
     scope = Scope(graph)
     for nodes in groups.values():
         waiting = wait(graph, nodes, scope, record)
         scope.refresh(graph)
-        _expand(graph, nodes, waiting or Source(nodes[0].args[0], nodes[0].args[0]), scope, plan)
+        x = arguments(nodes[0])["x"]
+        _expand(graph, nodes, waiting or Source(x, x), scope, plan)
         if waiting is None:
             scope.refresh(graph)
         else:
@@ -74,13 +76,14 @@ def _quantizations(graph: Graph) -> list[Node]:
 def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan: Plan) -> None:
     x, gemm = source.x, producer(source.x)
     in_epilogue = gemm is not None and plan.absorbs(gemm, x, scope)
-    if not in_epilogue and all(n.args[4] and tuple(n.args[1]) == ROW for n in nodes):
+    given = {node: arguments(node) for node in nodes}
+    if not in_epilogue and all(g["divides"] and tuple(g["dims"]) == ROW for g in given.values()):
         return  # one kernel of Inductor's makes the tensor, maxima of its rows, and the cast
     put = Put(graph, like=x if x.op == "call_function" else nodes[0])
     scale = scales(put, nodes, source, in_epilogue=in_epilogue, early=x not in scope.graded)
     places: dict[tuple, list[Node]] = {}
-    for node in nodes:
-        key = (node in scope.forward, node in scope.graded, checkpoint(node), node.args[4])
+    for node, how in given.items():
+        key = (node in scope.forward, node in scope.graded, checkpoint(node), how["divides"])
         places.setdefault(key, []).append(node)
     for same in places.values():
         _cast(graph, same, source, scale)
@@ -89,14 +92,17 @@ def _expand(graph: Graph, nodes: list[Node], source: Source, scope: Scope, plan:
 def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Node]) -> None:
     """One cast for every pair of results of ``nodes``, one as it lies and one transposed. They are
     alike in whether they divide by their scales."""
-    put, divide = Put(graph, like=nodes[0]), nodes[0].args[4]
+    put, divide = Put(graph, like=nodes[0]), arguments(nodes[0])["divides"]
     layouts: list[list[tuple[Any, Any]]] = [[], []]
     for node in nodes:
         for i, readers in enumerate(_readers(node)):
             if readers:
                 layouts[i].append((node, readers))
     for pair in itertools.zip_longest(*layouts, fillvalue=(None, ())):
-        given = [(None, None) if node is None else (scale[node], node.args[2]) for node, _ in pair]
+        given = [
+            (None, None) if node is None else (scale[node], arguments(node)["dtype"])
+            for node, _ in pair
+        ]
         with graph.inserting_before(nodes[0]):
             how = source.factor, *given[0], *given[1], divide, source.weight
             both = put(CAST, source.read, *how)
@@ -107,7 +113,7 @@ def _cast(graph: Graph, nodes: list[Node], source: Source, scale: dict[Node, Nod
                 for reader, old in readers:
                     reader.replace_input_with(old, one if is_transpose(old) == bool(i) else other)
     for node in nodes:
-        for inverse in [user for user in node.users if user.args[1] == 1]:
+        if (inverse := parts(node).get(1)) is not None:
             undoes = scale[node]
             if not divide:
                 with graph.inserting_before(inverse):
@@ -119,7 +125,7 @@ def _readers(node: Node) -> list[list[tuple[Node, Node]]]:
     """(reader, what it reads) of those that want rows of the result in FP8, and of those that want
     columns: products multiply along the dimension with stride one."""
     found: list[list[tuple[Node, Node]]] = [[], []]
-    for q in [user for user in node.users if user.args[1] == 0]:
+    if (q := parts(node).get(0)) is not None:
         for name in (q, *filter(is_transpose, q.users)):
             for user in name.users:
                 right = user.target is scaled_mm and user.args[int(name is q)] is name

@@ -17,9 +17,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import select_decomp_table, to_copy, unset_fake_temporarily
-from coda_inductor.graph.nodes import aten, fake, is_transpose, prims, renames
+from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, prims, renames
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base
+from coda_inductor.graph.walk import base, parts
 from coda_inductor.semantic.fp8 import quantize, quantize_by
 
 #: (power_of_two, divides, dtype of the maxima) of what torchao writes; in training the last does
@@ -57,14 +57,14 @@ class Chain:
         """Is ``node`` what undoes the scale, laid out in some way?"""
         node = base(node, relaid)
         if not self.undone and node.target is aten.reciprocal.default:
-            return base(node.args[0], relaid) is self.scale
+            return base(node.all_input_nodes[0], relaid) is self.scale
         return self.undone and node is self.scale
 
 
 def relaid(node: Any) -> bool:
     """Are the elements of ``node``, a vector or a number that is repeated, those it reads?"""
     if isinstance(node, Node) and node.target in _REPEATS:
-        return single(node.args[0])
+        return single(node.all_input_nodes[0])
     return renames(node) or (is_transpose(node) and 1 in fake(node).shape)
 
 
@@ -79,16 +79,16 @@ def converts(node: Any) -> bool:
     casts = (prims.convert_element_type.default, to_copy)
     if not isinstance(node, Node) or node.target not in casts:
         return False
-    before, after = fake(node.args[0]), fake(node)
+    before, after = fake(node.all_input_nodes[0]), fake(node)
     return before.device == after.device and before.dtype != after.dtype
 
 
 def chain_of(q: Node) -> Chain | None:
     """The quantization that ends in ``q``, one of torchao's or of ours; None if it is neither."""
-    if q.target is operator.getitem and q.args[0].target is quantize:
-        x, dims, *kind = q.args[0].args
-        scale = next((user for user in q.args[0].users if user.args[1] == 1), None)
-        return Chain(q, x, tuple(dims), tuple(kind), scale, True)
+    if q.target is operator.getitem and q.all_input_nodes[0].target is quantize:
+        both = q.all_input_nodes[0]
+        x, dims, *how = arguments(both).values()
+        return Chain(q, x, tuple(dims), tuple(how), parts(both).get(1), True)
     for power_of_two, divides, dtype in _KINDS if converts(q) else ():
         wide, amax, end, scale = _definition(fake(q).dtype, power_of_two, divides, dtype)
         found: dict[Node, Any] = {}
@@ -97,7 +97,7 @@ def chain_of(q: Node) -> Chain | None:
         x, dims = maximum
         source = found[wide]
         if converts(source) and source is not base(x):
-            source = base(source.args[0])
+            source = base(source.all_input_nodes[0])
         if source is base(x) and same(fake(x).shape, fake(q).shape):
             dims = _all_but_ones(dims, fake(x).shape) if divides else dims
             kind = fake(q).dtype, power_of_two, divides
@@ -146,7 +146,9 @@ def _maximum(amax: Any) -> tuple[Node, tuple[int, ...]] | None:
     """(x, dims) of the node that holds the maximum of abs(x) over ``dims``, and keeps these."""
     if not isinstance(amax, Node) or amax.target not in (aten.max.default, aten.amax.default):
         return None
-    magnitude, dims, keep = (*amax.args, [], False)[:3]
-    if magnitude.target is not aten.abs.default or bool(dims) != keep:
+    given = arguments(amax)
+    magnitude, dims = given["input"], given.get("dim") or ()
+    if magnitude.target is not aten.abs.default or bool(dims) != bool(given.get("keepdim")):
         return None
-    return magnitude.args[0], tuple(sorted(d % fake(magnitude).dim() for d in dims))
+    (x,) = magnitude.all_input_nodes
+    return x, tuple(sorted(d % fake(x).dim() for d in dims))

@@ -30,9 +30,9 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune
-from coda_inductor.graph.nodes import fake, is_cast, place
+from coda_inductor.graph.nodes import arguments, fake, is_cast, place
 from coda_inductor.graph.sides import Scope, checkpoint
-from coda_inductor.graph.walk import base, readers
+from coda_inductor.graph.walk import base, parts, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.scales import Source
@@ -44,13 +44,13 @@ from coda_inductor.semantic.norms import rms_norm
 def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Source | None:
     """Let the norm whose result ``nodes``, all its quantizations, read, wait for them; None where
     there is none, or it stays."""
-    quantized = fake(nodes[0].args[0]).dtype
-    result = base(nodes[0].args[0])
-    if is_cast(result) and fake(result.args[0]).dtype == torch.float32:
-        result = base(result.args[0])
-    if result.target is not operator.getitem or result.args[0].target is not rms_norm:
+    quantized = fake(arguments(nodes[0])["x"]).dtype
+    result = base(arguments(nodes[0])["x"])
+    if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
+        result = base(result.all_input_nodes[0])
+    norm = next(iter(result.all_input_nodes), result)
+    if result.target is not operator.getitem or norm.target is not rms_norm:
         return None
-    norm = result.args[0]
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
     others = [(user, name) for user, name in reads if user not in casts]
@@ -62,12 +62,12 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
         return None
     put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
     made = statistics(put, norm, fake(result).dtype, None)
-    for user in list(norm.users):
-        if user.args[1] == 1:
-            user.replace_all_uses_with(made.rstd)
-            prune([user])
+    if (rstd := parts(norm).get(1)) is not None:
+        rstd.replace_all_uses_with(made.rstd)
+        prune([rstd])
     with graph.inserting_before(norm):
-        x = put.reshape(norm.args[0], [-1, fake(norm.args[0]).shape[-1]])
+        x = arguments(norm)["x"]
+        x = put.reshape(x, [-1, fake(x).shape[-1]])
         weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
     return Source(made.h, x, made.flat, weight, others)
 

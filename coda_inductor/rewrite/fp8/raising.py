@@ -38,6 +38,7 @@ from coda_inductor.graph.collectives import behind
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT
 from coda_inductor.graph.nodes import (
+    arguments,
     aten,
     constant,
     fake,
@@ -54,9 +55,6 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, chain_of, converts, relaid, single
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
-_NAMES = (
-    "a", "b", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum",
-)  # fmt: skip
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
@@ -81,47 +79,48 @@ def origin(node: Node) -> Any:
     of, and through which dtypes it went."""
     node = base(node)
     if is_cast(node):
-        return (origin(node.args[0]), fake(node).dtype)
+        return (origin(node.all_input_nodes[0]), fake(node).dtype)
     return node
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product: the node that ``end`` s it, what multiplies ``rows`` and ``columns``, ``after`` it
-    or in it; ``extra``: its bias, if any."""
+    """A product of ``a`` and ``b``: the node that ``end`` s it, what multiplies ``rows`` and
+    ``columns``, ``after`` it or in it; its ``bias``, if any."""
 
+    a: Node
+    b: Node
     end: Node
     rows: Node
     columns: Node
     fast: bool
     after: bool
-    extra: tuple[Node, ...]
+    bias: Node | None
 
 
 def _product(node: Node) -> _Product | Refusal:
     """What the product ``node`` means, or why it stays as it is."""
+    given = arguments(node)
     if node.target is scaled_mm:
-        rows, columns, _, fast, after, *extra = node.args[2:]
-        return _Product(node, rows, columns, fast, after, tuple(extra))
-    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    if given.get("scale_result") is not None:
+        a, b, rows, columns, _, fast, after, bias = given.values()
+        return _Product(a, b, node, rows, columns, fast, after, bias)
+    if given["scale_result"] is not None:
         return refuse("fp8-form", f"{node.name} has a scale_result")
     if fake(node).dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return refuse("fp8-form", f"{node.name} makes {fake(node).dtype}")
     rows, columns = fake(node).shape
     if not isinstance(columns, int):
         return refuse("symbolic-features", f"{node.name} has a symbolic width")
-    scales, bias = (given["scale_a"], given["scale_b"]), given.get("bias")
-    fast, extra = bool(given.get("use_fast_accum")), () if bias is None else (bias,)
+    a, b, *scales, bias, _, _, fast = given.values()
     ones = bias is None and constant(scales[0]) == constant(scales[1]) == 1
     if ones and (found := _multiplied(node)) is not None:
-        return _Product(*found, fast, True, extra)
+        return _Product(a, b, *found, fast, True, bias)
     for scale, wanted in zip(scales, ((rows, 1), (1, columns)), strict=True):
         alike = single(scale) or same(fake(scale).shape, wanted)
         if fake(scale).dtype != torch.float32 or not alike:
             text = f"{scale.name} is {fake(scale).dtype} of shape {tuple(fake(scale).shape)}"
             return refuse("fp8-form", f"{node.name}: {text}, no scale of rows or columns")
-    return _Product(node, *scales, fast, False, extra)
+    return _Product(a, b, node, scales[0], scales[1], fast, False, bias)
 
 
 def _multiplied(node: Node) -> tuple[Node, Node, Node] | None:
@@ -145,9 +144,10 @@ def _raise(graph: Graph, node: Node, found: _Product, factors: _Factors) -> None
     """Put the semantic op in place of the product ``node``, which is ``found``."""
     put, out = Put(graph, like=node), fake(node).dtype
     with graph.inserting_before(found.end):
-        a, rows = factors(put, node.args[0], found.rows, [-1, 1])
-        b, columns = factors(put, node.args[1], found.columns, [1, -1])
-        new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *found.extra)
+        a, rows = factors(put, found.a, found.rows, [-1, 1])
+        b, columns = factors(put, found.b, found.columns, [1, -1])
+        bias = () if found.bias is None else (found.bias,)
+        new = put(scaled_mm, a, b, rows, columns, out, found.fast, found.after, *bias)
     if _lies(a)[1]:
         new.meta[WEIGHT_GRADIENT] = True
     found.end.replace_all_uses_with(new)
@@ -188,7 +188,7 @@ class _Factors:
         is of its transpose; None where there is no such matrix."""
         x, dims = chain.x, chain.dims
         if flipped := is_transpose(x):
-            x, dims = x.args[0], tuple(sorted(1 - d for d in dims))
+            x, dims = x.all_input_nodes[0], tuple(sorted(1 - d for d in dims))
         rank, width = fake(x).dim(), fake(x).shape[-1]
         if rank != 2:
             if dims not in ((), (rank - 1,)) or not isinstance(width, int):
@@ -213,7 +213,7 @@ class _Factors:
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)
-        scaled = base(q.args[0], lambda n: n.target in _CLAMPS)
+        scaled = base(q.all_input_nodes[0], lambda n: n.target in _CLAMPS)
         numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
         collective = next((c for x in numbers if (c := behind(x)) is not None), None)
         if collective is not None:
@@ -231,9 +231,9 @@ def _lies(node: Node) -> tuple[Node, bool, bool]:
     while is_transpose(node) or node.target is aten.clone.default or _same_view(node):
         turned ^= is_transpose(node)
         copied |= node.target is aten.clone.default
-        node = node.args[0]
+        node = node.all_input_nodes[0]
     return node, turned, copied
 
 
 def _same_view(node: Node) -> bool:
-    return renames(node) and same(fake(node).shape, fake(node.args[0]).shape)
+    return renames(node) and same(fake(node).shape, fake(node.all_input_nodes[0]).shape)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
-from coda_inductor.graph.nodes import fake
+from coda_inductor.graph.nodes import arguments, fake
 from coda_inductor.record import Record
 from coda_inductor.semantic.fp8 import scaled_mm
 
@@ -30,5 +30,6 @@ def finish_fp8(graph: Graph, record: Record) -> None:
     """Apply the rewrite, in place, where kernels run on a GPU that can."""
     for node in graph.find_nodes(op="call_function", target=scaled_mm):
         half = fake(node).dtype == torch.bfloat16
-        if half and node.args[6] and record.plan.scales_vectors(fake(node).device):
+        later = arguments(node)["after"]
+        if half and later and record.plan.scales_vectors(fake(node).device):
             node.update_arg(6, False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coda_inductor.graph.edit import Put
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import EARLY
 from coda_inductor.graph.splice import splice
 from coda_inductor.semantic.fp8 import AMAX, scale_of
@@ -52,22 +52,25 @@ def scales(
     """The scale of each of ``nodes``, quantizations of ``source``: float32, (M, 1), (1, K) or
     0-dim, made in front of the first. ``in_epilogue``: of a GEMM, which makes the source;
     ``early``: the forward pass has it."""
-    graph, before, x = put.graph, nodes[0], nodes[0].args[0]
+    graph, before = put.graph, nodes[0]
+    given = {node: arguments(node) for node in nodes}
     with graph.inserting_before(before):
-        kinds = {tuple(node.args[1]) for node in nodes}
+        kinds = {tuple(how["dims"]) for how in given.values()}
         maxima = _maxima(put, source, kinds, in_epilogue=in_epilogue)
     made: dict[str, Node] = {}
-    for node in nodes:
-        dims, *kind = node.args[1:]
-        if (key := str(node.args[1:])) not in made:
+    found: dict[Node, Node] = {}
+    for node, how in given.items():
+        x, dims, *kind = how.values()
+        if (key := str((dims, kind))) not in made:
             amax = maxima[tuple(dims)]
-            if node.args[4]:  # in the dtype of x, as its definition says
+            if how["divides"]:  # in the dtype of x, as its definition says
                 with graph.inserting_before(before):
                     amax = put.cast(amax, fake(x).dtype)
             made[key] = splice(graph, before, scale_of, [amax, *kind], like=put.like)
             if early:
                 made[key].meta[EARLY] = True
-    return {node: made[str(node.args[1:])] for node in nodes}
+        found[node] = made[key]
+    return found
 
 
 def _maxima(
