@@ -63,14 +63,12 @@ class Tuning:
     Attributes:
         measurer: measures.
         every: also where a kernel is expected to lose by far.
-        asked_for: the user said so; then no cache keeps a graph that was left unmeasured.
         asked: sites that were judged without a measurement since the last :meth:`again`.
         optimistic: whatever has no expected time wins, until it is measured.
     """
 
     measurer: Tuner
     every: bool
-    asked_for: bool = False
     asked: list[Site] = field(default_factory=list)
     optimistic: bool = False
 
@@ -161,8 +159,7 @@ class Plan:
         wanted = tunes and not options.reference and (as_if is not None or not dry)
         if tuner is not None and wanted and (no_kernels or too_small) is None:
             every, measurer = options.tune == "always", tuner(store, device)
-            asked_for = every or options.tune_seconds is not None
-            tuning = Tuning(measurer, every, asked_for, optimistic=not gpu.rated)
+            tuning = Tuning(measurer, every, optimistic=not gpu.rated)
         if options.gate == "auto" and tuning is None:
             no_kernels = no_kernels or gate.unmeasured(gpu)
         return Plan(options, too_small, no_kernels, True, dry, store, tuning, as_if)

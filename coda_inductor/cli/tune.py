@@ -79,10 +79,8 @@ def _tune_left(seconds: float) -> None:
     if not (sites := known.left()):
         raise OptionError("nothing was left to measure: give a model, or --report")
     before, tuner = set(known.own()), Tuner(known, device, seconds, MANY)
-    try:
-        tuner.measure(sites)
-    finally:
-        tuner.close()
+    tuner.measure(sites)
+    tuner.close()
     _said(known, before, f"{len(sites)} that were left")
 
 

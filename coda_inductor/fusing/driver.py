@@ -85,8 +85,9 @@ def _settled(graph: Graph, record: Record) -> _Fused:
             found = _fused(graph, record)
     finally:
         tuning.measurer.close()
-    # The next process has time, and rounds, again: let no cache keep this graph.
-    if tuning.asked_for and (tuning.measurer.left or tuning.asked):
+    # The next process has time, and rounds, again: let no cache keep this graph. By default it has
+    # no more time than this one.
+    if tuning.every and (tuning.measurer.left or tuning.asked):
         record.failed = True
     return found
 

@@ -59,7 +59,8 @@ def wait(requests: list[KernelRequest], timeout: float = 300.0) -> dict[KernelRe
     outcome: dict[KernelRequest, str | None] = {}
     try:
         submit(requests)
-        with shown("compiling kernels", _futures(requests)):
+        jobs = filter(None, map(_jobs.get, dict.fromkeys(map(_resolved, requests))))
+        with shown("compiling kernels", [future for _, future in jobs]):
             # The last ones first: what is given up before it was begun does not begin.
             outcome |= {r: _outcome(_resolved(r), deadline) for r in reversed(requests)}
         lost = [r for r, error in outcome.items() if isinstance(error, Lost)]
@@ -123,12 +124,6 @@ def _outcome(request: KernelRequest, deadline: float) -> str | None:
         if _jobs.get(request) == job:
             del _jobs[request]
     return error
-
-
-def _futures(requests: list[KernelRequest]) -> list[concurrent.futures.Future]:
-    with _lock:
-        jobs = [_jobs.get(_resolved(request)) for request in requests]
-    return list(dict.fromkeys(job[1] for job in jobs if job is not None))
 
 
 def _own_first(requests: list[KernelRequest]) -> list[KernelRequest]:

@@ -205,6 +205,7 @@ def mainloop_stages(program: EpilogueProgram, config: Config, arch: int = 9) -> 
     return int((smem_bytes - 2048 - tile_bytes - vectors) // step_bytes)
 
 
+@functools.lru_cache(maxsize=1024)  # a model has each program many times
 def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tuple[Config, ...]:
     """Configs that compile for ``program`` on compute capability ``arch``.x, in an order that never
     changes; none where QuACK has no kernels. On Hopper the dynamic twin of each is legal as well.

@@ -34,8 +34,6 @@ from coda_inductor.select.site import Site, site_from, site_text
 FOLDER = "measured"
 _FORMAT = 1
 _GENERATION = "generation"
-#: Sites that are noted to be measured another time, at most.
-_MOST_LEFT = 256
 
 
 class Store:
@@ -107,22 +105,18 @@ class Store:
             self._stamp = _stamp(self.path)
 
     def leave(self, sites: Iterable[Site]) -> None:
-        """Note ``sites`` to be measured another time; the last ones stay.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Note ``sites`` to be measured another time; of very many the last ones."""
         kept = {key_of(site): site for site in (*self.left(), *sites)}
-        texts = [site_text(site) for site in kept.values()]
-        write(self.path.with_suffix(".left"), json.dumps(texts[-_MOST_LEFT:]))
+        with contextlib.suppress(OSError):
+            texts = [site_text(site) for site in kept.values()]
+            write(self.path.with_suffix(".left"), json.dumps(texts[-256:]))
 
     def left(self) -> list[Site]:
         """What :meth:`leave` noted and nobody has measured since; nothing if it cannot be read."""
-        found: list[Site] = []
         with contextlib.suppress(Exception):  # whatever it is: it will be noted again
             texts = json.loads(self.path.with_suffix(".left").read_text())
-            found = [site for site in map(site_from, texts) if self.find(site) is None]
-        return found
+            return [site for site in map(site_from, texts) if self.find(site) is None]
+        return []
 
     def _refresh(self) -> None:
         """Read the file again if another process has replaced it."""

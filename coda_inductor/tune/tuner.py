@@ -9,7 +9,6 @@ that share its cache know.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import os
 import threading
 import time
@@ -130,8 +129,7 @@ class Tuner:
             process.end()
         self._processes.clear()
         if self.left:
-            with contextlib.suppress(OSError):
-                self.store.leave(self.left.values())
+            self.store.leave(self.left.values())
 
     def _gain(self, site: Site) -> float:
         """Microseconds that its kernel is expected to save."""

@@ -219,13 +219,6 @@ def test_refusing_everything_is_as_if_nothing_could_be_fused(plan, train):
     assert never.structure == lost.structure
 
 
-def test_where_more_time_was_asked_for_the_next_process_tries_what_is_left(plan):
-    asked, by_default = plan(lambda _: None, tune_seconds=5), plan(lambda _: None)
-    assert asked.record.failed
-    assert not by_default.record.failed  # the next process would find no more time
-    assert by_default.fused == asked.fused
-
-
 class Many(nn.Module):
     """More sites than there are rounds."""
 
@@ -251,7 +244,7 @@ def test_rounds_end_and_leave_nothing_unmeasured_fused(plan, monkeypatch):
         return new is not None
 
     monkeypatch.setattr(Measurer, "measure", one_a_round)
-    found = plan(gpu=HOPPER, model=Many, tune_seconds=5)
+    found = plan(gpu=HOPPER, model=Many, tune="always")
     assert len(found.measurer.asked) == driver._ROUNDS
     assert len(found.fused) == len(found.measurer.store.own()) == driver._ROUNDS
     assert found.measurer.closed == 1

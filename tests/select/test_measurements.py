@@ -205,7 +205,7 @@ def test_of_several_files_the_last_one_counts():
     assert merged(texts) == keyed(ONE, SLOW) | keyed(OTHER, FAST)
 
 
-def test_what_is_left_is_noted_until_it_is_measured(tmp_path, monkeypatch, warnings):
+def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warnings):
     one, other, third = replace(site(), name="a"), site("swiglu", n=8192), site(m=512)
     store = Store(HOPPER, tmp_path)
     assert store.left() == []
@@ -214,9 +214,8 @@ def test_what_is_left_is_noted_until_it_is_measured(tmp_path, monkeypatch, warni
     assert Store(HOPPER, tmp_path).left() == [replace(one, name="b"), other]
     store.add(keyed(other, figures({"x": 1.0})))
     assert store.left() == [replace(one, name="b")]
-    monkeypatch.setattr("coda_inductor.select.store._MOST_LEFT", 1)
-    store.leave([third])
-    assert store.left() == [third]
+    store.leave([replace(third, k=64 * k) for k in range(1, 257)])
+    assert len(store.left()) == 256
     store.path.with_suffix(".left").write_text("[{]")
     assert store.left() == []
     assert not warnings
