@@ -12,17 +12,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
+from coda_inductor.cache_dir import cache_dir
 from coda_inductor.compat import CustomGraphPass
+from coda_inductor.graph.sizes import hint
+from coda_inductor.mainloop import availability
+from coda_inductor.mainloop.environment import label
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import crowded
 from coda_inductor.record import Record
-from coda_inductor.runtime import launch, notice
+from coda_inductor.runtime import launch, notice, pool
 from coda_inductor.runtime.versions import identity
 from coda_inductor.select.store import generation
+
+#: Elements of a weight below which a graph's GEMMs are bound by the host anyway.
+_LARGE = 2**21
 
 
 class Chained(CustomGraphPass):
@@ -97,7 +105,19 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     """
     launch.forget_failures()
     notice.before_compile(gm, inputs, record.options)
+    if _first_kernels(inputs, record.options):
+        pool.warm_up()  # tracing a model takes seconds as well
     return on_dynamo(gm, record)
+
+
+def _first_kernels(inputs: Sequence[Any], options: Options) -> bool:
+    """Will kernels be compiled, the first ones here? It seems so where there is a large weight on a
+    GPU that has kernels; whoever has some on disk mostly needs no others."""
+    if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
+        return False
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2)
+    large = any(hint(x.numel()) >= _LARGE for x in tensors)
+    return large and not any((cache_dir() / "kernels" / label()).glob("*/*.o"))
 
 
 @functools.lru_cache(maxsize=1)
