@@ -10,8 +10,10 @@ these may stand in ``options["disable"]``.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,6 +269,19 @@ def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
             warn_once(refusal.what, refusal.text, first=refusal.where)
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """What passes make lives on: looking for garbage in it takes a fifth of their time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_uncollected()
 def _run_all(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
     for each in passes:
         if each.stage:
