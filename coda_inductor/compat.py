@@ -242,7 +242,7 @@ TORCH: dict[str, Private] = {
 KERNELS: tuple[str, ...] = tuple(
     f"{module}.{name}"
     for module, names in {
-        "cutlass._mlir.dialects": "arith llvm",
+        "cutlass._mlir.dialects": "arith",
         "quack": "activation",
         "quack.cache": "CACHE_DIR CACHE_ENABLED",
         "quack.cache.async_compile": "_pool_initializer",

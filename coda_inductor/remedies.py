@@ -99,8 +99,6 @@ _DO = {
     "operand-dtype": "Use a floating mask (0.0 and 1.0) in place of a boolean or integer tensor.",
     "operand-device": "Move the operand to the GEMM's device.",
     "operand-kind": "Use a plain Python number or a tensor.",
-    "fp8-overflow": "Clamp to torch.finfo(dtype).max before a cast to FP8: what is larger would be "
-    "NaN.",
     "store-layout": "Make the result contiguous: a transposed output is stored column by column.",
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",

@@ -259,13 +259,13 @@ def residual() -> EpilogueProgram:
     )
 
 
-def stored(dtype: str = E4M3) -> EpilogueProgram:
-    """A projection whose result's scale is known beforehand: it leaves the tile in FP8."""
+def activated() -> EpilogueProgram:
+    """A projection of whose activation the maxima of columns are wanted."""
     return parsed(
         "float32",
-        "inv_a:scalar inv_b:scalar scale:scalar",
-        "y0 mul acc inv_a; y mul y0 inv_b; r relu y; q mul r scale; size abs q",
-        f"q:{dtype}",
+        "inv_a:scalar inv_b:scalar",
+        "y0 mul acc inv_a; y mul y0 inv_b; r relu y; size abs r",
+        "r:bfloat16",
         "left:size:col:max",
         a_dtype=E4M3,
     )
@@ -287,23 +287,19 @@ def fp8() -> dict[str, EpilogueProgram]:
             accs=("acc0", "acc1"),
             a_dtype=E4M3,
         ),
-        # Down's dgrad, of a gradient in e5m2; the forward pass knew the activation's scale.
+        # Down's dgrad, of a gradient in e5m2, with the activation that the weight's gradient reads.
         "fp8_dswiglu": parsed(
             "bfloat16",
-            "inv_a:col:float32 inv_b:scalar:float32 g:tile u:tile scale:row:float32",
+            "inv_a:col:float32 inv_b:scalar:float32 g:tile u:tile",
             "d0 mul acc inv_a; d mul d0 inv_b; s sigmoid g; act mul g s; du mul d act;"
             f"{_SLOPE}; through mul d u; dg mul through slope; gsize abs dg; usize abs du;"
-            "y mul act u; ys mul y scale; low maximum ys -448.0; high minimum low 448.0;"
-            "q round_float8_e4m3fn high",
-            f"dg du q:{E4M3}",
+            "y mul act u",
+            "dg du y",
             "grow:gsize:row:max urow:usize:row:max gcol:gsize:col:max ucol:usize:col:max",
             a_dtype=E5M2,
             b_dtype=E4M3,
         ),
-        "fp8_stored": stored(),
-        "fp8_half_stored": dataclasses.replace(
-            stored(E5M2), a_dtype="bfloat16", b_dtype="bfloat16"
-        ),
+        "fp8_activated": activated(),
     }
     fast = ("fp8_residual", "fp8_swiglu", "fp8_dswiglu")
     named |= {f"{name}_fast": dataclasses.replace(named[name], fast=True) for name in fast}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every GEMM takes the memory-bound work around it into its epilogue.
 
-fp8          casts to FP8, where the scale is known
 operands     how an outside tensor covers the tile
 region       what an epilogue absorbs, and the program it makes
 grow         grow a GEMM's epilogue

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.fuse import fp8, heads, operands
+from coda_inductor.fuse import heads, operands
 from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
@@ -171,7 +171,7 @@ class _Grower:
             return refuse("reshaped", f"{node.target} changes the tile's shape")
         lowering = LOWERINGS.get(node.target)
         known = lowering is not None or node.target is rotate_heads
-        if not known and not renames_or_casts(node) and not fp8.casts(node):
+        if not known and not renames_or_casts(node):
             text = f"{node.target} is not in the epilogue vocabulary"
             return refuse("not-in-vocabulary", text)
         saved = self._state()
@@ -203,11 +203,6 @@ class _Grower:
             value = self._value(inputs[0])
             if value is None:
                 return refuse("not-elementwise", f"{node.target} is not elementwise")
-            if fp8.casts(node):
-                rounded = fp8.rounded(node, value, self.region.steps, self._emit)
-                if isinstance(rounded, Refusal):
-                    return rounded
-                value = rounded
             self._note(node, value, pull)
             return None
         reason = next((why for a in inputs if (why := self._check(a, full))), None)

@@ -17,7 +17,7 @@ import sys
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, select_
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import arith
 from quack import activation
 from quack.epilogue.math import F2
 
@@ -82,24 +82,3 @@ where = _lanewise(lambda condition, x, y: Float32(select_(condition, Float32(x),
 
 def relu(x):
     return maximum(x, 0.0)
-
-
-def _round_float8(kind: str):
-    """To the nearest number of 8 bits and back, as a store does: beyond the largest number is the
-    largest number, NaN stays NaN (PTX: satfinite)."""
-    text = (
-        "{.reg .b16 h, l; .reg .b32 p; .reg .f32 z; mov.f32 z, 0f00000000;"
-        f" cvt.rn.satfinite.{kind}x2.f32 h, z, $1; cvt.rn.f16x2.{kind}x2 p, h;"
-        " mov.b32 {l, h}, p; cvt.f32.f16 $0, l;}"
-    )
-
-    def rounded(x):
-        value = x.ir_value()
-        # It has no effects: equal ones may be merged, unused ones dropped.
-        return Float32(llvm.inline_asm(value.type, [value], text, "=f,f", has_side_effects=False))
-
-    return _of_floats(rounded)
-
-
-round_float8_e4m3fn = _round_float8("e4m3")
-round_float8_e5m2 = _round_float8("e5m2")

@@ -12,7 +12,7 @@ one shape: gate and up projections that meet in one tile (rule R6 of the design)
 A program with a ``head`` knows that N is made of heads of so many columns (``program.heads``).
 
 A and B have dtypes of their own where both are FP8 (``a_dtype``, ``b_dtype``); values on the tile
-are float32 all the same, and a store in FP8 saturates: it clamps, NaN stays NaN.
+are float32 all the same.
 
 Example, the o_proj GEMM of a Llama layer (residual + RMSNorm statistics + deferred gamma)::
 

@@ -25,13 +25,6 @@ class OpSpec:
     boolean: bool = False
 
 
-def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` in FP8, as torchao casts and as a store does: beyond the largest number is the largest
-    number, and NaN stays NaN."""
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
-
-
 def _to_nearest(dtype: torch.dtype) -> OpSpec:
     """To ``dtype`` of 16 bits and back, computed in float32: Inductor drops a cast down and up."""
     dropped = 16 if dtype == torch.bfloat16 else 13  # bits of the mantissa
@@ -50,10 +43,6 @@ def _to_nearest(dtype: torch.dtype) -> OpSpec:
     return OpSpec(1, rounded)
 
 
-def _rounding(dtype: torch.dtype) -> OpSpec:
-    return OpSpec(1, lambda x: saturated(x, dtype).to(x.dtype))
-
-
 #: Torch's functions of the same name, by how many arguments they take; then those that make bools.
 _NUMBERS = {
     1: "neg abs reciprocal sqrt rsqrt exp exp2 log log2 log1p expm1 tanh sigmoid erf sin cos relu",
@@ -70,7 +59,6 @@ OPS: dict[str, OpSpec] = {
 }
 # To the precision of a store, and back.
 OPS |= {f"round_{dtype_name(dtype)}": _to_nearest(dtype) for dtype in HALF}
-OPS |= {f"round_{name}": _rounding(getattr(torch, name)) for name in FP8}
 
 #: dtypes that an epilogue's operand may have. Values are always computed in float32 (float64 for
 #: float64 GEMMs).
@@ -78,4 +66,4 @@ OPERAND_DTYPES = ("float64", "float32", "bfloat16", "float16")
 #: dtypes that A and B may have: one of the above for both, or FP8, in which they may differ.
 GEMM_DTYPES = (*OPERAND_DTYPES, *FP8)
 #: dtypes a store may have.
-STORE_DTYPES = GEMM_DTYPES
+STORE_DTYPES = OPERAND_DTYPES

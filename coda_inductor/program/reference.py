@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from coda_inductor.compat import scaled_mm
-from coda_inductor.program import OPS, EpilogueProgram, Store
+from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
 from coda_inductor.program.heads import swap
-from coda_inductor.program.ops import saturated
 from coda_inductor.program.scales import scaled
 
 
@@ -106,7 +105,9 @@ def run(
             continue
         args = [_value(arg, env, wide, as_[0].device) for arg in step.args]
         env[step.name] = OPS[step.op].torch(*args)
-    outputs = [_stored(env[s.value], s).expand(shape).contiguous() for s in program.stores]
+    outputs = [
+        env[s.value].to(getattr(torch, s.dtype)).expand(shape).contiguous() for s in program.stores
+    ]
     for reduce in program.reduces:
         dim = 1 if reduce.axis == "row" else 0
         value = env[reduce.value].expand(shape)
@@ -170,11 +171,6 @@ def _rounded_fp8(program, found, a: Tensor, b: Tensor, env: dict[str, Tensor]) -
         m, n = a.shape[0], b.shape[1]
         scales = col.expand(m, 1).contiguous(), row.expand(1, n).contiguous()
     return fp8_product(a, b, program.fast, scales, program.product_dtype)
-
-
-def _stored(value: Tensor, store: Store) -> Tensor:
-    dtype = getattr(torch, store.dtype)
-    return saturated(value, dtype) if store.dtype in FP8 else value.to(dtype)
 
 
 def _value(arg: str | float, env: dict[str, Tensor], wide: torch.dtype, device: torch.device):

@@ -19,11 +19,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from coda_inductor.program.dtypes import FP8
+from coda_inductor.program.dtypes import HALF_NAMES
 from coda_inductor.program.ir import EpilogueProgram, Reduce, Step
 
 #: Store dtype -> the op that rounds to it.
-ROUNDING = {dtype: f"round_{dtype}" for dtype in ("bfloat16", "float16", *FP8)}
+ROUNDING = {dtype: f"round_{dtype}" for dtype in HALF_NAMES}
 
 
 def consistent(program: EpilogueProgram, apart: Collection[str] = ()) -> EpilogueProgram:

@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from coda_inductor.codegen.ports import ports
 from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.program import EpilogueProgram
@@ -171,9 +170,7 @@ def epilogue_tile(program: EpilogueProgram, config: Config, arch: int = 9) -> tu
     """(rows, columns) of the tiles that an epilogue moves through shared memory at a time."""
     if arch in (10, 11):
         return config.cta_tile_m(arch), math.gcd(64 if program.loads else 32, config.tile_n)
-    d = ports(program).d
-    wide = 64 if d is not None and WIDTHS[d.dtype] == 1 and config.pingpong else 32
-    columns = 16 if config.lean else math.gcd(wide, config.tile_n)
+    columns = 16 if config.lean else math.gcd(32, config.tile_n)
     if config.pingpong or arch == 12:
         return 64, columns  # one warpgroup's rows
     return min(config.tile_m, 128), columns

@@ -72,11 +72,10 @@ def _unsupported(
         return "kernel-dtype", text
     if (why := reading_of(program, terms).refuses(program, majors, terms, arch)) is not None:
         return why
-    narrow = any(dtype in FP8 for dtype in (program.a_dtype, *(s.dtype for s in program.stores)))
-    step = 16 if narrow else 8
+    step = 16 if program.fp8 else 8
     if n % step or k % step or not k or not n:
         text = f"N={n} and K={k} must be positive multiples of {step} (16-byte rows)"
-        return ("not-multiple-of-16" if narrow else "not-multiple-of-8"), text
+        return ("not-multiple-of-16" if program.fp8 else "not-multiple-of-8"), text
     if not program.stores:
         return "no-store", "a program without a tile store has no kernel"
     dtypes = [o.dtype for o in program.operands] + [s.dtype for s in program.stores]

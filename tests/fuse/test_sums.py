@@ -218,3 +218,15 @@ def test_inductor_writes_each_part_where_it_belongs():
     assert torch.equal(output, function(x, y))
     assert "columns" not in code.split("def call")[1]
     assert "masked" not in code
+
+
+def test_products_that_are_summed_in_two_ways_share_no_tile(monkeypatch):
+    def gated(x, w, v):
+        return torch.sigmoid(x @ w) * (x @ v)
+
+    ways = {}  # of GEMMs, as they are first asked about
+    asked = lambda gemm: ways.setdefault(gemm, len(ways) % 2 == 0)  # noqa: E731
+    monkeypatch.setattr("coda_inductor.fuse.pair.fast_accumulation", asked)
+    harness = Harness()
+    harness.run(gated, *(torch.randn(64, 64) for _ in range(3)))
+    assert not any(site.program.paired for site in harness.fused)

@@ -124,7 +124,7 @@ def test_the_order_and_the_distance_of_a_pair(dtype):
 @pytest.mark.parametrize("a_major", ["k", "m"])
 @pytest.mark.parametrize("b_major", ["k", "n"])
 def test_fp8_operands_that_are_not_contiguous_along_k_are_copied(a_major, b_major):
-    program = fp8()["fp8_stored"]
+    program = fp8()["fp8_activated"]
     (a,), (b,), _ = inputs(program, M, N + 8, F)
     given = a if a_major == "k" else turned(a), b if b_major == "k" else b.contiguous()
     got = reading_of(program).bind([given[0]], [given[1]])

@@ -158,8 +158,6 @@ def test_printed_program_reads_like_the_documentation():
 ROUNDED = {
     "round_bfloat16": (8, 0.0, math.inf),
     "round_float16": (11, 0.0, math.inf),
-    "round_float8_e4m3fn": (4, 2.0**-9, 448),
-    "round_float8_e5m2": (3, 2.0**-16, 57344),
 }
 
 
@@ -184,14 +182,14 @@ def test_an_op_means_torchs_of_its_name(op):
     torch.testing.assert_close(reference.run(made, [a], [b], [t])[0], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inductor_keeps_a_rounding_step(dtype):
     """It drops a cast down and up."""
     x = torch.randn(64, 33) * torch.logspace(-9, 6, 33)
     x[1, :4] = torch.tensor([65519.0, 65520.0, 1 + 2**-11, 1 + 2**-8])  # ties, and the largest
     x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     step = OPS[f"round_{str(dtype).removeprefix('torch.')}"].torch
-    expected = x.clamp(-448, 448).to(dtype).float() if dtype.itemsize == 1 else x.to(dtype).float()
+    expected = x.to(dtype).float()
     for function in (step, torch.compile(lambda x: step(x * 1.0), backend="inductor")):
         torch.testing.assert_close(function(x), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -251,26 +249,6 @@ def test_products_are_not_rounded_unless_asked_for(dtype):
     torch.testing.assert_close(exact, a.float() @ b.float())
     assert torch.equal(rounded, exact.bfloat16().float())
     assert not torch.equal(rounded, exact)
-
-
-EDGES = torch.tensor(
-    [0.0, -0.0, 1e-9, 0.3, 447.0, 449.0, -1e30, math.inf, -math.inf, math.nan, 57345.0]
-)
-
-
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_store_in_fp8_saturates_as_torchaos_clamp_and_cast_do(dtype, wide):
-    made = verify(program("x mul acc t", "t:row:float32", f"x:{dtype}", dtype=E4M3))
-    one = torch.ones(16, 16).to(torch.float8_e4m3fn if wide == torch.float32 else wide)
-    (got,) = reference.run(made, [one[:1]], [one[:, : len(EDGES)]], [EDGES])
-    target = getattr(torch, dtype)
-    largest, values = torch.finfo(target).max, 16 * EDGES.to(wide)
-    want = values.clamp(min=-largest, max=largest).to(target)
-    assert got.dtype == target
-    assert torch.equal(got.view(torch.uint8)[0], want.view(torch.uint8))
-    again = OPS[f"round_{dtype}"].torch(values)
-    torch.testing.assert_close(again, want.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_unfused_fp8_product_is_rounded_behind_its_scales():

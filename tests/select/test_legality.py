@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from programs import E5M2, fp8, heads, kinds, one_op, parsed, programs, rotary, stored
+from programs import E5M2, activated, fp8, heads, kinds, one_op, parsed, programs, rotary
 from test_config import sum_of_tiles
 
 from coda_inductor.mainloop import availability
@@ -19,7 +19,7 @@ from coda_inductor.select.config import legal_configs
 from coda_inductor.select.legality import unsupported
 
 SCALE, PAIR, ROTARY = (kinds()[name] for name in ("scale", "swiglu", "rotary"))
-FP8 = stored()
+FP8 = activated()
 
 
 @pytest.fixture
@@ -51,8 +51,6 @@ def test_every_representative_program_is_supported(program):
         (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
         (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
         (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
-        (replace(FP8, a_dtype="bfloat16", b_dtype="bfloat16"), 72, 64, {}, "not-multiple-of-16",
-         "N=72"),
         (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
         (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
         (FP8, 64, 64, {"terms": 2}, "fp8-terms", "a sum of 2 FP8 products"),
