@@ -18,7 +18,7 @@ asserted of a tensor's dtype, device and layout is dropped where it holds of the
 What it enables: patterns, attention masks and all else that looks at this graph know one spelling.
 
 Leaves alone, silently, for nothing is lost that was there: ops that change their arguments, ops
-that torch has no function for, and results of several parts of which more than the first is read.
+that torch has no function for, and core ops that ``run_decompositions`` leaves.
 """
 
 from __future__ import annotations
@@ -49,10 +49,6 @@ _FUNCTIONS = {
 }  # fmt: skip
 _OPERATORS = {"__and__": operator.and_, "__or__": operator.or_}
 _REDUCTIONS = ("none", "mean", "sum")
-#: Ops of several results -> the function of the first one, and how many arguments it takes.
-_FIRST: dict[str, tuple[Callable[..., Any], int]] = {
-    "native_layer_norm": (torch.layer_norm, 5), "_fused_rms_norm": (torch.rms_norm, 4),
-}  # fmt: skip
 
 
 def respell(graph: Graph, _record: Record) -> None:
@@ -79,9 +75,6 @@ def _respell(node: Node) -> None:
     if name == "_assert_tensor_metadata":
         if _holds(node):
             node.graph.erase_node(node)
-        return
-    if name in _FIRST:
-        _first(node, *_FIRST[name])
         return
     call = _SPECIAL[name](node) if name in _SPECIAL else _same(node, name)
     if call is None:
@@ -116,21 +109,6 @@ def _holds(node: Node) -> bool:
     return same and all(getattr(known, key) == want for key, want in said.items())
 
 
-def _first(node: Node, function: Callable[..., Any], most: int) -> None:
-    """``op(...)[0]`` alone is ``function(...)``."""
-    parts = list(node.users)
-    taken = all(n.target is operator.getitem and arguments(n)["index"] == 0 for n in parts)
-    if not parts or not taken or node.kwargs or len(node.args) != most or node.args[-1] is None:
-        return
-    with node.graph.inserting_before(node):
-        call = node.graph.call_function(function, node.args)
-    call.meta = dict(parts[0].meta)
-    for part in parts:
-        part.replace_all_uses_with(call)
-        node.graph.erase_node(part)
-    node.graph.erase_node(node)
-
-
 def _said(node: Node) -> dict[str, Any]:
     """The arguments of ``node`` that say something."""
     return {name: item for name, item in arguments(node).items() if item is not None}
@@ -142,15 +120,6 @@ def _to(node: Node) -> Call | None:
     x = said.pop("input")
     own = said.pop("layout", None) in (None, getattr(value(x), "layout", None))
     return ("to", (x,), said) if own and not said.pop("pin_memory", None) else None
-
-
-def _to_copy(node: Node) -> Call | None:
-    """Where the dtype changes ``x.to`` copies as well."""
-    x = arguments(node)["input"]
-    source, made = value(x), value(node)
-    known = source is not None and made is not None and set(node.kwargs) == {"dtype"}
-    copies = known and source.dtype != made.dtype
-    return ("to", (x, made.dtype), {}) if copies else None
 
 
 def _slice(node: Node) -> Call | None:
@@ -192,7 +161,7 @@ def _cross_entropy(node: Node) -> Call | None:
 
 
 _SPECIAL: dict[str, Callable[[Node], Call | None]] = {
-    "to": _to, "_to_copy": _to_copy, "slice": _slice, "select": _select, "index": _index,
+    "to": _to, "slice": _slice, "select": _select, "index": _index,
     "sym_size": lambda node: ("size", node.args, node.kwargs),
     "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip
