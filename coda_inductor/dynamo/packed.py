@@ -19,9 +19,6 @@ is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a
 it: nothing is copied. Autograd puts the weight's gradient together by a copy, which
 ``Plan.split_loses`` charges.
 
-Where that is not to be, or does not pay, halves become those of ``z.chunk(2, -1)``: its gradient
-puts two tensors together, where that of slices adds two that are filled up with zeros.
-
 Leaves alone: products of unknown or odd width; one half alone; what is changed in place, or leaves
 the graph (autograd lets nobody change in place what a ``chunk`` returns); halves that a change or a
 mode lies between. Stays one product: what anything else reads, or more than two parts of; halves
@@ -49,11 +46,9 @@ from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
-_PRODUCTS = ("linear", "matmul", "mm", "addmm")
 #: What gives halves, and what may lie between a product and that; all else is not looked at.
 _CUTS = ("getitem", "narrow")
 _BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
-_JOINED = ("chunk", "split")  # whose gradient is put together already
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 
 
@@ -79,9 +74,9 @@ def _plan(graph: Graph, record: Record) -> Plan:
 
 
 def _product(node: Node) -> bool:
-    """Is ``node`` a product of matrices (..., 2F)?"""
+    """Is ``node`` a linear layer's product (..., 2F)?"""
     known = value(node)
-    if target_name(node) not in _PRODUCTS or not hasattr(known, "fake_mode") or not known.dim():
+    if target_name(node) != "linear" or not hasattr(known, "fake_mode") or not known.dim():
         return False
     width = known.shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
@@ -146,22 +141,17 @@ def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> 
         for unit in _units(product):
             _expand(product, unit)
         halves = _halves(product)
-        if not halves or hazards.between((product, *halves)):
-            continue
-        if _splits(product, halves, plan, record):
+        safe = halves and not hazards.between((product, *halves))
+        if safe and _splits(product, halves, plan, record):
             parts = _split(product)
-        elif len(ways := {n.args[0] for n in halves}) == 1 and target_name(*ways) in _JOINED:
-            continue
-        else:
-            parts = _chunk(Put(min(halves)), product, -1)
-        for node, index in halves.items():
-            node.replace_all_uses_with(parts[index])
-            _erase(node, product)
+            for node, index in halves.items():
+                node.replace_all_uses_with(parts[index])
+                _erase(node, product)
 
 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
     """May ``product`` be two, and does that pay?"""
-    pair = _operands(product) if target_name(product) == "linear" else None
+    pair = _operands(product)
     if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
         return False
     if not same(pair[1].stride(0), 1) or not _meet(halves):

@@ -106,14 +106,14 @@ def not_k_major(x, w):
 
 
 @pytest.mark.parametrize("function", [read_elsewhere, never_meeting, not_k_major])
-def test_products_that_stay_one_whose_gradient_is_put_together(function):
+def test_products_that_stay_one(function):
     harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
-    assert divided(harness) == {3}
+    assert not divided(harness)
 
 
 def test_in_fp8_halves_would_have_other_scales():
     harness = check(mlp(CUTS["slices"]), randn(2, 5, D), fp8="rowwise")
-    assert divided(harness) == {3}
+    assert not divided(harness)
     assert pairs(harness) == 0
 
 
