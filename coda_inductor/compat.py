@@ -229,7 +229,7 @@ TORCH: dict[str, Private] = {
             f"torch.ops.{path}.default", "is an op that graphs have", _UNMATCHED, f"no {path}"
         )
         for path in (
-            "aten._log_softmax", "aten._scaled_mm", "aten._softmax", "aten._to_copy",
+            "aten._scaled_mm", "aten._to_copy",
             "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate",
             "aten._unsafe_view", "_c10d_functional.all_gather_into_tensor",
             "_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor",
