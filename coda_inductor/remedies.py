@@ -103,9 +103,8 @@ _DO = {
     "bias-form": "Use a bias with one value a column and no alpha or beta (F.linear).",
     "float64-mixed": "Compute in float32, or all in float64.",
     "fp8-cast": "Quantize with torchao's dynamic scaling, without reduce_amax or bounds "
-    "for the maximum: other casts to FP8 stay with Inductor.",
-    "fp8-ranks": "Under tensor parallelism, use a recipe with scales of rows: those need no other "
-    "rank where rows are not split.",
+    "for the maximum: other casts to FP8 stay with Inductor. Under tensor parallelism, scales of "
+    "rows need no other rank where rows are not split.",
     "fp8-skipped": "Give options['fp8_skip'], the layers that stay in bfloat16, without it.",
     "fp8-dtype": "options['fp8'] is for bfloat16: model.bfloat16(), or torch.autocast.",
     "fp8-computed": "Multiply with a parameter as it is: merge what changes it (peft's "
@@ -160,7 +159,7 @@ _NOTHING = {
     "norm-input-no-gemm": "for the first norm of a model: an embedding or an input stands before "
     "it. Behind a residual that another norm made (Gemma 2), a kernel of Inductor's makes it. "
     "Elsewhere, look for an op between the GEMM and the norm that is not elementwise (dropout, a "
-    "gather, a graph break)",
+    "gather, a collective, a graph break)",
     "collective": "a collective needs all that each rank has before anything that follows; what "
     "lies on either side is fused by itself. Under FSDP, which shards no product, norms and GEMMs "
     "meet",

@@ -17,7 +17,7 @@ from coda_inductor.fuse.region import NoRegionError, Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.fusing.lower import SITE, lower
-from coda_inductor.graph.collectives import ahead, between, overlapped
+from coda_inductor.graph.collectives import ahead, overlapped
 from coda_inductor.graph.gemms import (
     GEMMS,
     WEIGHT_GRADIENT,
@@ -314,7 +314,9 @@ def _stop(node: Node, why: Refusal) -> Refusal:
     """Why ``node`` was not absorbed: ``why``, but where it leads to a collective, that."""
     if (collective := ahead(node)) is None:
         return why
-    return between(collective, "this GEMM and what follows")
+    name = f"{collective.target.overloadpacket.__name__} ({collective.name})"
+    text = f"{name}, for which ranks wait, stands between this GEMM and what follows"
+    return refuse("collective", text)
 
 
 def _patterns(region: Region) -> set[tuple[str, str]]:

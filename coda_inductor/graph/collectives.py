@@ -19,9 +19,8 @@ from coda_inductor.compat import (
     reduce_scatter_tensor,
     wait_tensor,
 )
-from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import aten, elementwise, renames_or_casts
-from coda_inductor.graph.walk import base, sources
+from coda_inductor.graph.nodes import aten, renames_or_casts
+from coda_inductor.graph.walk import base
 from coda_inductor.refusal import Refusal, refuse
 
 #: Collectives whose result is a sum over ranks if their second argument says so.
@@ -44,18 +43,6 @@ def moves(node: Node) -> bool:
     return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
 
 
-def behind(node: Node) -> Node | None:
-    """The collective whose result ``node`` is elementwise computed from, the last one before it;
-    None where a GEMM is nearer, or none is near."""
-
-    def through(each: Node) -> bool:
-        return moves(each) or elementwise(each)
-
-    found = (each for each in sources(node, through) if each.target in (*COLLECTIVES, *GEMMS))
-    last = next(found, None)
-    return last if last is not None and last.target in COLLECTIVES else None
-
-
 def ahead(node: Node) -> Node | None:
     """The collective that ``node`` is, or is moved into; None for anything else."""
     todo = [node]
@@ -68,13 +55,6 @@ def ahead(node: Node) -> Node | None:
         if moves(reader):
             todo += reader.users
     return None
-
-
-def between(collective: Node, what: str) -> Refusal:
-    """The refusal that names ``collective`` as what stands between ``what``."""
-    name = collective.target.overloadpacket.__name__
-    text = f"{name} ({collective.name}), for which ranks wait, stands between {what}"
-    return refuse("collective", text)
 
 
 def overlapped(gemm: Node) -> Refusal | None:

@@ -92,8 +92,7 @@ def check_tensor_parallelism():
     refusals = trained(tensor_parallel(decoder(LAYERS), mesh()), want)
     norms = [why for why in refusals if why.what == "rms_norm"]
     assert len(norms) == 2 * LAYERS + 1
-    assert {why.code for why in norms} == {"collective"}
-    assert all("all_reduce" in why.text for why in norms)
+    assert {why.code for why in norms} <= {"norm-input-no-gemm", "norm-gradient"}
     sites = {
         site.site: site for site in coda_inductor.reports()[-1].sites if site.role == "forward"
     }

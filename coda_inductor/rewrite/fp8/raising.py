@@ -34,7 +34,6 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
-from coda_inductor.graph.collectives import behind
 from coda_inductor.graph.edit import Put
 from coda_inductor.graph.gemms import WEIGHT_GRADIENT
 from coda_inductor.graph.nodes import (
@@ -54,8 +53,6 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.chains import Chain, chain_of, converts, relaid, single
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
-
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def raise_fp8(graph: Graph, record: Record) -> None:
@@ -213,16 +210,8 @@ class _Factors:
         if q in self.refused or not converts(q):
             return
         self.refused.add(q)
-        scaled = base(q.all_input_nodes[0], lambda n: n.target in _CLAMPS)
-        numbers = [x for x in scaled.all_input_nodes if fake(x).dim() == 0]
-        collective = next((c for x in numbers if (c := behind(x)) is not None), None)
-        if collective is not None:
-            text = f"{q.name} casts to FP8 by a maximum over all ranks ({collective.name})"
-            why = refuse("fp8-ranks", text)
-        else:
-            text = f"{q.name} casts to FP8, and not as torchao's dynamic scaling does"
-            why = refuse("fp8-cast", text)
-        self.record.refuse("fp8", place(q), why)
+        text = f"{q.name} casts to FP8, and not as torchao's dynamic scaling does"
+        self.record.refuse("fp8", place(q), refuse("fp8-cast", text))
 
 
 def _lies(node: Node) -> tuple[Node, bool, bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from coda_inductor.graph.collectives import behind, between
 from coda_inductor.graph.gemms import producer
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sides import Scope
@@ -22,8 +21,6 @@ def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
     x, plan = arguments(norm)["x"], record.plan
     source = producer(x)
     if source is None:
-        if (collective := behind(x)) is not None:
-            return between(collective, "it and the GEMM that makes its input")
         return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
     if (why := plan.legal(source)) is not None:
         return why.within(f"the GEMM that makes its input, {source.name}, is not fused: {{}}")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.collectives import ahead, behind, between
 from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
@@ -105,8 +104,6 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
                 if not same(fake(user).shape[-1], width):
                     return refuse("norm-reshaped", f"{user.name} reshapes its rows")
                 todo.append(user)
-            elif (collective := ahead(user)) is not None:
-                return between(collective, "it and the GEMMs that read it")
             else:
                 text = f"{user.name} ({user.target}) reads it and is not a GEMM"
                 return refuse("norm-read-elsewhere", text)
@@ -139,8 +136,6 @@ def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None
     gradient = arguments(found.backward)["dy"]
     found.dgrads = terms(gradient) or []
     if not found.dgrads:
-        if (collective := behind(gradient)) is not None:
-            return between(collective, "its gradient and the GEMMs that make it")
         return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
     if len(gradient.users) != 1:
         return refuse("norm-gradient", "its gradient is read elsewhere")
