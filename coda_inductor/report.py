@@ -122,61 +122,13 @@ class SiteReport:
 
 
 @dataclass
-class Float8Layers:
-    """What ``options["fp8"]`` makes of the linear layers, of one graph or of several.
-
-    Attributes:
-        recipe: the option's; "" without it.
-        patterns: those of ``fp8_skip``, where they are the user's.
-        quantized: the layers that multiply in FP8, by their modules' paths.
-        kept: those that never do.
-        named: the patterns that name one of them.
-    """
-
-    recipe: str = ""
-    patterns: tuple[str, ...] = ()
-    quantized: set[str] = field(default_factory=set)
-    kept: set[str] = field(default_factory=set)
-    named: set[str] = field(default_factory=set)
-
-    def add(self, other: Float8Layers) -> None:
-        """Take in the layers of another graph."""
-        self.recipe, self.patterns = other.recipe, other.patterns
-        self.quantized |= other.quantized
-        self.kept = (self.kept | other.kept) - self.quantized
-        self.named |= other.named
-
-    @property
-    def unmatched(self) -> list[str]:
-        """The patterns that name none of the layers: misspelt, or of layers in other graphs."""
-        return [pattern for pattern in self.patterns if pattern not in self.named]
-
-    @property
-    def summary(self) -> str:
-        """``FP8 (rowwise): 14 of 15 linear layers; fp8_skip: 'down_prj' names none of them``; empty
-        where there is no such layer."""
-        layers = self.quantized | self.kept
-        if not layers:
-            return ""
-        said = f"FP8 ({self.recipe}): {len(self.quantized)} of {len(layers)} linear layers"
-        missed = ", ".join(map(repr, self.unmatched))
-        verb = "names" if len(self.unmatched) == 1 else "name"
-        return f"{said}; fp8_skip: {missed} {verb} none of them" if missed else said
-
-
-@dataclass
 class GraphReport:
-    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was.
-
-    Attributes:
-        float8: what became of the linear layers with ``options["fp8"]``.
-    """
+    """One compiled graph: its GEMMs, and what was recognized beside them and stays as it was."""
 
     name: str
     sites: list[SiteReport] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     folder: str = ""
-    float8: Float8Layers = field(default_factory=Float8Layers)
 
     @property
     def near_misses(self) -> list[str]:
@@ -208,11 +160,9 @@ class GraphReport:
         return ", ".join(said)
 
     def table(self) -> str:
-        """:func:`sites_table` of the GEMMs, then FP8 layers and near misses."""
-        lines = [sites_table(self.sites)]
-        lines += [self.float8.summary] if self.float8.summary else []
-        lines += [f"near miss: {m}" for m in self.near_misses]
-        return "\n".join(lines)
+        """:func:`sites_table` of the GEMMs, then near misses."""
+        lines = [f"near miss: {m}" for m in self.near_misses]
+        return "\n".join([sites_table(self.sites), *lines])
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from coda_inductor.matching import bodies, forward_mode, is_cast, value
 from coda_inductor.options import Options
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.report import Float8Layers
 from coda_inductor.semantic.fp8_linear import MULTIPLE, RECIPES, fp8_linear, multiplies, too_small
 
 #: What peft calls a layer that it wraps, behind the layer's own name.
@@ -52,7 +51,6 @@ def quantize_linears(graph: Graph, record: Record) -> None:
     options, dual = record.options, forward_mode(graph)
     if not options.fp8 or not record.enabled("fp8_linear"):
         return
-    chosen, kept = set(), set()
     for node in [n for body in bodies(graph) for n in body.graph.nodes]:
         if (layer := _layer(node)) is None:
             continue
@@ -60,10 +58,8 @@ def quantize_linears(graph: Graph, record: Record) -> None:
         if dual is not None:
             why = refuse("forward-mode", f"{dual} differentiates forward, and FP8 goes backward")
         if why is not None:
-            kept.add(place(node))
             record.refuse("fp8_linear", place(node), why)
             continue
-        chosen.add(place(node))
         record.fire("fp8_linear")
         node.target, node.kwargs = fp8_linear, {}
         node.args = (*layer, options.fp8, value(node).dtype)
@@ -71,9 +67,6 @@ def quantize_linears(graph: Graph, record: Record) -> None:
         why = _odd({"M": _rows(layer[0])}) if trained else None
         if why is not None and RECIPES[options.fp8].wgrad is not None:
             record.refuse("fp8_linear", place(node), why.within("its weight's gradient: {}"))
-    hit = {p for p in options.fp8_skip if any(skips(p, path) for path in chosen | kept)}
-    own = options.fp8_skip if options.fp8_skip != Options.fp8_skip else ()
-    record.report.float8.add(Float8Layers(options.fp8, own, chosen, kept - chosen, hit))
 
 
 def skips(pattern: str, path: str) -> bool:

@@ -18,7 +18,6 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
 from coda_inductor.options import Options
 from coda_inductor.plan import as_16_bits
-from coda_inductor.report import Float8Layers
 from coda_inductor.select import gate
 from coda_inductor.select.device import gpu_of
 from coda_inductor.tracing import Traced
@@ -78,10 +77,6 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
             "is legal, and runs as plain ops."
         )
         notes.append(f"{text} {_forecast(result, graphs, options)}")
-    layers = Float8Layers()
-    for captured in graphs:
-        layers.add(captured.report.float8)
-    notes += [f"{layers.summary}."] if layers.summary else []
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "
