@@ -156,7 +156,7 @@ def classify(mask: torch.Tensor, queries: Any, keys: Any) -> Verdict:
     if queries != keys:
         text = f"it is not full, and there are {queries} queries but {keys} keys"
         return refuse("mask-lengths", text)
-    causal = torch.ones(queries, keys, dtype=torch.bool).tril()
+    causal = (place := torch.arange(queries)) <= place[:, None]
     if seen.shape[-2:] == causal.shape and torch.equal(seen, causal.expand_as(seen)):
         return CAUSAL
     return refuse("mask-form", "it is constant, but neither causal nor full")
