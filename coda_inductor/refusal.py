@@ -62,6 +62,14 @@ class Refusal:
         return replace(self, failure=False)
 
 
+class Refused(Exception):  # noqa: N818 (a reason on its way up, no failure)
+    """What was asked for cannot be; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
 def refuse(code: str, text: str, *, failure: bool = False) -> Refusal:
     """A new refusal.
 

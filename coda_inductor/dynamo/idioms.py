@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 from coda_inductor import patterns
 from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.nodes import arguments, erased
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
     Flat,
@@ -190,12 +190,10 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
             text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
             return refuse("result-dtype" if what == "dtype" else "not-recorded", text)
     # A view or an as_strided of the result counts on them.
-    strides = [x.stride() for x in (want, have)]
-    wider = [i for i, size in enumerate(want.shape) if not same(size, 1)]
-    if not all(same(strides[0][i], strides[1][i]) for i in wider):
-        text = f"stride would change from {strides[0]} to {strides[1]}"
-        return refuse("result-layout", text)
-    return None
+    if laid_out_alike(want, have):
+        return None
+    text = f"stride would change from {want.stride()} to {have.stride()}"
+    return refuse("result-layout", text)
 
 
 def _replace(graph: Graph, pattern: Pattern, match: Match) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from coda_inductor.fuse.region import SWAPPED, NoRegionError, Region
+from coda_inductor.fuse.region import SWAPPED, Region
 from coda_inductor.fuse.sums import factors
 from coda_inductor.graph.edit import insert, replace_parts, settle
 from coda_inductor.graph.nodes import VIEWS, arguments, aten, fake, prims
@@ -28,7 +28,7 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
 from coda_inductor.program.heads import swap
-from coda_inductor.refusal import refuse
+from coda_inductor.refusal import Refused, refuse
 from coda_inductor.runtime import direct, op
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -84,7 +84,7 @@ def check_views(region: Region) -> None:
     anything.
 
     Raises:
-        NoRegionError: a shape with several symbolic sizes that no view in the region makes.
+        Refused: a shape with several symbolic sizes that no view in the region makes.
     """
     for nodes in region.stored().values():
         for node in nodes:
@@ -186,4 +186,4 @@ def _sizes(node: Node, region: Region) -> list[Any]:
         if makes_shape:
             return list(arguments(view)["size"])
     text = f"no view in the region makes the symbolic shape {tuple(shape)}"
-    raise NoRegionError(refuse("symbolic-shape", text))
+    raise Refused(refuse("symbolic-shape", text))

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import heads, operands
-from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import MAX_STORES, unstorable
 from coda_inductor.graph.gemms import GEMMS, bias_of, producer, scales_of
 from coda_inductor.graph.nodes import (
@@ -46,7 +46,7 @@ from coda_inductor.graph.vocabulary import LOGICAL, LOWERINGS, REDUCTIONS, Value
 from coda_inductor.graph.walk import base, closure, readers, source
 from coda_inductor.program import OPS, Reduce, Step
 from coda_inductor.program.dtypes import FLOATS
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import Refusal, Refused, refuse
 from coda_inductor.semantic.fp8 import CAST
 from coda_inductor.semantic.rotary import rotate_heads
 
@@ -61,7 +61,7 @@ def grow(
     is. The sides of all anchors must be the same.
 
     Raises:
-        NoRegionError: an anchor's own result would have to be stored and cannot be.
+        Refused: an anchor's own result would have to be stored and cannot be.
     """
     banned = dict(banned or {})
     known = set(banned)
@@ -73,7 +73,7 @@ def grow(
             return region
         node, reason = trouble
         if node in banned or node in anchors or node is total:
-            raise NoRegionError(reason.within(f"{node.name}: {{}}"))
+            raise Refused(reason.within(f"{node.name}: {{}}"))
         banned[node] = reason
 
 

@@ -23,12 +23,13 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from coda_inductor.fuse.grow import Banned, grow
-from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.refusal import Refused
 
 
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
@@ -48,7 +49,7 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
             continue
         if not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
             continue
-        with contextlib.suppress(NoRegionError):
+        with contextlib.suppress(Refused):
             yield grow((anchor, other), scope, banned)
 
 

@@ -31,15 +31,6 @@ from coda_inductor.program import (
 from coda_inductor.program.dtypes import HALF, dtype_name
 from coda_inductor.refusal import Refusal
 
-
-class NoRegionError(Exception):
-    """GEMMs cannot have this region; ``refusal`` says why."""
-
-    def __init__(self, refusal: Refusal):
-        super().__init__(refusal.text)
-        self.refusal = refusal
-
-
 #: The kind of an operand that is one value a column, read at the column that a swap puts there.
 SWAPPED = "swapped row"
 

@@ -13,7 +13,7 @@ from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.pair import pair_with
-from coda_inductor.fuse.region import NoRegionError, Region
+from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
 from coda_inductor.fusing.lower import SITE, lower
@@ -32,7 +32,7 @@ from coda_inductor.graph.vocabulary import LOWERINGS, REDUCTIONS
 from coda_inductor.graph.walk import readers
 from coda_inductor.log import logger
 from coda_inductor.record import Record
-from coda_inductor.refusal import Refusal, failed, refuse
+from coda_inductor.refusal import Refusal, Refused, failed, refuse
 from coda_inductor.report import Choice, SiteReport
 from coda_inductor.select.site import Site
 from coda_inductor.semantic.rotary import rotate_heads
@@ -158,7 +158,7 @@ class _Planner:
                 if region.idle:
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
-            except NoRegionError as error:
+            except Refused as error:
                 first = first or error.refusal
                 continue
             found, choice = self._judged(region, site)

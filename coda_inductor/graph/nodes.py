@@ -27,6 +27,7 @@ ALIASES = frozenset(
     }
 )  # fmt: skip
 
+_CASTS = (prims.convert_element_type.default, to_copy)
 #: Views whose sizes are given, of row-major tensors.
 VIEWS = (aten.view.default, aten.reshape.default, unsafe_view)
 
@@ -113,18 +114,17 @@ def renames(node: Any) -> bool:
     return isinstance(node, Node) and node.target in ALIASES
 
 
+def converts(node: Any) -> bool:
+    """Does ``node`` change the dtype of what it reads, and nothing else?"""
+    if not isinstance(node, Node) or node.target not in _CASTS:
+        return False
+    before, after = fake(node.all_input_nodes[0]), fake(node)
+    return before.device == after.device and before.dtype != after.dtype  # else it is a copy
+
+
 def is_cast(node: Any) -> bool:
-    """A pure dtype change between the float types that epilogues compute through."""
-    if not isinstance(node, Node) or node.target not in (
-        prims.convert_element_type.default,
-        to_copy,
-    ):
-        return False
-    source, result = fake(node.all_input_nodes[0]), fake(node)
-    if source is None or result is None or source.device != result.device:
-        return False
-    differs = source.dtype != result.dtype  # else it is a copy
-    return differs and source.dtype in FLOATS and result.dtype in FLOATS
+    """Does ``node`` convert between float types that epilogues compute through?"""
+    return converts(node) and {fake(n).dtype for n in (node, *node.all_input_nodes)} <= {*FLOATS}
 
 
 def renames_or_casts(node: Any) -> bool:

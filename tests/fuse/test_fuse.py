@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from checking import check, leave_custom_ops, randn, reasons
 from torch import nn
 
-from coda_inductor.fuse.region import NoRegionError
 from coda_inductor.fusing import driver
-from coda_inductor.refusal import refuse
+from coda_inductor.refusal import Refused, refuse
 
 M, N, K = 6, 10, 8
 
@@ -229,7 +228,7 @@ def test_a_region_that_cannot_be_is_no_failure(monkeypatch):
     """The next candidate is tried, and with none left the reason is reported: strict raises not."""
 
     def none(*_):
-        raise NoRegionError(refuse("epilogue-full", "more than 3 tiles would be stored"))
+        raise Refused(refuse("epilogue-full", "more than 3 tiles would be stored"))
 
     a, b = matrices()
     monkeypatch.setattr(driver, "pair_with", none)

@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.nodes import run
+from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.matching import value
 
 #: Queries and keys of a block. Kernels' tiles divide it.
@@ -211,15 +212,11 @@ def _cast(tensor: Node, dtype: torch.dtype, call: Node) -> Node:
 
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
     """``result``, whose strides follow the queries', with the strides of ``like``."""
-    if _strides(value(result)) == _strides(like):
+    if laid_out_alike(value(result), like):
         return result
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
     moved = put(lambda t: t.permute(order).contiguous().permute(back), result, call)
-    assert _strides(value(moved)) == _strides(like), "SDPA's result is dense"
+    assert laid_out_alike(value(moved), like), "SDPA's result is dense"
     return moved
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -38,14 +38,14 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.dynamo.attention.constants import Constants, NotConstantError
+from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.dynamo.nodes import Put, run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
 from coda_inductor.matching import Hazards, bodies, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import Refusal, Refused, refuse
 
 NAMES = ("constant_mask", "grouped_heads")
 #: Where repeated heads are worth undoing.
@@ -126,7 +126,7 @@ def _verdict(
     if place not in verdicts:
         try:
             verdicts[place] = classify(constants.value(mask), *lengths)
-        except NotConstantError as error:
+        except Refused as error:
             verdicts[place] = error.refusal
     return verdicts[place]
 

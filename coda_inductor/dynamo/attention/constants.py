@@ -23,7 +23,7 @@ from coda_inductor.dynamo.nodes import run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
 from coda_inductor.matching import changes, value
-from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.refusal import Refusal, Refused, refuse
 
 #: Ops of which this argument, if it is a tensor, says only dtype, device and shape.
 _LIKE = {
@@ -35,14 +35,6 @@ _CPU = torch.device("cpu")
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 #: Of one tensor: a boolean mask of 32768 x 32768. A few are alive at a time.
 MAX_BYTES = 2**30
-
-
-class NotConstantError(Exception):
-    """A node's value is not known; ``refusal`` says why."""
-
-    def __init__(self, refusal: Refusal):
-        super().__init__(refusal.text)
-        self.refusal = refusal
 
 
 class Constants:
@@ -101,22 +93,22 @@ class Constants:
         """The value of ``node`` as a CPU tensor.
 
         Raises:
-            NotConstantError: with the reason, if it is not constant or cannot be computed.
+            Refused: with the reason, if it is not constant or cannot be computed.
         """
         if (why := self._why[node]) is not None:
-            raise NotConstantError(why)
+            raise Refused(why)
         if node in self._outer and self._around is not None:
             return self._around.value(self._outer[node])
         with unset_fake_temporarily(), torch.no_grad(), _NoRandom():
             try:
                 result = self._run(node)
-            except NotConstantError:
+            except Refused:
                 raise
             except Exception as error:  # an op that the CPU lacks: the mask stays as it was
                 why = refuse("mask-unknown", f"evaluating it failed: {error}")
-                raise NotConstantError(why) from error
+                raise Refused(why) from error
         if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-            raise NotConstantError(refuse("mask-unknown", "it cannot be evaluated on the CPU"))
+            raise Refused(refuse("mask-unknown", "it cannot be evaluated on the CPU"))
         return result
 
     def _run(self, node: Node) -> Any:
@@ -189,5 +181,5 @@ class _NoRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotConstantError(refuse("mask-random", f"{func} draws random numbers"))
+            raise Refused(refuse("mask-random", f"{func} draws random numbers"))
         return func(*args, **(kwargs or {}))

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.compat import select_decomp_table, to_copy, unset_fake_temporarily
-from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, prims, renames
+from coda_inductor.compat import select_decomp_table, unset_fake_temporarily
+from coda_inductor.graph.nodes import arguments, aten, converts, fake, is_transpose, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, parts
 from coda_inductor.semantic.fp8 import quantize, quantize_by
@@ -71,16 +71,6 @@ def relaid(node: Any) -> bool:
 def single(node: Node) -> bool:
     """Is ``node`` one number, whatever its shape?"""
     return all(isinstance(size, int) and size == 1 for size in fake(node).shape)
-
-
-def converts(node: Any) -> bool:
-    """Does ``node`` change the dtype of what it reads, and nothing else? As ``is_cast``, for every
-    dtype."""
-    casts = (prims.convert_element_type.default, to_copy)
-    if not isinstance(node, Node) or node.target not in casts:
-        return False
-    before, after = fake(node.all_input_nodes[0]), fake(node)
-    return before.device == after.device and before.dtype != after.dtype
 
 
 def chain_of(q: Node) -> Chain | None:

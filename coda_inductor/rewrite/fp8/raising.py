@@ -40,6 +40,7 @@ from coda_inductor.graph.nodes import (
     arguments,
     aten,
     constant,
+    converts,
     fake,
     is_cast,
     is_transpose,
@@ -51,7 +52,7 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
-from coda_inductor.rewrite.fp8.chains import Chain, chain_of, converts, relaid, single
+from coda_inductor.rewrite.fp8.chains import Chain, chain_of, relaid, single
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 
 
