@@ -116,20 +116,11 @@ class Plan:
     unwanted: Refusal | None = None
 
     @staticmethod
-    def of(
-        options: Options,
-        graph: Graph,
-        *,
-        dry: bool = False,
-        as_if: torch.device | None = None,
-        tuner: Callable[[Store, torch.device], Tuner] | None = None,
-    ) -> Plan:
-        """The plan for ``graph``: its GEMMs together decide whether the host is the limit.
-        ``tuner`` makes what measures, if anything may be measured; a dry run measures only with
-        ``as_if``."""
+    def of(options: Options, graph: Graph, **how: Any) -> Plan:
+        """The plan for ``graph``; ``how`` as :meth:`of_products` takes it."""
         gemms = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
-        pairs, trains = [(fake(a), fake(b)) for a, b in gemms], training(graph)
-        return Plan.of_products(options, pairs, training=trains, dry=dry, as_if=as_if, tuner=tuner)
+        pairs = [(fake(a), fake(b)) for a, b in gemms]
+        return Plan.of_products(options, pairs, training=training(graph), **how)
 
     @staticmethod
     def of_products(
@@ -141,7 +132,9 @@ class Plan:
         as_if: torch.device | None = None,
         tuner: Callable[[Store, torch.device], Tuner] | None = None,
     ) -> Plan:
-        """The same for a graph that multiplies ``pairs``, (M, K) and (K, N)."""
+        """The plan for a graph that multiplies ``pairs``, (M, K) and (K, N): together they decide
+        whether the host is the limit. ``tuner`` makes what measures, if anything may be measured;
+        a dry run measures only with ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]

@@ -99,18 +99,8 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
     if options.gate == "auto" and small is not None:
         return f"On {result.gpu} the gate would leave all of it to Inductor: {small}."
     estimates = [s.estimate for s in result.fused if s.estimate]
-    refused: dict[str, list[str]] = {}
-    for why in (e.refusal for e in estimates if e.refusal):
-        refused.setdefault(why.code, []).append(why.text)
-    if not refused:
-        return f"On {result.gpu} all of them would run as kernels."
-    left = sum(map(len, refused.values()))
-    text = (
-        f"On {result.gpu}, {len(estimates) - left} of these {len(estimates)} would run as kernels"
-    )
-    commonest = sorted(refused.values(), key=len, reverse=True)[:3]
-    said = "; ".join(f"{texts[0]} ({len(texts)})" for texts in commonest)
-    return f"{text}. The others would not: {said}."
+    kernels = sum(estimate.refusal is None for estimate in estimates)
+    return f"On {result.gpu} {kernels} of these {len(estimates)} would run as kernels."
 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
