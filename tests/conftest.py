@@ -41,10 +41,10 @@ if COMPILER and "CXX" not in os.environ:  # Inductor reads it when it is importe
 #: Files that take longest, the longest first: pytest-xdist gives a file to one process, and a long
 #: one that starts last keeps that process busy after the others have ended.
 SLOW = (
-    "test_distributed", "test_compile", "test_pass_contract", "test_failing_passes",
-    "test_families", "test_training_contexts", "test_frameworks", "test_benchmarks",
-    "test_fp8_recipes", "test_fp8_expansion", "test_fp8_linears", "test_examples",
-    "test_fuzz", "test_inductor",
+    "test_distributed", "test_compile", "test_fp8_recipes", "test_pass_contract", "test_pipeline",
+    "test_frameworks", "test_families", "test_fuzz", "test_examples", "test_fp8_expansion",
+    "test_pass_mode", "test_inductor", "test_training_contexts", "test_fp8_linears",
+    "test_benchmarks", "test_masks", "test_loss", "test_cast_kernels", "test_norms",
 )  # fmt: skip
 
 
@@ -128,6 +128,17 @@ def no_notice():
     from coda_inductor.runtime import notice
 
     notice.told |= {"kernels", "torch"}
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture):
+    """Tells what our logger has warned of so far, each message at least once."""
+    from coda_inductor import log
+
+    log.forget_warnings()
+    with caplog.at_level(logging.WARNING, log.logger.name):
+        yield lambda: [r.getMessage() for r in caplog.records if r.name == log.logger.name]
+    log.forget_warnings()
 
 
 @pytest.fixture

@@ -88,9 +88,16 @@ def rotary_in_kernels(x, w):
 
 
 def rotated(q, x):
-    cos, sin = angles(x).cos(), angles(x).sin()
-    first, second = q.chunk(2, -1)
-    return q * cos + torch.cat((-second, first), -1) * sin
+    return q * angles(x).cos() + rotate_half(q) * angles(x).sin()
+
+
+def rotate_half(x):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def turned_complex(x, w):

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,6 +42,21 @@ from coda_inductor.runtime import server
 SETTINGS
 main = server.main
 """
+
+
+def python(
+    *arguments: object, check: bool = True, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with our package and the tests on its path, and these variables besides. With
+    ``check`` it must end well, or what it said is the error."""
+    paths = map(str, (PACKAGE.parent, Path(__file__).parent, os.environ.get("PYTHONPATH", "")))
+    own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), **environment}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, check=False, cwd=cwd
+    )
+    assert not check or done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def told(folder: Path, monkeypatch) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from coda_inductor import compat
 from coda_inductor.errors import CodaError
@@ -160,13 +158,8 @@ print(json.dumps({"lacking": compat.lacking(), "analysed": len(report.reports())
 def test_without_names_of_torchs_models_compile_and_are_right(essential, tmp_path):
     entries = {name: e for name, e in compat.TORCH.items() if e.essential == essential}
     (tmp_path / "remove.py").write_text(REMOVE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "remove.py"), str(PACKAGE), json.dumps([*entries])],
-        env=environment, capture_output=True, text=True, timeout=580, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = python(tmp_path / "remove.py", PACKAGE, json.dumps([*entries]), **own)
     for entry in entries.values():
         assert f"this torch has no {entry.path}_gone" in done.stderr
         assert entry.without in done.stderr

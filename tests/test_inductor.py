@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from blocks import Block, D
+from processes import python
 from torch._dynamo.utils import counters
 
 from coda_inductor.backend import coda
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_inference_through_the_entry_point():
@@ -88,19 +84,13 @@ def in_new_processes(folder: Path, *stages: dict) -> list[dict]:
     """What SCRIPT finds, and its "log", for each of "whats" ("infer" or "train", and options) of
     each process: ``stages`` are the arguments of ``process`` there."""
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",  # conftest turns both off
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCH_LOGS": "+coda_inductor",
     }
     script = SCRIPT.replace("MARK", repr(MARK))
-    command = [sys.executable, "-c", script, json.dumps(stages)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", script, json.dumps(stages), cwd=folder, **environment)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     parts = done.stderr.split(MARK)[1:]
     return [{**one, "log": log} for one, log in zip(found, parts, strict=True)]

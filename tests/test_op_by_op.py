@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 
 import blocks
 import pytest
@@ -17,7 +16,6 @@ from torch._inductor.exc import InductorError
 import coda_inductor
 from coda_inductor import op_by_op
 from coda_inductor.errors import FallbackError
-from coda_inductor.log import forget_warnings
 from coda_inductor.mainloop import availability
 from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
@@ -38,10 +36,9 @@ class Block(blocks.Block):
 
 
 @pytest.fixture
-def broken(monkeypatch):
+def broken(monkeypatch, warned):
     """Makes Inductor fail on forward passes, or on backward passes, as a worker process of its own
     reports it; returns a list of what it was asked for."""
-    forget_warnings()
     real = op_by_op.compile_fx_inner
 
     def breaks(backward: bool) -> list[bool]:
@@ -60,22 +57,17 @@ def broken(monkeypatch):
     return breaks
 
 
-def ours(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "coda_inductor"]
-
-
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_results_and_gradients_are_eagers(broken, part, caplog):
+def test_results_and_gradients_are_eagers(broken, part, warned):
     asked = broken(part == "backward")
     model = Block().double()
     own = torch.compile(copy.deepcopy(model), backend="coda")
     x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     mine = x.detach().clone().requires_grad_()
-    with caplog.at_level(logging.WARNING, "coda_inductor"):
-        for _ in range(2):
-            y, want = own(mine), model(x)
-            y.sum().backward()
-            want.sum().backward()
+    for _ in range(2):
+        y, want = own(mine), model(x)
+        y.sum().backward()
+        want.sum().backward()
     assert asked == [False, True]
     torch.testing.assert_close(y, want)
     grads = [(mine.grad, x.grad)]
@@ -83,7 +75,7 @@ def test_results_and_gradients_are_eagers(broken, part, caplog):
     for found, exact in grads:
         torch.testing.assert_close(found, exact)
     assert own.calls == model.calls == 2
-    (warning,) = ours(caplog)
+    (warning,) = warned()
     assert f"{part} pass, falls back to one op at a time" in warning
     assert "RuntimeError: in a worker" not in warning
     assert "PassManager::run failed" in warning
@@ -133,7 +125,7 @@ def test_kernels_are_waited_for_when_inductor_is_done(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_a_kernel_that_fails_late_costs_its_site_alone(monkeypatch, part, caplog):
+def test_a_kernel_that_fails_late_costs_its_site_alone(monkeypatch, part, warned):
     """Its call is plain ops for Inductor, as if that had been known from the start."""
     leave_custom_ops(monkeypatch)
     monkeypatch.setattr(pool, "submit", len)
@@ -145,19 +137,17 @@ def test_a_kernel_that_fails_late_costs_its_site_alone(monkeypatch, part, caplog
 
     monkeypatch.setattr(pool, "wait", wait if part == "forward" else _only_second(wait))
     coda_inductor.report.forget()
-    forget_warnings()
     model, x = Block().double(), torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     mine = x.detach().clone().requires_grad_()
     own = torch.compile(copy.deepcopy(model), backend="coda")
-    with caplog.at_level(logging.WARNING, "coda_inductor"):
-        own(mine).sum().backward()
+    own(mine).sum().backward()
     model(x).sum().backward()
     torch.testing.assert_close(mine.grad, x.grad)
     (report,) = coda_inductor.reports()
     failed = [site for site in report.sites if "ptxas said no" in site.reason]
     assert [site.how for site in failed] == ["reference"]
     assert failed[0].role == ("forward" if part == "forward" else "input gradient")
-    assert sum("ptxas said no" in said for said in ours(caplog)) == 1
+    assert sum("ptxas said no" in said for said in warned()) == 1
 
 
 def _only_second(wait):

@@ -226,9 +226,10 @@ def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch
 
 @pytest.mark.parametrize(("name", "off"), [(n, off) for n in CASES for off in CASES[n].off])
 def test_disabled(name, off):
+    """In training, if it does anything there."""
     case = CASES[name]
-    for run in (check, check_gradients):
-        assert case.seen(run(*model(case), disable=[off], **case.options)) == 0
+    run = check_gradients if case.often else check
+    assert case.seen(run(*model(case), disable=[off], **case.options)) == 0
 
 
 @pytest.mark.parametrize(("name", "why"), [(n, why) for n in CASES for why in CASES[n].broken])

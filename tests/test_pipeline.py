@@ -31,8 +31,6 @@ NAMES = list(dict.fromkeys(each.name for each in PASSES))
 #: Without one of these only these run.
 NEEDED = list(dict.fromkeys(each.name for each in PASSES if each.needed))
 OTHERS = [name for name in NAMES if name not in NEEDED]
-#: Those that do nothing without a backward pass.
-BACKWARD = ["late_gradients", "loss", "embedding", "recompute", "borders"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +41,7 @@ def small(monkeypatch):
     torch._dynamo.reset()
 
 
-def compare(compiler, training=True):
+def compare(compiler):
     """Loss, logits and gradients of a step are eager's."""
     torch.manual_seed(0)
     ours = Whole().double()
@@ -51,11 +49,8 @@ def compare(compiler, training=True):
     tokens = torch.arange(2 * T).view(2, T) % 7
     found = []
     for model, call in ((ours, torch.compile(ours, backend=compiler)), (eager, eager)):
-        model.train(training)
-        with torch.set_grad_enabled(training):
-            loss, logits = call(tokens, tokens.roll(1, 1))
-        if training:
-            loss.backward()
+        loss, logits = call(tokens, tokens.roll(1, 1))
+        loss.backward()
         found.append((loss, logits, [p.grad for p in model.parameters()]))
     assert_same(*found)
 
@@ -160,15 +155,13 @@ def said(caplog):
     return [text for r in caplog.records if "a bug of ours" in (text := r.getMessage())]
 
 
-def fail_together(which, how, compiler, training, monkeypatch):
+def fail_together(which, how, compiler, monkeypatch):
     """Some passes fail in one compilation, all of which numbers survive; returns their names."""
-    chosen = {"even": OTHERS[::2], "odd": OTHERS[1::2], "needed": NEEDED}[which]
+    chosen = {"even": OTHERS[::2], "odd": OTHERS[1::2], "needed": NEEDED, "others": OTHERS}[which]
     failing = {
-        name: replace_pass(monkeypatch, name, lambda run: Failing(run, how))
-        for name in chosen
-        if training or name not in BACKWARD
+        name: replace_pass(monkeypatch, name, lambda run: Failing(run, how)) for name in chosen
     }
-    compare(compiler, training)
+    compare(compiler)
     assert [name for name, each in failing.items() if not each.failed] == []
     return [*failing]
 
@@ -176,7 +169,7 @@ def fail_together(which, how, compiler, training, monkeypatch):
 @pytest.mark.parametrize("which", ["even", "odd", "needed"])
 def test_at_the_start(which, monkeypatch, caplog):
     """Nothing is put back, others find what those have left."""
-    first, *_ = fail_together(which, "start", Harness(strict=False), True, monkeypatch)
+    first, *_ = fail_together(which, "start", Harness(strict=False), monkeypatch)
     (warning,) = said(caplog)
     assert f": pass {first} falls back to Inductor: IndexError in our own passes" in warning
 
@@ -194,10 +187,9 @@ def test_between_two_of_its_changes(name, how, monkeypatch, caplog):
     assert len(said(caplog)) <= 1
 
 
-@pytest.mark.parametrize(("which", "training"), [("even", True), ("needed", True), ("odd", False)])
-def test_inductor_compiles_what_is_put_back(which, training, monkeypatch, caplog):
-    """Several fail when they have done their work: one at a time would compile for minutes."""
-    fail_together(which, "end", "coda", training, monkeypatch)
+def test_inductor_compiles_what_is_put_back(monkeypatch, caplog):
+    """All fail when they have done their work: one at a time would compile for minutes."""
+    fail_together("others", "end", "coda", monkeypatch)
     assert len(said(caplog)) == 1  # of one kind
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads of one process that compile at the same time."""
 
-import subprocess
-import sys
+from processes import python
 
 FIRST = """
 import threading
@@ -27,5 +26,4 @@ print(errors)
 
 
 def test_threads_that_compile_first_register_the_backend_once():
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", FIRST).stdout.strip() == "[]"

@@ -13,7 +13,7 @@ from harness import Harness
 from torch.utils.checkpoint import checkpoint
 
 D = 8
-X, T, W = randn(4, D), randn(4, D), randn(D, D)
+X, W = randn(4, D), randn(D, D)
 GAMMA, DX = randn(D), randn(4, D)
 
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from gates import MISH, SQUARED_SIGMOID, SWISH, write
+from processes import python
 
 import coda_inductor
 from coda_inductor import patterns
@@ -176,8 +175,7 @@ def test_a_condition_that_raises_is_shown_with_file_and_line(tmp_path, capsys):
 
 def test_command_line(tmp_path):
     """The module runs as a program; wrong usage has an exit code of its own."""
-    missing = [sys.executable, "-m", "coda_inductor", "check", str(tmp_path / "gone.py")]
-    done = subprocess.run(missing, capture_output=True, text=True, check=False)
+    done = python("-m", "coda_inductor", "check", tmp_path / "gone.py", check=False)
     assert done.returncode == 2, done.stderr
     assert "no such pattern file" in done.stderr
     with pytest.raises(SystemExit) as caught:

@@ -87,9 +87,11 @@ def assert_fired(want) -> None:
 
 
 def check_tensor_parallelism():
-    """Gate, up and their gradients share tiles; a gradient is reduced once, not once a product."""
-    want = {**SWIGLU, "collective": REDUCES * LAYERS, "rms_norm": 0}
-    refusals = trained(tensor_parallel(decoder(LAYERS), mesh()), want)
+    """Gate, up and their gradients share tiles; a gradient is reduced once, not once a product.
+    Heads are rotated in their projections' epilogues: a tile has whole heads, whatever rank they
+    are of."""
+    want = {**SWIGLU, "rotary": 2 * LAYERS, "collective": REDUCES * LAYERS, "rms_norm": 0}
+    refusals = trained(tensor_parallel(decoder(LAYERS, turns=True), mesh()), want, turns=True)
     norms = [why for why in refusals if why.what == "rms_norm"]
     assert len(norms) == 2 * LAYERS + 1
     assert {why.code for why in norms} <= {"norm-input-no-gemm", "norm-gradient"}
@@ -100,12 +102,6 @@ def check_tensor_parallelism():
     for name in ("o", "down"):
         assert sites[f"layers.0.{name}"].refusal.code == "collective"
         assert "all_reduce" in sites[f"layers.0.{name}"].reason
-
-
-def check_heads_of_one_rank_are_rotated():
-    """In their projections' epilogues: a tile has whole heads, whatever rank they are of."""
-    want = {"rotary": 2, "swiglu": 1, "collective": REDUCES}
-    trained(tensor_parallel(decoder(1, turns=True), mesh()), want, turns=True)
 
 
 def check_sequence_parallelism():

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from checking import TOLERANCE, assert_same, check, raised, randn, reasons, swiglu
 from harness import Harness
 
-from coda_inductor import log
 from coda_inductor.matching import Idiom
 from coda_inductor.semantic import cross_entropy, rms_norm, rotate
 
@@ -105,16 +104,8 @@ def bf16(*shape):
     return torch.randn(*shape).bfloat16()
 
 
-@pytest.fixture
-def warnings(caplog):
-    """What our logger has warned of so far."""
-    log.forget_warnings()
-    yield lambda: [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-    log.forget_warnings()
-
-
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_inputs_in_float8(dtype, warnings):
+def test_inputs_in_float8(dtype, warned):
     def function(x, gate, up):
         up = up.to(torch.bfloat16)
         y = F.silu(gate.to(torch.bfloat16)) * up
@@ -126,7 +117,7 @@ def test_inputs_in_float8(dtype, warnings):
     harness = check(function, bf16(3, D).to(dtype), gate, up)
     assert raised(harness, swiglu) == 1
     assert raised(harness, rms_norm) == 2
-    assert not warnings()
+    assert not warned()
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
@@ -142,7 +133,7 @@ def test_quantizing_inside_an_idiom_is_no_rounding(dtype):
     assert raised(harness, swiglu) == raised(harness, rms_norm) == 0
 
 
-def test_a_matcher_that_fails_costs_one_match(monkeypatch, warnings):
+def test_a_matcher_that_fails_costs_one_match(monkeypatch, warned):
     def function(x, y):
         a = F.silu(x) * y
         b = F.rms_norm(a, (D,), None, 1e-5)
@@ -163,7 +154,7 @@ def test_a_matcher_that_fails_costs_one_match(monkeypatch, warnings):
     assert raised(harness, rms_norm) == 1
     assert raised(harness, swiglu) == 1
     assert "the pattern itself failed: TypeError" in reasons(harness)
-    (warning,) = warnings()
+    (warning,) = warned()
     assert "pattern swiglu" in warning
 
 

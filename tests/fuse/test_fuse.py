@@ -107,11 +107,6 @@ def test_addmm_adds_any_broadcast_of_its_bias(shape):
     fused(lambda a, b, c: torch.relu(torch.addmm(c, a, b)), *matrices(), randn(*shape))
 
 
-@pytest.mark.parametrize("lead", [(M,), (2, 1, 3)], ids=str)
-def test_linear_with_any_leading_dimensions(lead):
-    fused(lambda x, w, b: torch.tanh(F.linear(x, w, b)), randn(*lead, K), randn(N, K), randn(N))
-
-
 def test_all_values_that_others_read_are_stored_once():
     def function(a, b):
         z = a @ b

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checking import check, randn
+from idioms import rotate_half
 
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
@@ -21,7 +22,7 @@ SIGNS = torch.tensor([-1.0] * (D // 2) + [1.0] * (D // 2), dtype=torch.float64)
 
 def turns(z, cos, sin):
     x = z.view(B, T, H, D).transpose(1, 2)
-    return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+    return x * cos + rotate_half(x) * sin
 
 
 def inputs(*more):
@@ -81,10 +82,8 @@ def of_a_rotation(x, w, cos, sin, _):
 
 def of_another_form(x, w, cos, sin, _):
     z = x @ w
-    wide = z.view(B, T, 1, N).transpose(1, 2)
-    many = torch.cat((cos, sin, cos), -1)
-    other = wide * many + torch.cat((-wide[..., N // 2 :], wide[..., : N // 2]), -1) * many
-    return turns(z, cos, sin), other
+    wide, many = z.view(B, T, 1, N).transpose(1, 2), torch.cat((cos, sin, cos), -1)
+    return turns(z, cos, sin), wide * many + rotate_half(wide) * many
 
 
 def summed(x, w, cos, sin, _):

@@ -143,18 +143,16 @@ def qkv(x, q, k, v):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize(
     ("function", "widths", "terms"),
     [(gate_up, (HIDDEN, HIDDEN), [HIDDEN, HIDDEN]), (qkv, (D, 8, 8), [D + 8 + 8])],
 )
-def test_gradient_of_a_tensor_behind_linears(function, widths, terms, custom, dynamic, monkeypatch):
+def test_gradient_of_a_tensor_behind_linears(function, widths, terms, dynamic, monkeypatch):
     """Gradients of one width, and of two."""
-    if custom:
-        leave_custom_ops(monkeypatch)
+    leave_custom_ops(monkeypatch)
     model = Weights(function, *(randn(n, D) for n in widths))
     harness = check_gradients(model, randn(2, 3, D).requires_grad_(), dynamic=dynamic)
-    assert not custom or terms in calls(harness)
+    assert terms in calls(harness)
 
 
 def test_what_is_concatenated_is_returned_as_it_was():

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from processes import python
 
 pytest.importorskip("triton")
 
@@ -31,12 +29,7 @@ FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.
 
 
 def test_kernels_compute_what_plain_torch_does():
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parents[1]), str(here.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(here / "interpreted_casts.py")],
-        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python(Path(__file__).parent / "interpreted_casts.py")
     assert done.stdout == "68 tensors agree\n", done.stderr
 
 

@@ -5,15 +5,14 @@ process that proves a file imports nothing that lies about, and takes no memory 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 import coda_inductor
 from coda_inductor import PatternError, patterns
@@ -120,16 +119,6 @@ def test_process_that_dies_is_a_refusal(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     with pytest.raises(PatternError, match="no process could be started"):
         patterns.load_file(write(tmp_path / "b.py"))
-
-
-def test_unproven_file_shows_what_is_left(tmp_path, prove_here):
-    text = GATE + "\ndef other(gate, up):\n    return torch.tanh(gate) * up\n"
-    text += "PATTERN = Pattern(name='mine', meaning=meaning, idioms=(other,))\n"
-    path = write(tmp_path / "wrong.py", text=text)
-    with pytest.raises(PatternError) as caught:
-        patterns.load_file(path)
-    assert f"{path}: pattern mine: other = meaning: they differ" in str(caught.value)
-    assert "the difference is up*(" in str(caught.value)
 
 
 def test_built_in_files_are_recorded_as_proven():
@@ -276,9 +265,4 @@ print(json.dumps(parse(None, {}).patterns))
 
 def test_python_that_ignores_the_environment_ignores_ours(tmp_path):
     path = str(write(tmp_path / "good.py"))
-    environment = {**os.environ, "CODA_PATTERNS": path}
-    done = subprocess.run(
-        [sys.executable, "-E", "-c", ASK, str(ROOT)],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout) == []
+    assert python("-E", "-c", ASK, ROOT, CODA_PATTERNS=path).stdout == "[]\n"

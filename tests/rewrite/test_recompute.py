@@ -35,14 +35,10 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_is_computed_again_and_not_saved(name, custom, monkeypatch):
-    if custom:
-        leave_custom_ops(monkeypatch)
+def test_activation_is_computed_again_and_not_saved(name, monkeypatch):
+    leave_custom_ops(monkeypatch)
     harness = check_gradients(mlp(ACTIVATIONS[name]), randn(2, 5, D).requires_grad_())
-    if not custom:
-        return
     assert saved_widths(harness).count(HIDDEN) == 1
     # Its gradient, bias gradient and the copy that the weight's gradient reads leave one epilogue.
     (site,) = [s for s in harness.fused if s.shape[1] == HIDDEN and len(s.program.stores) == 2

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from programs import inputs, kinds
 from torch._inductor.utils import run_and_get_code
 
@@ -18,6 +16,7 @@ from coda_inductor.runtime.fp8_casts import AMAX, CAST
 from coda_inductor.runtime.op import gemm_epilogue
 from coda_inductor.select.config import Config
 
+HERE = Path(__file__).parent
 PROGRAM = kinds()["rms_partial"]
 TEXT, CONFIG = PROGRAM.to_json(), str(Config(128, 160, 2, 1, True))
 CALL = "torch.ops.coda_inductor.gemm_epilogue.default.direct("
@@ -63,8 +62,10 @@ def test_the_cpp_wrapper_keeps_the_dispatcher(monkeypatch):
 
 
 SCRIPT = """
+import sys
 import torch
 import torch._inductor.compile_fx
+sys.path.insert(0, sys.argv[1])
 import test_direct as t
 from apart import apart
 from torch._dynamo.utils import counters
@@ -85,19 +86,8 @@ for first in (True, False):
 
 
 def test_generated_code_out_of_the_cache_runs_in_another_process(tmp_path):
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "PYTHONPATH": os.pathsep.join(
-            [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
-    said = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert said.split("\n") == ["hits 0", "hits 1", ""]
+    caches = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    done = python("-c", SCRIPT, HERE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), **caches)
+    assert done.stdout.split("\n") == ["hits 0", "hits 1", ""]
     code = [p.read_text() for p in tmp_path.rglob("*.py")]
     assert any(CALL in text for text in code)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
 
-from coda_inductor.log import forget_warnings
 from coda_inductor.runtime import fp8_casts
 from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
 
@@ -124,7 +123,7 @@ def test_what_is_not_wanted_is_empty():
 
 
 @pytest.mark.parametrize("capable", [False, True])
-def test_without_a_kernel_torchs_ops_run_and_one_warning_says_so(capable, monkeypatch, caplog):
+def test_without_a_kernel_torchs_ops_run_and_one_warning_says_so(capable, monkeypatch, warned):
     """On a GPU without FP8, and where a kernel does not compile or launch."""
     pytest.importorskip("triton")
     from coda_inductor.mainloop import fp8_casts as kernels
@@ -135,16 +134,15 @@ def test_without_a_kernel_torchs_ops_run_and_one_warning_says_so(capable, monkey
     monkeypatch.setattr(fp8_casts, "_has_fp8", lambda device: capable)
     monkeypatch.setattr(kernels, "cast", fails)
     monkeypatch.setattr(kernels, "amax", fails)
-    forget_warnings()
     x, one = subject(30, 20, torch.bfloat16), torch.ones(())
     for _ in range(2):
         ours = fp8_casts._cast_cuda(x, None, one, E4M3, one, E5M2)
         ours += fp8_casts._amax_cuda(x, None, True, True)
     plain = CAST(x, None, one, E4M3, one, E5M2) + AMAX(x, None, True, True)
     assert all(same(a, b) for a, b in zip(ours, plain, strict=True))
-    assert len(caplog.messages) == 2
+    assert len(warned()) == 2
     cause = "PTXAS failed" if capable else "no instructions for FP8"
-    assert all("falls back to torch's ops" in m and cause in m for m in caplog.messages)
+    assert all("falls back to torch's ops" in m and cause in m for m in warned())
 
 
 def calls():

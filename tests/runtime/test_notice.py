@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,12 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def warnings(monkeypatch, caplog):
+def warnings(monkeypatch, warned):
     """The process has been told nothing yet, and nothing is compiled; gives what it is told."""
     monkeypatch.setattr(notice, "told", set())
     monkeypatch.setattr(backend, "compile_fx", lambda gm, inputs, **_: gm.forward)
-    with caplog.at_level(logging.WARNING, "coda_inductor"):
-        yield lambda: [r.getMessage() for r in caplog.records if r.name == "coda_inductor"]
+    return warned
 
 
 def stack(monkeypatch, why):
@@ -142,11 +139,9 @@ def test_a_fresh_process_is_told():
         "torch.compile(m, backend='coda')(torch.ones(2, 8)); torch.compile(m[0], backend='coda')"
         "(torch.ones(3, 8));"
         "from coda_inductor.codegen.render import render;"
-        "sys.path.insert(0, 'tests'); from programs import kinds;"
+        "from programs import kinds;"
         "[render(p) for p in kinds().values()];"
         "assert not {'quack', 'cutlass'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = python("-c", code)
     assert done.stderr.count("no GEMM becomes a kernel here: no CUDA device") == 1

@@ -5,7 +5,6 @@ what becomes of one that has none."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 import types
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.backend import coda
 from coda_inductor.errors import KernelError
-from coda_inductor.log import forget_warnings
 from coda_inductor.mainloop.readings import pair
 from coda_inductor.program import Store, reference
 from coda_inductor.runtime import launch, op
@@ -183,12 +181,11 @@ def test_what_no_launch_can_mend(program, dtypes, more, why, monkeypatch):
 
 
 @pytest.fixture
-def call(monkeypatch):
+def call(monkeypatch, warned):
     """The CUDA path on CPU tensors, of a program whose kernels cannot be built."""
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(op, "_unsupported", lambda *arguments: None)
     fails_with(monkeypatch, RuntimeError("no such instruction"))
-    forget_warnings()
     program = both_reductions()
     arguments = (*inputs(program, M, N, K), program.to_json(), str(CONFIG))
     expected = gemm_epilogue(*arguments)
@@ -197,8 +194,7 @@ def call(monkeypatch):
         for x, y in zip(op._cuda(*arguments, *site), expected, strict=True):
             assert torch.equal(x, y)
 
-    yield run
-    forget_warnings()
+    return run
 
 
 def fails_with(monkeypatch, error):
@@ -213,11 +209,10 @@ def fails_with(monkeypatch, error):
     return builds
 
 
-def test_failed_kernel_falls_back_with_one_warning(call, caplog):
-    with caplog.at_level(logging.WARNING, "coda_inductor"):
-        for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
-            call(site)
-    (said,) = caplog.messages
+def test_failed_kernel_falls_back_with_one_warning(call, warned):
+    for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
+        call(site)
+    (said,) = warned()
     assert both_reductions().key in said
     assert SITE in said
     assert "no such instruction" in said

@@ -8,17 +8,14 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("quack")
 
 import quack.cache
-from processes import alive, children, quick_server, until
+from processes import alive, children, python, quick_server, until
 from programs import kinds
 
 from coda_inductor.mainloop import mod  # noqa: F401 (sets the folder on import)
@@ -26,7 +23,6 @@ from coda_inductor.refusal import refuse
 from coda_inductor.runtime import client, pool, worker
 from coda_inductor.select.config import Config
 
-ROOT = Path(__file__).parents[2]
 FOR_EVER = "import time; time.sleep(1000)"
 COMPILER = "import subprocess; p = subprocess.Popen(['sleep', '1000']); p.wait()"
 GOOD = pool.KernelRequest(kinds()["scale"].to_json(), str(Config(128, 128, 2, 1, True)), arch="90")
@@ -61,8 +57,7 @@ def test_nobody_hears_of_forks():
         f"asked = pool.KernelRequest({GOOD.program!r}, '100x100:2x1:pp', arch='90')\n"
         "print(pool.wait([asked], timeout=120))"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python("-c", program)
     assert "has no kernel" in done.stdout
     assert "fork" not in done.stderr
 
@@ -79,9 +74,7 @@ def test_a_compile_server_imports_what_kernels_need(tmp_path):
         " & {'_dynamo', '_inductor', 'fx.experimental.symbolic_shapes'}),"
         " 'transformers' in sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    said = subprocess.check_output(command, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert said.splitlines() == ["None", "[] False"]
+    assert python("-c", program).stdout.splitlines() == ["None", "[] False"]
 
 
 def test_what_another_rank_compiled_meanwhile_is_not_compiled_again(tmp_path, monkeypatch):
@@ -240,9 +233,7 @@ print(time.time(), flush=True)
 @served
 def test_exit_takes_a_second(tmp_path):
     """A job that was given up, and one that still runs."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    at = subprocess.check_output(command, env=environment, timeout=120, cwd=ROOT)
+    at = python("-c", SCRIPT, tmp_path).stdout
     assert time.time() - float(at) < 10  # and what a busy machine takes for torch's own end
 
 

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 
 import pytest
 from measured import B200, HOPPER, borrowing, figures, keyed, site, table
 from programs import kinds
 
-from coda_inductor import cache_dir, log
+from coda_inductor import cache_dir
 from coda_inductor.program import Step
 from coda_inductor.select import store as kept
 from coda_inductor.select.device import H100
@@ -20,17 +19,6 @@ from coda_inductor.select.store import Store, as_text, merged
 
 ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
-
-
-@pytest.fixture
-def warnings():
-    """What our logger warned of."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    log.logger.addHandler(handler)
-    yield said
-    log.logger.removeHandler(handler)
 
 
 def test_what_another_process_measures_is_found(tmp_path):
@@ -152,35 +140,35 @@ def test_other_versions_have_another_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{}", b'{"format": 1, "sites": 3}']
 )
-def test_a_damaged_file_is_one_warning(text, tmp_path, warnings):
+def test_a_damaged_file_is_one_warning(text, tmp_path, warned):
     path = Store(HOPPER, tmp_path).path
     path.write_bytes(text)
     store = Store(HOPPER, tmp_path)
     assert [store.find(ONE) for _ in range(3)] == [None] * 3
     assert store.gpu == HOPPER
-    (said,) = warnings
+    (said,) = warned()
     assert path.name in said
     store.add(keyed(ONE, FAST))  # it is replaced
     assert Store(HOPPER, tmp_path).find(ONE) == (FAST, "here")
-    assert len(warnings) == 1
+    assert len(warned()) == 1
 
 
-def test_no_file_is_no_warning(tmp_path, warnings):
+def test_no_file_is_no_warning(tmp_path, warned):
     assert Store(HOPPER, tmp_path).find(ONE) is None
-    assert not warnings
+    assert not warned()
 
 
 @pytest.mark.parametrize(
     "row", ["null", "3", '"us"', "[]", "{}", '{"key": "k", "us": 3}', '{"key": "k", "us": {}}']
 )
-def test_a_damaged_line_is_skipped(row, tmp_path, warnings):
+def test_a_damaged_line_is_skipped(row, tmp_path, warned):
     text = as_text(HOPPER, keyed(ONE, FAST)).replace('"sites": [', f'"sites": [{row},')
     path = Store(HOPPER, tmp_path).path
     path.write_text(text)
     store = Store(HOPPER, tmp_path)
     assert store.find(ONE) == (FAST, "here")
     assert len(store.own()) == 1
-    assert not warnings
+    assert not warned()
 
 
 def test_a_file_of_another_format_is_not_read(tmp_path):
@@ -205,7 +193,7 @@ def test_of_several_files_the_last_one_counts():
     assert merged(texts) == keyed(ONE, SLOW) | keyed(OTHER, FAST)
 
 
-def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warnings):
+def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warned):
     one, other, third = replace(site(), name="a"), site("swiglu", n=8192), site(m=512)
     store = Store(HOPPER, tmp_path)
     assert store.left() == []
@@ -218,7 +206,7 @@ def test_what_is_left_is_noted_until_it_is_measured(tmp_path, warnings):
     assert len(store.left()) == 256
     store.path.with_suffix(".left").write_text("[{]")
     assert store.left() == []
-    assert not warnings
+    assert not warned()
 
 
 def test_a_read_only_cache_is_looked_into(tmp_path, monkeypatch):

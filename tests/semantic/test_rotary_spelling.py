@@ -8,17 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 from checking import check, check_gradients, raised, randn
+from idioms import rotate_half
 from passes import codes
 
 from coda_inductor.semantic.rotary import rotate, rotate_pairs
 
 B, T, H, D = 2, 5, 3, 8
 HEADS = (B, T, H, D)
-
-
-def rotate_half(x):
-    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return torch.cat((-second, first), dim=-1)
 
 
 def rotate_every_two(x):
@@ -62,18 +58,6 @@ def products(take, turn, put):
 
 def chunks(x):
     return x.chunk(2, -1)
-
-
-def slices(x):
-    return x[..., : D // 2], x[..., D // 2 :]
-
-
-def every_second(x):
-    return x[..., ::2], x[..., 1::2]
-
-
-def joined(y):
-    return torch.cat(y, -1)
 
 
 def stacked(y):
@@ -135,8 +119,10 @@ WHOLE = {
 #: By tables (T, D / 2).
 ANGLES = {
     **{f.__name__: f for f in (torchtune, gpt_oss, lucidrains, einops)},
-    "slices": products(slices, plain, lambda y: torch.cat(y, 3)),
-    "vllm": products(every_second, plain, stacked),
+    "slices": products(
+        lambda x: (x[..., : D // 2], x[..., D // 2 :]), plain, lambda y: torch.cat(y, 3)
+    ),
+    "vllm": products(lambda x: (x[..., ::2], x[..., 1::2]), plain, stacked),
     "unbound": products(
         lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), plain,
         lambda y: torch.stack(y, -1).reshape(HEADS),
@@ -178,10 +164,6 @@ def test_fires_and_agrees(function, op, shape, tables, dtype):
     assert not {"sub", "neg", "chunk", "unbind", "view_as_complex"} & left
 
 
-def of_halves(turn):
-    return products(chunks, turn, joined)
-
-
 def both(x, cos, sin):
     turned = rotate_half(x)
     return x * cos + turned * sin, turned
@@ -217,7 +199,12 @@ def own_turns(x, cos, sin):
 ONE, SMALL = (1, T, H, D), (T, D // 2)
 #: Name -> function, shapes of x and of tables, the code of a refusal or "".
 OTHERS = {
-    "both minus": (of_halves(lambda a, b, c, s: (a * c - b * s, b * c - a * s)), HEADS, SMALL, ""),
+    "both minus": (
+        products(
+            chunks, lambda a, b, c, s: (a * c - b * s, b * c - a * s), lambda y: torch.cat(y, -1)
+        ),
+        HEADS, SMALL, "",
+    ),
     "pairs of halves": (products(chunks, plain, stacked), HEADS, SMALL, ""),
     "laid out anew": (laid_out_anew, (B, 4, H, D), (4, 4), ""),
     "view without gradient": (view_without_gradient, HEADS, SMALL, ""),

@@ -13,7 +13,6 @@ from fake_tuning import Machine, install
 from measured import HOPPER, figures, keyed, site
 
 from coda_inductor import locks
-from coda_inductor.log import forget_warnings
 from coda_inductor.processes.child import EndedError, LateError
 from coda_inductor.select.choice import candidates
 from coda_inductor.select.figures import key_of, signature
@@ -25,11 +24,10 @@ SITES = [ONE, OTHER, THIRD]
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, warned):
     machine = Machine()
     install(monkeypatch, machine)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    forget_warnings()
     return machine
 
 

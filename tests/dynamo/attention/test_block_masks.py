@@ -202,23 +202,17 @@ def test_a_mask_that_is_written_to_stays():
     stays("an in-place op changes it", written_after, *inputs(), MASKS["random"]())
 
 
-def of_one_row():
-    return [inputs()[0], *inputs(batch=1)[1:], MASKS["random"]()]
-
-
-def without_batch():
-    return [*(t.detach()[0].requires_grad_() for t in inputs()), torch.rand(T, T) > 0.5]
-
-
 #: What is said -> the arguments.
 FORMS = {
     "adds numbers": lambda: [*inputs(), randn(2, 1, T, T).requires_grad_()],
     "each head has a mask": lambda: [*inputs(), torch.rand(2, 2, T, T) > 0.5],
     "heads have 8 values": lambda: [*inputs(t=20, d=8), torch.rand(20, 20) > 0.5],
     "heads have 264 values": lambda: [*inputs(t=20, d=264), torch.rand(20, 20) > 0.5],
-    "broadcast to each other": of_one_row,
-    "have not 4 dimensions": without_batch,
-}
+    "broadcast to each other": lambda: [inputs()[0], *inputs(batch=1)[1:], MASKS["random"]()],
+    "have not 4 dimensions": lambda: [
+        *(t.detach()[0].requires_grad_() for t in inputs()), torch.rand(T, T) > 0.5
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", FORMS)
