@@ -47,12 +47,17 @@ def hooks():
     return config.pre_grad_custom_pass, config.joint_custom_pre_pass
 
 
+def compiled(model, backend, **how):
+    """As it is with None."""
+    return torch.compile(model, backend=backend, **how) if backend else model
+
+
 def step(model, *args, backend=inductor, **how):
     """One training step: (counters, outputs and gradients)."""
     torch._dynamo.reset()
     counters.clear()
     model, args = copy.deepcopy((model, args))
-    out = torch.compile(model, backend=backend, **how)(*args)
+    out = compiled(model, backend, **how)(*args)
     out.square().sum().backward()
     grads = [t.grad for t in (*model.parameters(), *args) if t.is_floating_point()]
     return Counter(counters["coda"]), [out.detach(), *grads]
@@ -62,7 +67,7 @@ def infer(model, *args, backend=inductor, **how):
     torch._dynamo.reset()
     counters.clear()
     with torch.no_grad():
-        out = torch.compile(model, backend=backend, **how)(*args)
+        out = compiled(model, backend, **how)(*args)
     return Counter(counters["coda"]), [out]
 
 
@@ -105,7 +110,7 @@ MODELS = {"block": Block, "checkpointed": Checkpointed, "regions": Regions}
 @pytest.mark.parametrize("name", MODELS)
 def test_what_fires_is_what_fires_with_the_backend(name, run):
     model, x = MODELS[name]().double(), input_of(2, 5, D)
-    _, eager = run(model, x, backend="eager")
+    _, eager = run(model, x, backend=None)
     report.forget()
     want, _ = run(model, x, backend=coda)
     with coda_inductor.enabled():
@@ -279,7 +284,7 @@ def test_a_failing_pass_costs_itself_and_strict_raises(monkeypatch):
         with monkeypatch.context() as patch:
             replace_pass(patch, name, lambda _: broken)
             with coda_inductor.enabled():
-                assert_same(step(model, x)[1], step(model, x, backend="eager")[1])
+                assert_same(step(model, x)[1], step(model, x, backend=None)[1])
             strict = coda_inductor.enabled(strict=True)
             with strict, pytest.raises(Exception, match="No space") as caught:
                 infer(model, x)
@@ -341,7 +346,7 @@ def generated(run, model, x, **options):
 @pytest.mark.usefixtures("caches")
 def test_torchs_caches_know_the_options_and_keep_nothing_that_failed(monkeypatch):
     model, x = Block(), torch.randn(4, D, requires_grad=True)
-    _, eager = step(model, x, backend="eager")
+    _, eager = step(model, x, backend=None)
     with monkeypatch.context() as patch:
         replace_pass(patch, "fuse", lambda _: broken)
         assert generated(step, model, x)[:2] == (0, 1)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
 from gates import MISH, SQUARED_SIGMOID, SWISH, write
-from processes import python
 
 import coda_inductor
 from coda_inductor import patterns
@@ -173,14 +174,17 @@ def test_a_condition_that_raises_is_shown_with_file_and_line(tmp_path, capsys):
     )
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch, capsys):
     """The module runs as a program; wrong usage has an exit code of its own."""
-    done = python("-m", "coda_inductor", "check", tmp_path / "gone.py", check=False)
-    assert done.returncode == 2, done.stderr
-    assert "no such pattern file" in done.stderr
-    with pytest.raises(SystemExit) as caught:
-        main(["no such command"])
-    assert caught.value.code == 2
+    for words, said in (
+        (["check", str(tmp_path / "gone.py")], "no such pattern file"),
+        (["x"], "x"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["coda_inductor", *words])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_module("coda_inductor", run_name="__main__")
+        assert caught.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_version(capsys):

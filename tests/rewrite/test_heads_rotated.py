@@ -243,6 +243,19 @@ def test_projections_that_stay_unfused(dtype, gate, why):
     assert refused(rotate_rows, of_rows(heads), *given, gate=gate) == {why}
 
 
+def test_a_gradient_that_a_product_makes_is_rotated_back_behind_it():
+    """In the backward pass nothing is rewritten: its tables would be made in the forward pass."""
+
+    def function(x, w, cos, sin):
+        q = whole(rotate_half)(x.view(B, T, H, D).transpose(1, 2), cos, sin)
+        return q.transpose(1, 2).reshape(B, T, H * D) @ w
+
+    given = randn(B, T, H * D).requires_grad_(), randn(H * D, WIDTH), *inputs()[1:]
+    harness = check_gradients(function, *given)
+    assert not count(harness.graph, KEEP)
+    assert not harness.counts["rotary"]
+
+
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("distance", [1, D // 2])
 def test_rotations_back(distance, paired):

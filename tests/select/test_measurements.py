@@ -43,17 +43,6 @@ def test_the_file_is_not_read_while_it_stays_as_it_is(tmp_path, monkeypatch):
     assert store.find(ONE) == (FAST, "here")
 
 
-def test_own_measurements_beat_shipped_ones_which_beat_none(tmp_path):
-    gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW) | keyed(OTHER, SLOW))
-    store = Store(gpu, tmp_path)
-    assert store.find(ONE) == (SLOW, "shipped")
-    assert store.find(site(k=4096)) is None
-    store.add(keyed(ONE, FAST))
-    assert store.find(ONE) == (FAST, "here")
-    assert store.find(OTHER) == (SLOW, "shipped")
-    assert set(store.own()) == {key_of(ONE)}
-
-
 def test_another_model_gets_no_shipped_measurements(tmp_path):
     gpu = table(tmp_path / "tables", found=keyed(ONE, SLOW))
     assert Store(borrowing(gpu), tmp_path).find(ONE) is None

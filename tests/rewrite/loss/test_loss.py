@@ -259,6 +259,17 @@ def test_a_bias_added_by_hand(only, slices):
     assert ("logits-form" in codes(harness)) == only
 
 
+def test_a_gradient_that_is_also_returned_is_not_sliced(slices):
+    def head(x, w, tile, labels):
+        return hugging_face(x @ w.T + tile, labels)
+
+    x, labels = inputs()
+    w, tile = (randn(*shape).requires_grad_() for shape in ((V, D), (B, T, V)))
+    harness = check_gradients(head, x, w, tile, labels)
+    assert harness.counts["cross_entropy_backward"] == 0
+    assert "logits-read" in codes(harness)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices):
     """Codebooks, or several tokens predicted at once."""
