@@ -174,11 +174,14 @@ def test_at_the_start(which, monkeypatch, caplog):
     assert f": pass {first} falls back to Inductor: IndexError in our own passes" in warning
 
 
-BUSY = ("idioms", "embedding", "norm", "decompose", "fuse")
-SOME = (*BUSY, "packed", "noops", "loss", "recompute", "decompose_rest", "late_gradients")
+#: Pass -> in front of which of its changes.
+CHANGE = {
+    **dict.fromkeys(("idioms", "embedding", "norm", "decompose", "fuse"), 20),
+    **dict.fromkeys(("packed", "noops", "loss", "recompute", "late_gradients"), 1),
+}
 
 
-@pytest.mark.parametrize(("name", "how"), [*((n, 1) for n in SOME), *((n, 20) for n in BUSY)])
+@pytest.mark.parametrize(("name", "how"), CHANGE.items())
 def test_between_two_of_its_changes(name, how, monkeypatch, caplog):
     """A net inside a pass may catch it: one match is lost then, or one GEMM."""
     failing = replace_pass(monkeypatch, name, lambda run: Failing(run, how))

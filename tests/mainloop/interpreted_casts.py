@@ -92,7 +92,8 @@ def main() -> None:
     interpreter.InterpreterBuilder.create_fma = fma
     patch_once()
     count = 0
-    for shape, dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float16, torch.float32)):
+    wide = itertools.product(RAGGED, (torch.float16, torch.float32))
+    for shape, dtype in (*((shape, torch.bfloat16) for shape in SHAPES), *wide):
         x = subject(*shape, dtype)
         wide = torch.cat([x, x], 1)
         hows = (x, x.t(), wide[:, : shape[1]], wide[:, ::2], x[:1].expand(shape))

@@ -56,7 +56,7 @@ def base(node):
     return node
 
 
-@pytest.mark.parametrize("family", ["Cohere", "GPT-2", "T5"])
+@pytest.mark.parametrize("family", ["GPT-2", "T5"])
 def test_no_two_saved_tensors_are_one_memory(family):
     """A regression: of a LayerNorm's mean, the tensor and a reshape of it were saved. The compiled
     backward pass wrote over the one while the other was still to be read, and GPT-2's gradients

@@ -141,7 +141,8 @@ COMPLEX = (
 #: (function, op, shape of x, shape of tables, dtype).
 CASES = [
     *((f, rotate, HEADS, (1, T, width), torch.float64) for f, width in WHOLE.values()),
-    *((f, rotate, HEADS, (B, T, width), torch.float64) for f, width in WHOLE.values()),
+    *((WHOLE[name][0], rotate, HEADS, (B, T, WHOLE[name][1]), torch.float64)
+      for name in ("llama", "glm")),
     *((f, rotate, HEADS, (T, D // 2), torch.float64) for f in ANGLES.values()),
     *((f, rotate_pairs, HEADS, (T, D // 2), torch.float64) for f in COMPLEX),
     *((ANGLES[name], rotate, HEADS, (T, D // 2), torch.bfloat16) for name in NARROW),
