@@ -163,7 +163,7 @@ def test_float16_norms_are_near_misses_with_the_option_as_remedy():
 def test_without_a_gpu_a_note_says_what_an_h100_would_do():
     notes = explained("float32")[0].notes
     assert "On an H100 0 of these 2 would run as kernels." in notes[0]
-    assert "On an H100 17 of these 17 would run as kernels" in explained("llama")[0].notes[0]
+    assert "On an H100 18 of these 18 would run as kernels" in explained("llama")[0].notes[0]
     with torch.no_grad():
         gated = explain(Residual().bfloat16(), X)
     assert "the host is the limit" in gated.notes[0]
