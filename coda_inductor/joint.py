@@ -16,11 +16,9 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from coda_inductor import patterns
-from coda_inductor.cache_dir import cache_dir
 from coda_inductor.compat import CustomGraphPass
 from coda_inductor.graph.sizes import hint
 from coda_inductor.mainloop import availability
-from coda_inductor.mainloop.environment import label
 from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.plan import crowded
@@ -105,19 +103,17 @@ def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..
     """
     launch.forget_failures()
     notice.before_compile(gm, inputs, record.options)
-    if _first_kernels(inputs, record.options):
+    if _likely_fused(inputs, record.options):
         pool.warm_up()  # tracing a model takes seconds as well
     return on_dynamo(gm, record)
 
 
-def _first_kernels(inputs: Sequence[Any], options: Options) -> bool:
-    """Will kernels be compiled, the first ones here? It seems so where there is a large weight on a
-    GPU that has kernels; whoever has some on disk mostly needs no others."""
+def _likely_fused(inputs: Sequence[Any], options: Options) -> bool:
+    """Is there a large weight on a GPU that has kernels? Said before anything is traced."""
     if options.reference or options.gate == "never" or availability.kernel_stack() is not None:
         return False
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2)
-    large = any(hint(x.numel()) >= _LARGE for x in tensors)
-    return large and not any((cache_dir() / "kernels" / label()).glob("*/*.o"))
+    return any(hint(x.numel()) >= _LARGE for x in tensors)
 
 
 @functools.lru_cache(maxsize=1)

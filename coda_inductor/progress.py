@@ -18,15 +18,14 @@ _one = threading.Lock()  # a terminal has room for one
 @contextlib.contextmanager
 def shown(what: str, work: Sequence[Future]) -> Iterator[None]:
     """Show how much of ``work`` is done while it is waited for; of several ranks the first does."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
-    if not (work and first and _one.acquire(blocking=False)):
+    told = work and os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr.isatty()
+    if not (told and _one.acquire(blocking=False)):
         yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    text = TextColumn(f"coda: {what}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(f"coda: {what}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(what, total=len(work))
     for future in work:

@@ -24,8 +24,10 @@ import threading
 import time
 from pathlib import Path
 
+from coda_inductor.cache_dir import cache_dir
 from coda_inductor.log import logger
 from coda_inductor.mainloop.availability import library_stack
+from coda_inductor.mainloop.environment import label
 from coda_inductor.progress import shown
 from coda_inductor.runtime.client import Lost, Server, ranks, workers
 from coda_inductor.runtime.worker import KernelRequest, how, parsed
@@ -86,8 +88,10 @@ def serving() -> bool:
 
 def warm_up() -> None:
     """Start the server process that workers fork from: it imports for seconds, while the caller
-    still analyses its graph. Returns at once. Does nothing without the libraries."""
-    if library_stack() is not None or _alone():
+    still analyses its graph. Returns at once. Does nothing without the libraries, nor where some
+    kernel was compiled before: mostly no others are needed then."""
+    some = (cache_dir() / "kernels" / label()).glob("*/*.o")
+    if library_stack() is not None or _alone() or any(some):
         return
     try:
         with _lock:

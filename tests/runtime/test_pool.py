@@ -18,7 +18,9 @@ import quack.cache
 from processes import alive, children, python, quick_server, until
 from programs import kinds
 
+from coda_inductor.cache_dir import write
 from coda_inductor.mainloop import mod  # noqa: F401 (sets the folder on import)
+from coda_inductor.mainloop.environment import label
 from coda_inductor.refusal import refuse
 from coda_inductor.runtime import client, pool, worker
 from coda_inductor.select.config import Config
@@ -120,6 +122,20 @@ def test_a_pool_that_cannot_start_is_a_reason(monkeypatch):
     pool.warm_up()
     request = dataclasses.replace(GOOD, arch=None)
     assert "no processes for 100" in pool.wait([request])[request]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_server_starts_early_only_where_no_kernel_was_compiled_yet(
+    monkeypatch, tmp_path, there
+):
+    """Whoever has kernels on disk mostly needs no others."""
+    started = []
+    monkeypatch.setattr(pool, "_server", started.append)
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
+    if there:
+        write(tmp_path / "kernels" / label() / "version" / "kernel.o", "")
+    pool.warm_up()
+    assert bool(started) is not there
 
 
 @pytest.fixture
