@@ -42,14 +42,6 @@ def found(op: Any) -> Callable[[Harness], int]:
     )
 
 
-def pairs(harness: Harness) -> int:
-    return sum(site.program.paired for site in harness.fused)
-
-
-def kept(harness: Harness) -> int:
-    return sum(node.target is tables.KEEP for node in harness.graph.nodes)
-
-
 QUESTIONS = ("training", "inference", "any size", "checkpoint", "autocast", "twice")
 
 
@@ -108,7 +100,8 @@ CASES = {
         but={"inference": 0},
     ),
     "packed": Case(
-        of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED, pairs, "packed",
+        of.gated(lambda z: z.unflatten(-1, (2, -1)).unbind(-2)), GATED,
+        lambda harness: sum(site.program.paired for site in harness.fused), "packed",
         ("packed", "fuse"),
         broken={"in rows": of.gated(lambda z: z.unflatten(1, (2, -1)).unbind(1))},
     ),
@@ -160,7 +153,9 @@ CASES = {
         of.rotary, ROTARY, fired("rotary"), "heads", ("rotary", "heads"),
     ),
     "tables": Case(
-        of.rotary_in_kernels, ROTARY, kept, "tables", ("tables",), often=2,
+        of.rotary_in_kernels, ROTARY,
+        lambda harness: sum(node.target is tables.KEEP for node in harness.graph.nodes),
+        "tables", ("tables",), often=2,
     ),
     "rotary_complex": Case(
         of.turned_complex, ROTARY, found(rotate_pairs), "idioms", ("rotary_complex",),

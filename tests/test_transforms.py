@@ -33,16 +33,8 @@ def make_dual_of_a_region(x):
         return tuple(fw.unpack_dual(y))
 
 
-def loss(x):
-    return F.cross_entropy(x @ W, torch.arange(4))
-
-
 def total(x):
     return net(x).sum()
-
-
-def jvp(x, dx):
-    return torch.func.jvp(net, (x,), (dx,))
 
 
 def vjp(function):
@@ -56,13 +48,19 @@ def vjp(function):
 #: What is made of a function inside of the compiled one, and the function.
 TRANSFORMS = {
     "jvp": (lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)), net),
-    "jvp_of_the_loss": (lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)), loss),
+    "jvp_of_the_loss": (
+        lambda f: lambda x: torch.func.jvp(f, (x,), (DX,)),
+        lambda x: F.cross_entropy(x @ W, torch.arange(4)),
+    ),
     "jacfwd": (torch.func.jacfwd, net),
     "jacrev": (torch.func.jacrev, net),
     "vmap": (torch.func.vmap, net),
     "grad": (torch.func.grad, total),
     "vmap_of_grad": (lambda f: torch.func.vmap(torch.func.grad(f)), total),
-    "vmap_of_jvp": (lambda f: lambda x: torch.func.vmap(f)(x, DX), jvp),
+    "vmap_of_jvp": (
+        lambda f: lambda x: torch.func.vmap(f)(x, DX),
+        lambda x, dx: torch.func.jvp(net, (x,), (dx,)),
+    ),
     "vjp": (vjp, net),
 }
 

@@ -127,14 +127,6 @@ class Transformed(nn.Module):
         return self.call(self.layer, x)
 
 
-def mapped():
-    return Transformed(lambda layer, x: torch.func.vmap(layer)(x))
-
-
-def dual():
-    return Transformed(lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1])
-
-
 SMALL = {"fp8_small": True}
 #: Code -> (options, model, dtype, what stays, products in FP8).
 REFUSED = {
@@ -143,9 +135,15 @@ REFUSED = {
     "not-multiple-of-16": ({**SMALL, "fp8_skip": []}, lambda: Two(40), torch.bfloat16, "first", 0),
     "fp8-dtype": (SMALL, Two, torch.float32, "first", 0),
     "fp8-computed": (SMALL, computed, torch.bfloat16, "0", 3),
-    "not-recorded": (SMALL, mapped, torch.bfloat16, "layer", 0),
-    "forward-mode": (SMALL, dual, torch.bfloat16, "layer", 0),
-}
+    "not-recorded": (
+        SMALL, lambda: Transformed(lambda layer, x: torch.func.vmap(layer)(x)), torch.bfloat16,
+        "layer", 0,
+    ),
+    "forward-mode": (
+        SMALL, lambda: Transformed(lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1]),
+        torch.bfloat16, "layer", 0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("code", REFUSED)

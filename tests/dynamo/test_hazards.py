@@ -140,19 +140,13 @@ def test_gradients_where_the_input_of_an_idiom_changes_behind_it(function):
     assert "changes in place what its gradient reads" in reasons(harness)
 
 
-def centered(h):
-    return (h * h).mean(-1) - h.mean(-1) ** 2
-
-
-def by_hand(h):
-    return 1 - (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)).pow(2).mean(-1)
-
-
 WIDENED = {
-    "reductions": centered,
+    "reductions": lambda h: (h * h).mean(-1) - h.mean(-1) ** 2,
     "a difference": lambda h: torch.exp(h * 1e-2) - torch.exp(h * 1e-2 - 1e-9),
     "a comparison": lambda h: torch.where(h > 1000 + 1e-9, h, -h),
-    "rms_norm": by_hand,
+    "rms_norm": lambda h: (
+        1 - (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)).pow(2).mean(-1)
+    ),
 }
 
 

@@ -236,10 +236,6 @@ def test_awkward_neighbours_never_fail_and_never_change_the_value():
     check(function, randn(B, T, K), *(randn(N, K) for _ in AWKWARD))
 
 
-def gated_and_added(x, gate, up, tile):
-    return F.silu(F.linear(x, gate)) * F.linear(x, up) + tile
-
-
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize(
     ("shape", "most"),
@@ -259,7 +255,10 @@ def test_the_operand_that_is_one_too_many_stays(shape, most, more):
 
 
 def test_a_pair_reads_no_tile():
-    harness = check(gated_and_added, *(randn(*s) for s in (*LINEAR, (N, K), (B, T, N))))
+    def function(x, gate, up, tile):
+        return F.silu(F.linear(x, gate)) * F.linear(x, up) + tile
+
+    harness = check(function, *(randn(*s) for s in (*LINEAR, (N, K), (B, T, N))))
     (site,) = harness.fused
     assert site.program.paired
     assert not site.program.operands

@@ -60,10 +60,6 @@ def wider(m: int, n: int, more: int):
     return torch.randn(m, n + more).bfloat16()[:, :n]
 
 
-def strided(x):
-    return torch.stack([x, x], -1)[..., 0]
-
-
 REFUSED = {
     "three terms": (lambda a, b: ([*a, a[0]], [*b, b[0]]), "only two"),
     "unequal K": (lambda a, b: ([a[0], a[1][:, :32]], [b[0], b[1][:32]]), "differ in K"),
@@ -71,7 +67,10 @@ REFUSED = {
     "another row stride": (lambda a, b: ([a[0], wider(M, F, F)], b), "differ in strides"),
     "majors that differ": (lambda a, b: (a, [b[0], turned(b[1])]), "in strides"),
     "m-major": (lambda a, b: ([turned(x) for x in a], b), "not K-major"),
-    "no unit stride": (lambda a, b: (a, [strided(x) for x in b]), "no unit stride"),
+    "no unit stride": (
+        lambda a, b: (a, [torch.stack([x, x], -1)[..., 0] for x in b]),
+        "no unit stride",
+    ),
     "odd rows": (lambda a, b: (a, [wider(F, N, 4) for _ in b]), "16-byte rows"),
     "dtypes": (lambda a, b: (a, [b[0], b[1].half()]), "one 16-bit dtype"),
     "float32": (lambda a, b: ([x.float() for x in a], [x.float() for x in b]), "16-bit dtype"),

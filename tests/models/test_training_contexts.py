@@ -60,14 +60,6 @@ def assert_close(ours: Any, eagers: Any, tolerance: float) -> None:
         assert error <= tolerance, f"{name}: {error}"
 
 
-def reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=True)
-
-
-def not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
 def step(model, ids, call=None):
     """Gradients of one step, from zero; ``call`` stands for the model."""
     model.zero_grad()
@@ -95,8 +87,8 @@ def save_gemms(_ctx, op, *_args, **_kwargs):
 # How a block is checkpointed -> are its GEMMs computed again?
 CHECKPOINTS = {
     "none": (lambda block, x: block(x), False),
-    "not reentrant": (not_reentrant, True),
-    "reentrant": (reentrant, True),
+    "not reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=False), True),
+    "reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=True), True),
     "GEMMs saved": (selective(save_gemms), False),
 }
 

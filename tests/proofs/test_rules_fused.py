@@ -45,13 +45,11 @@ def test_partials_of_tiles_make_the_statistics(name):
     assert everywhere(rewritten) == want
 
 
-def gate(x, wg, wu, c):
-    return swiglu(torch.addmm(c, x, wg), x @ wu)
-
-
 def test_columns_that_alternate_are_the_two_products(monkeypatch):
     """R6: gate and up from one product by a weight whose columns alternate."""
-    graph = joint(gate, (3, 4), (4, 5), (4, 5), (5,))
+    graph = joint(
+        lambda x, wg, wu, c: swiglu(torch.addmm(c, x, wg), x @ wu), (3, 4), (4, 5), (4, 5), (5,)
+    )
     rewritten = after(graph, fuse)
     assert any(p.paired for p in programs(rewritten))
     want = results(graph)
@@ -117,12 +115,9 @@ def small_slices(monkeypatch):
 
 def head_graph(name):
     graph = joint(head(**HEADS[name]), (2, 1), (V, 1), (V,), (2,), TARGET)
-    (target,) = (n.target for n in graph.nodes if n.op == "placeholder" and is_target(n))
+    inputs = graph.find_nodes(op="placeholder")
+    (target,) = (n.target for n in inputs if fake(n).dtype == torch.int64)
     return graph, {target: TARGET}
-
-
-def is_target(node):
-    return fake(node).dtype == torch.int64
 
 
 def differ(have, want):

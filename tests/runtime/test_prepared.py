@@ -51,7 +51,9 @@ def entry(monkeypatch):
     monkeypatch.setattr(launch, "_on_device", lambda _: torch.no_grad())
     monkeypatch.setattr(op, "_unsupported", lambda *_: None)
     monkeypatch.setattr(prepared, "current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "empty_strided_cuda", allocate)
+    monkeypatch.setattr(
+        prepared, "empty_strided_cuda", lambda *how: torch.empty_strided(*how[:2], dtype=how[2])
+    )
     monkeypatch.setattr(pair, "foreign_view", view_of)
     compiled = functools.partial(functools.partial, made)  # of a class of kernels
     monkeypatch.setattr(host, "_compile_gemm_epi", lambda which, *_, **__: compiled(repr(which)))
@@ -68,10 +70,6 @@ def entry(monkeypatch):
     mod.load.cache_clear()  # plans are kept in what it returns
     yield made
     mod.load.cache_clear()
-
-
-def allocate(shape, stride, dtype):
-    return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 def view_of(pointer, k, n, stride, dtype, _device):
@@ -162,8 +160,16 @@ OTHERWISE = {
     "a tile the other way round": lambda a, b, o: (a, b, [o[0].t().contiguous().t(), *o[1:]]),
     "every other element": lambda a, b, o: (a, b, [*o[:2], torch.stack([o[2]] * 2, 1)[:, 0], o[3]]),
     "one A twice": lambda a, b, o: ([a[0], a[0]], b, o),
-    "overlapping rows": lambda a, b, o: ([overlapping(x) for x in a], b, o),
-    "terms of other strides": lambda a, b, o: ([a[0], wider(a[1])], b, o),
+    "overlapping rows": lambda a, b, o: (
+        [torch.zeros(x.numel(), dtype=x.dtype).as_strided(x.shape, (8, 1)) for x in a],
+        b,
+        o,
+    ),
+    "terms of other strides": lambda a, b, o: (
+        [a[0], torch.cat([a[1], a[1]], 1)[:, : a[1].shape[1]]],
+        b,
+        o,
+    ),
     "A of the other major": lambda a, b, o: ([x.t().contiguous().t() for x in a], b, o),
 }
 
@@ -188,14 +194,6 @@ def test_tables_are_read_in_place_where_tma_can(entry, name):
         address = call[2][1].data_ptr()
         assert in_place == (address in [x[0] for x in flat(arguments)])
     assert long is not in_place
-
-
-def overlapping(x):
-    return torch.zeros(x.numel(), dtype=x.dtype).as_strided(x.shape, (8, 1))
-
-
-def wider(x):
-    return torch.cat([x, x], 1)[:, : x.shape[1]]
 
 
 @pytest.mark.parametrize("name", list(OTHERWISE))

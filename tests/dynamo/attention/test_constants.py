@@ -20,20 +20,13 @@ FULL = [
 ]  # fmt: skip
 
 
-def full(number, dtype):
-    return torch.full((), number, dtype=dtype)
-
-
-def scalar_tensor(number, dtype):
-    return torch.scalar_tensor(number, dtype=dtype)
-
-
 @pytest.mark.parametrize(
-    ("number", "dtype", "make"), [*((*each, full) for each in FULL), (*FULL[0], scalar_tensor)]
+    ("number", "dtype", "make"), [(*each, "full") for each in FULL] + [(*FULL[0], "scalar_tensor")]
 )
 def test_constants_have_their_dtype(number, dtype, make):
     def function(x, w):
-        return (x @ w) * make(number, dtype)
+        args = (number,) if make == "scalar_tensor" else ((), number)
+        return (x @ w) * getattr(torch, make)(*args, dtype=dtype)
 
     assert check(function, randn(6, 8), randn(8, 10)).fused
 

@@ -29,10 +29,6 @@ class Own(torch.autograd.Function):
         return -gradient if ctx.reverse else gradient, gradient, None
 
 
-def behind_softmax(x, w, gamma, a):
-    return F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), gamma, EPS), a)
-
-
 def statistics_read(x, w, gamma, a):
     y, rstd = rms_norm(F.linear(x, w), gamma, EPS, torch.float64)
     return F.linear(y, a), rstd.detach()
@@ -62,7 +58,10 @@ REFUSALS = {
     "no GEMM": (
         lambda x, w, g, a: Late.apply(norm(x, w, g).detach(), F.linear(x, a), a), "norm-no-gemm",
     ),
-    "behind softmax": (behind_softmax, "norm-input-elsewhere"),
+    "behind softmax": (
+        lambda x, w, g, a: F.linear(F.rms_norm(F.linear(x, w).softmax(-1), (D,), g, EPS), a),
+        "norm-input-elsewhere",
+    ),
     "both factors": (
         lambda x, w, g, a: (n := norm(x[0], w, g)) @ n.t() + a[0, 0], "norm-read-elsewhere",
     ),
