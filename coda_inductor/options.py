@@ -50,9 +50,6 @@ class Options:
             epilogue.
         fp16_norms: let RMSNorm's row scale move past float16 GEMMs. Off by default: the
             un-normalized operand can exceed float16's range.
-        keep_activations: keep for the backward pass what GEMMs read, as torch.compile does. Off by
-            default: an activation is then computed again in the epilogue of the gradient's GEMM,
-            which takes less memory and, at small widths, a little more time.
         fp8: multiply the linear layers of an unmodified bfloat16 model in FP8, by torchao's recipe
             of this name: "tensorwise", "rowwise" or "rowwise_with_gw_hp". Off by default: it is
             less exact.
@@ -75,7 +72,6 @@ class Options:
     tune_seconds: float | None = None
     reference: bool = False
     fp16_norms: bool = False
-    keep_activations: bool = False
     fp8: str = ""
     fp8_skip: tuple[str, ...] = ("lm_head", "output", "classifier", "score")
     fp8_small: bool = False

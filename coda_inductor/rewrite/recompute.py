@@ -28,11 +28,10 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import stable_topological_sort
-from coda_inductor.graph.gemms import GEMMS
-from coda_inductor.graph.nodes import aten, fake, is_transpose, renames, renames_or_casts
+from coda_inductor.graph.nodes import aten, fake, renames_or_casts
 from coda_inductor.graph.sides import Scope, is_tangent
 from coda_inductor.graph.vocabulary import computes
-from coda_inductor.graph.walk import closure, readers, source
+from coda_inductor.graph.walk import closure, source
 from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -43,11 +42,8 @@ _MOST_TENSORS = 2
 _EQUALITY = (aten.eq.Tensor, aten.ne.Tensor)
 
 
-def recompute_in_backward(graph: Graph, record: Record) -> None:
-    """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are.
-
-    With options["keep_activations"], what GEMMs read is not computed again.
-    """
+def recompute_in_backward(graph: Graph, _record: Record) -> None:
+    """Apply the rewrite to the whole joint graph, in place; inference graphs stay as they are."""
     scope = Scope(graph)
     first = next((n for n in graph.nodes if n in scope.graded and not is_tangent(n)), None)
     if first is None:
@@ -55,10 +51,8 @@ def recompute_in_backward(graph: Graph, record: Record) -> None:
     read = [n for n in graph.nodes if n in scope.forward and _backward_readers(n, scope)]
     for node in graph.nodes:
         if node.target is row_logsumexp:
-            _keep(node.all_input_nodes[0])
-    for node in read if record.options.keep_activations else ():
-        if _feeds_gemm(node):
-            _keep(node)
+            logits = node.all_input_nodes[0]
+            source(logits).meta[KEEP] = logits.meta[KEEP] = True
     bases = _Bases({source(n) for n in read})
     copies: dict[Node, Node] = {}
     for node in read:
@@ -71,17 +65,8 @@ def recompute_in_backward(graph: Graph, record: Record) -> None:
     stable_topological_sort(graph)  # readers that need no tangent may stand before the copies
 
 
-def _keep(node: Node) -> None:
-    source(node).meta[KEEP] = node.meta[KEEP] = True
-
-
 def _backward_readers(node: Node, scope: Scope) -> list[Node]:
     return [u for u in node.users if u.op == "call_function" and u not in scope.forward]
-
-
-def _feeds_gemm(node: Node) -> bool:
-    _, users = readers(node, lambda u: renames(u) or is_transpose(u))
-    return any(user.target in GEMMS for user in users)
 
 
 def _compares(node: Node, scope: Scope) -> bool:

@@ -46,14 +46,6 @@ def test_activation_is_computed_again_and_not_saved(name, monkeypatch):
     assert [o.kind for o in site.program.operands] == ["tile"]
 
 
-def test_activations_can_be_kept(monkeypatch):
-    leave_custom_ops(monkeypatch)
-    function, x = mlp(F.gelu), randn(2, 5, D).requires_grad_()
-    harness = check_gradients(function, x, keep_activations=True)
-    # What the derivative reads, and what the weight's gradient reads.
-    assert saved_widths(harness).count(HIDDEN) == 2
-
-
 def test_activation_whose_derivative_reads_nothing_else_is_what_is_saved(monkeypatch):
     leave_custom_ops(monkeypatch)
     harness = check_gradients(mlp(torch.sigmoid), randn(2, 5, D).requires_grad_())
