@@ -61,20 +61,8 @@ from coda_inductor.select.store import Store
 from coda_inductor.tune.tuner import ASKED, Tuner, spare
 
 
-def _always(_graph: Graph, _record: Record) -> bool:
-    return True
-
-
 def _fuses(_graph: Graph, record: Record) -> bool:
     return record.plan.fuses
-
-
-def _wraps(_graph: Graph, record: Record) -> bool:
-    return record.wraps
-
-
-def _trains(graph: Graph, _record: Record) -> bool:
-    return training(graph)
 
 
 def _fuses_gradients(graph: Graph, record: Record) -> bool:
@@ -121,7 +109,7 @@ class Pass:
 
     name: str
     run: Callable[[Graph, Record], None]
-    when: Callable[[Graph, Record], bool] = _always
+    when: Callable[[Graph, Record], bool] = lambda _graph, _record: True
     counts: tuple[str, ...] = ()
     needed: bool = False
     stage: str = ""
@@ -136,7 +124,7 @@ ON_DYNAMO = (
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
-    Pass("late_gradients", late_gradients.separate, _wraps),
+    Pass("late_gradients", late_gradients.separate, lambda _, record: record.wraps),
     Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
 )
 #: On the aten graph, joint or inference, before it is partitioned.
@@ -157,7 +145,7 @@ ON_ATEN = (
     Pass("fp8_rest", finish_fp8),
     Pass("decompose_rest", decompose, needed=True),
     Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took
-    Pass("borders", save_borders, _trains),
+    Pass("borders", save_borders, lambda graph, _: training(graph)),
     Pass("refresh_views", refresh_views, needed=True),
 )
 

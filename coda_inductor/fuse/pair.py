@@ -82,7 +82,8 @@ def _meet(region: Region, scope: Scope) -> bool:
     leaving = dict(region.stored())
     leaving |= {r.value: [] for r in region.reduces.values() if r.value not in leaving}
     single = [nodes for value, nodes in leaving.items() if len(reach.get(value, ())) < 2]
-    readers = [u for nodes in single for n in nodes for u in _readers_of(n, region)]
+    inside = {*region.values, *region.reduces}
+    readers = [u for nodes in single for n in nodes for u in n.users if u not in inside]
     forward = any(u.op == "output" or u in scope.forward for u in readers)
     return len(single) < len(leaving) and all(single) and not forward
 
@@ -93,7 +94,3 @@ def _reach(region: Region) -> dict[object, frozenset[str]]:
     for step in region.steps:
         reach[step.name] = frozenset().union(*(reach.get(a, frozenset()) for a in step.args))
     return reach
-
-
-def _readers_of(node: Node, region: Region) -> list[Node]:
-    return [u for u in node.users if u not in region.values and u not in region.reduces]

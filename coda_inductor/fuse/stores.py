@@ -46,12 +46,7 @@ def _only_adds_a_store(value: Value, region: Region, stored: dict[Value, list[No
         return False
     inside = {*region.values, *region.reduces}
     users = [u for n, v in region.values.items() if v == value for u in n.users]
-    return all(u in inside or _computes(u) for u in users)
-
-
-def _computes(node: Node) -> bool:
-    """Is ``node`` computed element by element, in a kernel of Inductor's?"""
-    return elementwise(node) and not renames(node)
+    return all(u in inside or (elementwise(u) and not renames(u)) for u in users)
 
 
 def _owner(node: Node, region: Region) -> Node:

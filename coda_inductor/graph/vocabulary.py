@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from coda_inductor.semantic.loss import row_logsumexp
 
@@ -52,10 +51,6 @@ def _pow(emit: Emit, x: Value, exponent: Value) -> Value | None:
         return emit("mul", emit("mul", x, x), x)
     simple = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     return emit(simple[exponent], x) if exponent in simple else None
-
-
-def _silu(emit: Emit, x: Value) -> Value:
-    return emit("mul", x, emit("sigmoid", x))
 
 
 def _gelu(emit: Emit, x: Value, approximate: str = "none") -> Value:
@@ -114,7 +109,7 @@ LOWERINGS: dict[Any, Callable[..., Value | None]] = {
     aten.hardtanh.default: lambda emit, x, low=-1.0, high=1.0: _clamp(emit, x, low, high),
     aten.pow.Tensor_Scalar: _pow,
     aten.square.default: lambda emit, x: emit("mul", x, x),
-    aten.silu.default: _silu,
+    aten.silu.default: lambda emit, x: emit("mul", x, emit("sigmoid", x)),
     aten.gelu.default: _gelu,
     aten.where.self: _where,
     aten.logical_and.default: _and,
@@ -135,8 +130,3 @@ REDUCTIONS: dict[Any, str] = {
     aten.amax.default: "max",
     row_logsumexp: "logsumexp",
 }
-
-
-def computes(node: Node) -> bool:
-    """Is the op of ``node`` one that an epilogue can compute, its operands permitting?"""
-    return node.target in LOWERINGS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 
 import torch
@@ -50,7 +51,8 @@ def mutates(node: Node) -> bool:
         return bool(_written_inside(node))
     if node.target in _INPLACE_OPERATORS or node.kwargs.get("out") is not None:
         return True
-    if _inplace_flag(node):
+    call = read(node)  # F.relu(x, inplace=True), the flag also given by position
+    if (node.kwargs if call is None else call.args).get("inplace") is True:
         return True
     if isinstance(node.target, OpOverload):
         return _mutable(node.target)
@@ -67,12 +69,6 @@ def _mutable(op: object) -> bool:
     """May an overload change its arguments? One that says nothing may."""
     said = schema(op)
     return said is None or said.is_mutable
-
-
-def _inplace_flag(node: Node) -> bool:
-    """``F.relu(x, inplace=True)``, the flag also given by position."""
-    call = read(node)
-    return (node.kwargs if call is None else call.args).get("inplace") is True
 
 
 def written(node: Node) -> set[Node]:
@@ -130,12 +126,9 @@ def forward_mode(graph: Graph) -> str | None:
     """The node of ``graph``, or of a checkpointed region in it, that starts forward-mode
     differentiation (``make_dual``, ``torch.func.jvp``); None if there is none."""
     nodes = (node for body in bodies(graph) for node in body.graph.nodes)
-    return next((n.name for n in nodes if _starts_forward_mode(n)), None)
-
-
-def _starts_forward_mode(node: Node) -> bool:
-    name = getattr(node.target, "__name__", "")
-    return any(part in name for part in ("enter_dual_level", "make_dual", "jvp_increment"))
+    named = ((n.name, getattr(n.target, "__name__", "")) for n in nodes)
+    starts = re.compile("enter_dual_level|make_dual|jvp_increment")
+    return next((name for name, called in named if starts.search(called)), None)
 
 
 def changes(graph: Graph) -> set[Node]:

@@ -115,10 +115,6 @@ def _mul(call: Call) -> Canon:
     return Canon("square", (left,)) if left is right else Canon("mul", (left, right))
 
 
-def _reciprocal(call: Call) -> Canon:
-    return _inverse(call["input"])
-
-
 def _inverse(x: Node) -> Canon:
     """One over ``x``, which may be a root."""
     root = normalize(x) if isinstance(x, Node) else None
@@ -138,20 +134,12 @@ def _norm(*names: str) -> Callable[[Call], Canon | None]:
     return canon
 
 
-def _view(call: Call) -> Canon | None:
-    """``view``, ``reshape``: the tensor, then the sizes one by one."""
-    return columns.merged(call) or _view_as_written(call)
-
-
 def _view_as_written(call: Call) -> Canon | None:
+    """``view``, ``reshape``: the tensor, then the sizes one by one."""
     sizes = call.get("size")
     if sizes is None:
         return None  # the same bits as numbers of another type
     return Canon("view", (call["input"], *(sizes if isinstance(sizes, (tuple, list)) else [sizes])))
-
-
-def _flatten(call: Call) -> Canon | None:
-    return columns.merged(call) or _plain(call)
 
 
 def _loss(call: Call) -> Canon | None:
@@ -212,7 +200,7 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "cast": _cast,
     "cat": columns.joined,
     "stack": columns.joined,
-    "flatten": _flatten,
+    "flatten": lambda call: columns.merged(call) or _plain(call),
     "getitem": _item,
     "narrow": columns.narrow,
     "view_as_complex": columns.complex_columns,
@@ -222,12 +210,12 @@ _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "pow": _pow,
     "mul": _mul,
     "div": _div,
-    "reciprocal": _reciprocal,
+    "reciprocal": lambda call: _inverse(call["input"]),
     "mean": _reduction,
     "sum": _reduction,
     "rms_norm": _norm("input", "weight", "eps"),
     "layer_norm": _norm("input", "weight", "bias", "eps"),
-    "view": _view,
+    "view": lambda call: columns.merged(call) or _view_as_written(call),
     "cross_entropy": _loss,
     "nll_loss": _loss,
     "log_softmax": _log_softmax,

@@ -52,16 +52,13 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
                 vector = value(node)
-                if not isinstance(vector, torch.Tensor) or not _is_row(vector, x):
+                row = isinstance(vector, torch.Tensor) and vector.shape[-1:] == x.shape[-1:]
+                if not row or any(n != 1 for n in vector.shape[:-1]):
                     said = f"the {name} is not one value a column"
                     return refuse("norm-weight-shape", said)
         return None
 
     return condition
-
-
-def _is_row(vector: torch.Tensor, x: torch.Tensor) -> bool:
-    return vector.shape[-1:] == x.shape[-1:] and all(n == 1 for n in vector.shape[:-1])
 
 
 def row(match: Match, name: str) -> Node | Flat | None:

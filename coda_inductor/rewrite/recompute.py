@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from coda_inductor.compat import stable_topological_sort
 from coda_inductor.graph.nodes import aten, fake, renames_or_casts
 from coda_inductor.graph.sides import Scope, is_tangent
-from coda_inductor.graph.vocabulary import computes
+from coda_inductor.graph.vocabulary import LOWERINGS
 from coda_inductor.graph.walk import closure, source
 from coda_inductor.record import Record
 from coda_inductor.semantic.loss import row_logsumexp
@@ -76,7 +76,7 @@ def _compares(node: Node, scope: Scope) -> bool:
 
 
 def _elementwise(node: Node) -> bool:
-    return computes(node) or renames_or_casts(node)
+    return node.target in LOWERINGS or renames_or_casts(node)
 
 
 class _Bases:

@@ -78,7 +78,8 @@ def key_of(site: Site) -> str:
     terms = f" terms={site.terms}" if site.terms > 1 else ""
     copied = f" copied={'+'.join(map(str, site.copied))}" if site.copied else ""
     layout = f"{site.a_major}{site.b_major}"
-    return f"{site.program.key} {size_of(site.m, site.n, site.k)} {layout}{terms}{copied}"
+    size = f"{rows_class(site.m)}x{site.n}x{site.k}"
+    return f"{site.program.key} {size} {layout}{terms}{copied}"
 
 
 def signature(program: EpilogueProgram) -> str:
@@ -90,11 +91,6 @@ def signature(program: EpilogueProgram) -> str:
     parts = [str(len(program.accs)), *dtypes, *["fast"] * program.fast, f"{loads}+{stores}"]
     parts += sorted({f"{reduce.axis}-{reduce.combine}" for reduce in program.reduces})
     return " ".join(parts + ["heads"] * bool(program.head))
-
-
-def size_of(m: int, n: int, k: int) -> str:
-    """The second word of a key."""
-    return f"{rows_class(m)}x{n}x{k}"
 
 
 def to_row(key: str, found: Figures) -> dict[str, Any]:
