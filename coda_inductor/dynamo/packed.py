@@ -5,7 +5,7 @@ the halves of its weight, which the fuser then pairs in one tile (rule R6).
 Before (W (2F, K))::
 
     z = linear(x, W)
-    g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices, narrow
+    g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices
     a = silu(g) * u                             # or F.glu(z) alone
 
 After::
@@ -46,8 +46,7 @@ from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
-#: What gives halves, and what may lie between a product and that; all else is not looked at.
-_CUTS = ("getitem", "narrow")
+#: What may lie between a product and its halves.
 _BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 
@@ -105,7 +104,7 @@ def _halves(product: Node) -> dict[Node, int]:
     ends = {(0, half): 0, (half, None): 1}
     found: dict[Node, int] = {}
     for node in _near(product):
-        canon = normalize(node) if target_name(node) in _CUTS else None
+        canon = normalize(node) if target_name(node) == "getitem" else None
         if canon is None or canon.op != "columns" or canon.args[0] is not product:
             continue
         _, start, stop, step = canon.args

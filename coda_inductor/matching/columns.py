@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns that are taken out of a tensor and put together again, in their many spellings.
 
-``x[..., :h]``, ``x.chunk(2, -1)[0]``, ``x.split(h, -1)[0]``, ``x.narrow(-1, 0, h)`` and
+``x[..., :h]``, ``x.chunk(2, -1)[0]``, ``x.split(h, -1)[0]`` and
 ``x.view(..., 2, h)[..., 0, :]`` are all ``columns(x, 0, h, 1)``; ``x[..., ::2]`` and
 ``x.unflatten(-1, (-1, 2)).unbind(-1)[0]`` are both ``columns(x, 0, None, 2)``. Put together,
 ``stack(parts, -1)`` with its last two dimensions merged is ``interleave``, and ``stack(parts, -2)``
@@ -33,16 +33,6 @@ def item(source: Any, index: Any) -> Canon | None:
         return _columns(source, last.start or 0, last.stop, 1 if last.step is None else last.step)
     one = places[taken[0]]
     return _unfolded(source, one, taken[0]) if len(taken) == 1 and isinstance(one, int) else None
-
-
-def narrow(call: Call) -> Canon | None:
-    """``narrow(x, dim, start, length)``."""
-    start, length = call["start"], call["length"]
-    if _from_end(call["dim"], call["input"]) != -1:
-        return None
-    if not (isinstance(start, int) and isinstance(length, int)) or start < 0:
-        return None
-    return _columns(call["input"], start, start + length, 1)
 
 
 def joined(call: Call) -> Canon | None:

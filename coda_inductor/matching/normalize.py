@@ -170,13 +170,9 @@ def is_last(dim: Any, x: Any) -> bool:
 
 def _var(call: Call) -> Canon | None:
     """Only the biased variance over the last dimension that keeps it."""
-    return Canon("var_last", (call["input"],)) if _biased(call) else None
-
-
-def _biased(call: Call) -> bool:
-    """Is it the biased variance over the last dimension, which stays?"""
     biased = call.get("correction") == 0 or call.get("unbiased") is False
-    return biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
+    last = biased and call.get("keepdim") is True and is_last(call["dim"], call["input"])
+    return Canon("var_last", (call["input"],)) if last else None
 
 
 def _log_softmax(call: Call) -> Canon | None:
@@ -185,24 +181,12 @@ def _log_softmax(call: Call) -> Canon | None:
     return Canon("log_softmax_last", (call["input"],)) if last else None
 
 
-def _item(call: Call) -> Canon | None:
-    """One of the two that ``var_mean`` returns; else columns."""
-    source, index = call["input"], call["index"]
-    several = read(source)
-    if several is None or several.op != "var_mean":
-        return columns.item(source, index)
-    if not _biased(several) or index not in (0, 1):
-        return None
-    return Canon(("var_last", "mean_last")[index], (several["input"],), (source,))
-
-
 _SPECIAL: dict[str, Callable[[Call], Canon | None]] = {
     "cast": _cast,
     "cat": columns.joined,
     "stack": columns.joined,
     "flatten": lambda call: columns.merged(call) or _plain(call),
-    "getitem": _item,
-    "narrow": columns.narrow,
+    "getitem": lambda call: columns.item(call["input"], call["index"]),
     "view_as_complex": columns.complex_columns,
     "add": _sum,
     "sub": _sum,

@@ -32,7 +32,6 @@ CUTS = {
     "unbind": lambda z: unfolded(z).unbind(-2),
     "index": indexed,
     "slices": lambda z: (z[..., :H], z[:, :, H:]),
-    "narrow": lambda z: (z.narrow(2, 0, H), z.narrow(-1, H, H)),
 }
 
 

@@ -78,7 +78,6 @@ GATES = (
 HALVES = (
     "{g}, {u} = {z}.chunk(2, -1)", "{g}, {u} = {z}.split([{h}, {h}], -1)",
     "{g}, {u} = {z}[..., :{h}], {z}[..., {h}:]",
-    "{g}, {u} = {z}.narrow(-1, 0, {h}), {z}.narrow(-1, {h}, {h})",
     "{g}, {u} = {z}.unflatten(-1, (2, {h})).unbind(-2)",
     "{u}, {g} = torch.tensor_split({z}, 2, -1)", "{g}, {u} = {z}[..., ::2], {z}[..., 1::2]",
 )  # fmt: skip

@@ -87,11 +87,6 @@ def squared_by_hand(x, w, b):
     return w * (c / ((c * c).mean(-1, keepdim=True) + EPS).sqrt()) + b
 
 
-def both_statistics(x, w, b):
-    variance, mean = torch.var_mean(x, -1, unbiased=False, keepdim=True)
-    return (x - mean) * torch.rsqrt(variance + EPS) * w + b
-
-
 def centered(x):
     return x - x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False) + EPS
 
@@ -103,7 +98,7 @@ LAYER_NORMS = {
     "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
     "over the root": lambda x, w, b: centered(x)[0] / torch.sqrt(centered(x)[1]) * w + b,
     "weight first": lambda x, w, b: w * centered(x)[0] * torch.rsqrt(centered(x)[1]) + b,
-    **{f.__name__: f for f in (cohere, squared_by_hand, both_statistics)},
+    **{f.__name__: f for f in (cohere, squared_by_hand)},
 }
 
 
