@@ -24,6 +24,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
@@ -45,6 +46,7 @@ from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
 from coda_inductor.rewrite.embedding import gather_lookup_gradients
+from coda_inductor.rewrite.experts import finish_experts
 from coda_inductor.rewrite.fp8.casts import expand_quantizations
 from coda_inductor.rewrite.fp8.raising import raise_fp8
 from coda_inductor.rewrite.fp8.rest import finish_fp8
@@ -121,12 +123,14 @@ ON_DYNAMO = (
     Pass("in_place", change_copies),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
+    Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),
     Pass("block_masks", attention.skip_blocks, counts=(attention.BLOCK_MASK,)),
     Pass("late_gradients", late_gradients.separate, lambda _, record: record.wraps),
     Pass("fp8_linears", quantize_linears, counts=("fp8_linear",)),
 )
+FUSED = ("residual", "epilogue", "experts_backward")
 #: On the aten graph, joint or inference, before it is partitioned.
 ON_ATEN = (
     Pass("plan", _decide, needed=True),
@@ -141,7 +145,8 @@ ON_ATEN = (
     Pass("decompose", decompose_most, needed=True),
     Pass("tables", keep_tables, _fuses),
     Pass("recompute", recompute_in_backward, _recomputes),
-    Pass("fuse", fuse_gemms, counts=("residual", "epilogue"), stage="3_rewritten"),
+    Pass("fuse", fuse_gemms, counts=FUSED, stage="3_rewritten"),
+    Pass("experts_rest", finish_experts),
     Pass("fp8_rest", finish_fp8),
     Pass("decompose_rest", decompose, needed=True),
     Pass("tables", keep_tables, _fuses),  # of rotations that no epilogue took

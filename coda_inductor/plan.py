@@ -16,15 +16,16 @@ from torch.fx import Graph, Node
 
 from coda_inductor.compat import inductor_config
 from coda_inductor.fuse.grow import grow
-from coda_inductor.graph.gemms import TRACED, b_major, gemm_inputs
+from coda_inductor.graph.gemms import TRACED, b_major, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sides import Scope, training
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.mainloop import availability
 from coda_inductor.options import Options
-from coda_inductor.program import EpilogueProgram
+from coda_inductor.program import EpilogueProgram, Operand
 from coda_inductor.program import Store as TileStore
 from coda_inductor.program.dtypes import FLOATS, FP8, HALF, dtype_name
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Choice
 from coda_inductor.runtime import linear_cross_entropy
@@ -45,8 +46,8 @@ REFERENCE_CONFIG = str(Config(128, 128, 2, 1, True))
 
 
 def as_16_bits(b: torch.Tensor) -> int:
-    """K of the GEMM of 16 bits that takes as long as one with ``b``, (K, N), about."""
-    k = hint(b.shape[0])
+    """K of the GEMM of 16 bits that takes as long as one with ``b``, (..., K, N), about."""
+    k = hint(b.shape[-2])
     return k // 2 if b.element_size() == 1 else k
 
 
@@ -118,8 +119,8 @@ class Plan:
     @staticmethod
     def of(options: Options, graph: Graph, **how: Any) -> Plan:
         """The plan for ``graph``; ``how`` as :meth:`of_products` takes it."""
-        gemms = [gemm_inputs(node) for node in graph.nodes if node.target in TRACED]
-        pairs = [(fake(a), fake(b)) for a, b in gemms]
+        gemms = [node for node in graph.nodes if node.target in TRACED]
+        pairs = [(fake(node), fake(gemm_inputs(node)[1])) for node in gemms]
         return Plan.of_products(options, pairs, training=training(graph), **how)
 
     @staticmethod
@@ -132,15 +133,15 @@ class Plan:
         as_if: torch.device | None = None,
         tuner: Callable[[Store, torch.device], Tuner] | None = None,
     ) -> Plan:
-        """The plan for a graph that multiplies ``pairs``, (M, K) and (K, N): together they decide
-        whether the host is the limit. ``tuner`` makes what measures, if anything may be measured;
-        a dry run measures only with ``as_if``."""
+        """The plan for a graph of products, each given by a tensor of M rows and B (..., K, N):
+        together they decide whether the host is the limit. ``tuner`` makes what measures, if
+        anything may be measured; a dry run measures only with ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
         if not pairs:
             return Plan(options, dry=dry)
-        shapes = [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]
+        shapes = [(hint(a.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
         store, gpu = store_of(gpu_of(device)), gpu_of(device)
         too_small = no_kernels = tuning = None
@@ -180,15 +181,18 @@ class Plan:
 
     def legal(self, gemm: Node) -> Refusal | None:
         """Why the epilogue of ``gemm`` may not be fused, whatever it holds; None if it may."""
-        return self.takes(*(fake(n) for n in gemm_inputs(gemm)))
+        routes = [kind for kind, n in zip(ROUTES, routes_of(gemm), strict=True) if n is not None]
+        a, b = gemm_inputs(gemm)
+        return self.takes(fake(a), fake(b), routes)
 
     def absorbs(self, gemm: Node, x: Node, scope: Scope) -> bool:
         """Can the epilogue of ``gemm`` make ``x``, whose rows are the tile's?"""
         region = grow((gemm,), scope)
         return x in region.values and same(fake(x).shape[-1], region.shape[1])
 
-    def takes(self, x: Any, w: Any) -> Refusal | None:
-        """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N)."""
+    def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
+        """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) of one with operands of
+        the kinds ``routes``."""
         if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
             return refuse("not-matrices", "its operands are not tensors")
         names = dtype_name(x.dtype), dtype_name(w.dtype)
@@ -211,10 +215,11 @@ class Plan:
         # First: where nothing is fused, nobody has laid out operands for kernels (FP8's casts do).
         if (why := self.too_small or self.no_kernels) is not None:
             return why
-        bare = EpilogueProgram(("acc",), names[0], stores=(_STORE,), b_dtype=names[1])
+        operands = tuple(Operand(kind, kind, "int32") for kind in routes)
+        bare = EpilogueProgram(("acc",), names[0], operands, stores=(_STORE,), b_dtype=names[1])
         majors = "m" if same(x.stride(0), 1) else "k", b_major(w)
         return (
-            legality.unsupported(bare, w.shape[1], w.shape[0], *majors, device=device)
+            legality.unsupported(bare, w.shape[-1], w.shape[-2], *majors, device=device)
             or legality.unaligned("its left operand", x)
             or legality.unaligned("its right operand", w)
         )
@@ -294,7 +299,7 @@ class Plan:
         bare = EpilogueProgram(("acc",), dtype_name(a.dtype))
         if symbolic or not (a.dtype in HALF or bare.fp8):
             return None
-        (m, k), n = a.shape, b.shape[1]
+        (m, n), k = fake(gemm).shape, a.shape[1]
         ground = "roofline" if self.gpu.rated else "unknown"
         us = product_us(m, n, k, self.gpu, fp8=bare.fp8)
         return Choice("unfused", unfused_us=us, ground=ground)

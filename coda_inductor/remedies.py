@@ -131,6 +131,9 @@ _DO = {
     "distributed-tensor": "For a gate, leave use_local_output=True (torch's default) in the styles "
     "of its projections. A norm of a sharded sequence (SequenceParallel) stands between "
     "collectives, where nothing could be fused with it: nothing to do.",
+    # experts
+    "experts-sum": "Sum the rows of a token with a view and sum(1), index_add, scatter_add or bmm, "
+    "and weight them after the last product.",
     # attention
     "mask-size": "Compile with dynamic=False, pad sequences to a few fixed lengths, or pass "
     "is_causal=True in place of a causal mask.",
@@ -187,7 +190,7 @@ _PLAIN = (
     "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
     "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",
     "mask-lengths", "mask-bias", "mask-head", "mask-random", "mask-large",
-    "mask-unknown",
+    "mask-unknown", "grouped-arch", "grouped-layout", "grouped-row",
 )  # fmt: skip
 
 #: Code -> what to do.

@@ -127,6 +127,30 @@ def kinds(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
     return {name: simplify(consistent(program)) for name, program in programs.items()}
 
 
+@functools.cache
+def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
+    """Those of a mixture's experts: gate and up, down, down's dgrad with the router's gradient, and
+    the dgrad of gate and up."""
+    made = functools.partial(parsed, dtype)
+    routes = "groups:groups:int32 index:index:int32"
+    programs = {
+        "experts_up": made(
+            routes, "s sigmoid acc0; act mul acc0 s; y mul act acc1", "acc0 acc1 y",
+            accs=("acc0", "acc1"),
+        ),
+        "experts_down": made("groups:groups:int32", "", "acc"),
+        "experts_dgrad": made(
+            f"{routes} w:col:float32 g:tile u:tile",
+            f"{_GATED}; da mul acc w; du mul da act; {_SLOPE}; through mul da u;"
+            "dg mul through slope; weighted mul y w; dot mul acc y",
+            "dg du weighted",
+            "part0:dot",
+        ),
+        "experts_join": made("groups:groups:int32", "", "acc"),
+    }  # fmt: skip
+    return {name: legal(program) for name, program in programs.items()}
+
+
 def select(dtype: str = "bfloat16") -> EpilogueProgram:
     """Leaky select on a comparison of two tiles (one float32), with max reductions both ways."""
     return parsed(

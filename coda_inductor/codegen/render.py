@@ -77,7 +77,7 @@ def _header(program: EpilogueProgram) -> list[str]:
 
 def _signature(program: EpilogueProgram, mapping: Ports, variant: str) -> list[str]:
     names = ["acc"] + (["c"] if mapping.c else [])
-    names += [o.name for o in program.operands if o.name != mapping.c]
+    names += [o.name for o in program.read if o.name != mapping.c]
     names += [s.name for s in mapping.across]
     lines = ["", f"def epilogue({', '.join(names)}):"]
     lines += [f"    # {_across(s)}" for s in mapping.across]

@@ -46,6 +46,8 @@ from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
 
+#: Products whose parts may be taken: a linear layer, and those of experts (``experts``).
+_PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: What may lie between a product and its halves.
 _BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
 _FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
@@ -56,7 +58,8 @@ def split_packed(graph: Graph, record: Record) -> None:
     pair shares a tile does."""
     plan = None
     for body in bodies(graph):
-        products = [n for n in body.graph.nodes if _product(n) and (_units(n) or _halves(n))]
+        named = [n for n in body.graph.nodes if target_name(n) == "linear"]
+        products = [n for n in named if _product(n) and (_units(n) or _halves(n))]
         if products:
             plan = plan or _plan(graph, record)
             _rewrite(body.graph, products, plan, record)
@@ -73,9 +76,9 @@ def _plan(graph: Graph, record: Record) -> Plan:
 
 
 def _product(node: Node) -> bool:
-    """Is ``node`` a linear layer's product (..., 2F)?"""
+    """Is ``node`` a product of matrices (..., 2F)?"""
     known = value(node)
-    if target_name(node) != "linear" or not hasattr(known, "fake_mode") or not known.dim():
+    if target_name(node) not in _PRODUCTS or not hasattr(known, "fake_mode") or not known.dim():
         return False
     width = known.shape[-1]
     return isinstance(width, int) and width > 0 and width % 2 == 0
@@ -111,6 +114,14 @@ def _halves(product: Node) -> dict[Node, int]:
         if step == 1 and (start, stop) in ends:
             found[node] = ends[start, stop]
     return found if len(set(found.values())) == 2 else {}
+
+
+def cut_in_halves(product: Node) -> dict[Node, int]:
+    """Nodes that take a half of the columns of ``product``, each with which, if all that reads it
+    does; else none."""
+    halves = _halves(product) if _product(product) else {}
+    others = [n for n in _near(product) if n not in halves]
+    return halves if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
 
 
 def _near(product: Node) -> list[Node]:

@@ -105,5 +105,5 @@ def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> 
 
 def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
     nodes = [n for captured in graphs for graph in captured.stock.graphs for n in graph.nodes]
-    pairs = [[fake(i) for i in gemm_inputs(n)] for n in nodes if n.target in TRACED]
-    return [(hint(a.shape[0]), hint(b.shape[1]), as_16_bits(b)) for a, b in pairs]
+    pairs = [(fake(n), fake(gemm_inputs(n)[1])) for n in nodes if n.target in TRACED]
+    return [(hint(y.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for y, b in pairs]

@@ -27,7 +27,9 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.graph.walk import base
 from coda_inductor.program import EpilogueProgram, reference
+from coda_inductor.program.dtypes import HALF
 from coda_inductor.program.heads import swap
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.refusal import Refused, refuse
 from coda_inductor.runtime import direct, op
 from coda_inductor.semantic.loss import row_logsumexp
@@ -109,12 +111,15 @@ def _reference(program, exact, as_, bs, operands):
 
 def _operand(graph: Graph, node: Node, kind: str, region: Region, before: Node) -> Node:
     _, n, _ = region.shape
-    if kind == "table":
+    if kind in ("table", *ROUTES):
         return node
     if kind == SWAPPED:
         assert region.heads is not None, "rows are swapped for a rotation"
         row = _operand(graph, node, "row", region, before)
         return splice(graph, before, swap, (row, *region.heads), like=region.anchors[-1])
+    if kind == "col" and region.grouped and fake(node).dtype in HALF:
+        to = prims.convert_element_type.default
+        node = insert(graph, to, (node, torch.float32), like=region.anchors[-1])
     sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
     if kind == "row" and len(region.accs) == 2:
         return _twice(graph, node, region)

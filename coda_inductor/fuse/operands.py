@@ -22,6 +22,8 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
     if paired and "tile" in kinds:
         text = "a paired tile reads one value a row or a column, or scalars"
         return refuse("paired-tile-operand", text)
+    if "groups" in kinds and "row" in kinds:
+        return refuse("grouped-row", "rows of several experts share no value of a column")
     if kinds.count("tile") > MAX_TILE_OPERANDS:
         return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
     if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import Region
-from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs
+from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -46,6 +46,8 @@ def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:
         if other < anchor or not scope.same_side(anchor, other):
             continue
         if fast_accumulation(other) != fast_accumulation(anchor):
+            continue
+        if routes_of(other) != routes_of(anchor):
             continue
         if not _alike(b, gemm_inputs(other)[1]) or _needs(other, anchor):
             continue

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs
+from coda_inductor.graph.gemms import fast_accumulation, gemm_inputs, routes_of
 from coda_inductor.graph.nodes import fake, renames, renames_or_casts
 from coda_inductor.graph.vocabulary import Value
 from coda_inductor.graph.walk import base, closure, readers
@@ -34,7 +34,8 @@ from coda_inductor.refusal import Refusal
 #: The kind of an operand that is one value a column, read at the column that a swap puts there.
 SWAPPED = "swapped row"
 
-_LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w"}
+_LETTERS = {"tile": "t", "row": "w", "col": "r", "scalar": "s", "table": "h", SWAPPED: "w",
+            "groups": "g", "index": "i"}  # fmt: skip
 
 
 @dataclass
@@ -64,10 +65,15 @@ class Region:
     @property
     def shape(self) -> tuple[Any, int, int]:
         """(M, N, K); K is that of all terms together where the anchors are a sum."""
-        a, b = gemm_inputs(self.anchors[0])
         terms = self.anchors if self.total is not None else self.anchors[:1]
         k = sum(fake(gemm_inputs(term)[0]).shape[1] for term in terms)
-        return fake(a).shape[0], fake(b).shape[1], k
+        m, n = fake(self.anchors[0]).shape
+        return m, n, k
+
+    @property
+    def grouped(self) -> bool:
+        """Has every row the B of its group?"""
+        return routes_of(self.anchors[0])[0] is not None
 
     @property
     def accs(self) -> tuple[str, ...]:
@@ -101,8 +107,10 @@ class Region:
         """The name of ``node`` as an operand of ``kind``."""
         if (known := self.operands.get((node, kind))) is None:
             name = f"{_LETTERS[kind]}{len(self.operands)}"
-            covers = "row" if kind == SWAPPED else kind
-            known = Operand(name, covers, dtype_name(fake(node).dtype))
+            covers, dtype = "row" if kind == SWAPPED else kind, fake(node).dtype
+            if kind == "col" and self.grouped and dtype in HALF:
+                dtype = torch.float32  # a group begins anywhere, and 4 bytes are copied at least
+            known = Operand(name, covers, dtype_name(dtype))
             self.operands[node, kind] = known
         return known.name
 

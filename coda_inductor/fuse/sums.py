@@ -22,11 +22,20 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse import columns
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.edit import insert
-from coda_inductor.graph.gemms import Legal, b_major, gemm_inputs, is_sum, producer, terms
+from coda_inductor.graph.gemms import (
+    Legal,
+    b_major,
+    gemm_inputs,
+    is_sum,
+    producer,
+    routes_of,
+    terms,
+)
 from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_or_casts
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base, closure, readers
+from coda_inductor.mainloop.readings.grouped import terms_differ as grouped_terms_differ
 from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.select.site import Site
@@ -54,8 +63,12 @@ def _joinable(found: tuple[Node, ...], scope: Scope) -> bool:
     shapes = [fake(t).shape for t in found]
     dtypes = {fake(t).dtype for t in found}
     places = {(t in scope.forward, checkpoint(t)) for t in found}
+    routes = {routes_of(t) for t in found}
     if len(dtypes) != 1 or len(places) != 1 or not all(same(s, shapes[0]) for s in shapes):
         return False
+    if routes != {(None, None)}:  # what two groupings sum, or gathers differ in, is no one product
+        offsets, rows = next(iter(routes))
+        return len(routes) == 1 and offsets is not None and rows is None and in_place(found)
     return in_place(found) or all(_passes_by(t, scope) for t in found)
 
 
@@ -63,6 +76,8 @@ def in_place(found: tuple[Node, ...]) -> bool:
     """Can one kernel read the terms where they lie? Off the GPU, two of one K stand for that."""
     pairs = [gemm_inputs(t) for t in found]
     left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
+    if left[0].is_cuda and right[0].dim() == 3:
+        return grouped_terms_differ(left, right) is None
     if left[0].is_cuda:
         return unjoinable(left, right) is None
     return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])
@@ -141,4 +156,7 @@ def site_of(region: Region, program: EpilogueProgram, after: frozenset[str]) -> 
     elif region.total is not None:
         copied = tuple(fake(gemm_inputs(anchor)[0]).shape[1] for anchor in region.anchors)
     a_major = "m" if same(a.stride(0), 1) else "k"
-    return Site(program, hint(m), n, k, terms, copied, after, a_major, b_major(b), a.device)
+    groups = b.shape[0] if program.grouped else 0
+    rows = hint(a.shape[0]) if program.routes[1] is not None else 0
+    how = {"a_major": a_major, "b_major": b_major(b), "device": a.device}
+    return Site(program, hint(m), n, k, terms, copied, after, **how, groups=groups, rows=rows)

@@ -23,6 +23,7 @@ from coda_inductor.graph.gemms import (
     WEIGHT_GRADIENT,
     gemm_inputs,
     producer,
+    routes_of,
 )
 from coda_inductor.graph.nodes import elementwise, fake, is_cast, is_transpose, module_path
 from coda_inductor.graph.sides import Scope
@@ -42,6 +43,8 @@ Make = Callable[[dict[Node, Refusal]], Region | None]
 _Fused = tuple[dict[Node, int], set[tuple[str, str]], list[SiteReport]]
 #: What was measured changes the plan, whose new sites are measured; mostly once.
 _ROUNDS = 4
+#: Counters of a whole site: one that is disabled is not fused.
+_OF_SITE = frozenset({"experts_backward"})
 
 
 def fuse_gemms(graph: Graph, record: Record) -> None:
@@ -155,7 +158,7 @@ class _Planner:
                 region = self._grown(make)
                 if region is None:
                     continue
-                if region.idle:
+                if region.idle and not region.program.grouped:
                     return region, replace(site, refusal=_nothing_absorbed(region)), None
                 check_views(region)
             except Refused as error:
@@ -173,8 +176,8 @@ class _Planner:
         return replace(planned, name=_name(region.anchors))
 
     def _unplanned(self, anchor: Node) -> SiteReport:
-        a, b = gemm_inputs(anchor)
-        shape = (fake(a).shape[0], fake(b).shape[-1], fake(a).shape[-1])
+        a, _ = gemm_inputs(anchor)
+        shape = (*fake(anchor).shape, fake(a).shape[-1])
         moved = bytes_plain(anchor)
         role = "weight gradient" if _of_weight(anchor) else "input gradient"
         return SiteReport(
@@ -225,8 +228,9 @@ class _Planner:
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
         planned = self._site(region)
         patterns = sorted({name for name, _ in _patterns(region)})
-        if patterns == ["epilogue"] and not self.record.enabled("epilogue"):
-            return site, Choice(refusal=_disabled("epilogue"), how="unfused")
+        own = patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns)
+        if off := [name for name in own if not self.record.enabled(name)]:
+            return site, Choice(refusal=_disabled(off[0]), how="unfused")
         choice = self.record.plan.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
         if choice.how == "unfused":
             return site, choice
@@ -283,7 +287,7 @@ def _excused(anchor: Node, why: Refusal | None) -> Refusal | None:
 def _absorbed(region: Region) -> tuple[str, ...]:
     """What an epilogue computes, for people."""
     names = tuple(_short(node) for node in region.work if not is_cast(node))
-    return names or ("cast",)
+    return names or (("cast",) if region.work else ("product",))
 
 
 def _name(anchors: tuple[Node, ...]) -> str:
@@ -321,9 +325,14 @@ def _stop(node: Node, why: Refusal) -> Refusal:
 
 def _patterns(region: Region) -> set[tuple[str, str]]:
     """(pattern, occurrence) of everything a region absorbed."""
+    if not region.work:
+        return set()
     found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
     if _residual_adds(region):
         found.add(("residual", region.anchors[0].name))
+    gathered = routes_of(region.anchors[0])[1] is not None
+    if gathered and any(kind == "tile" for _, kind in region.operands):  # of the gate, to derive it
+        found.add(("experts_backward", region.anchors[0].name))
     return found or {("epilogue", region.anchors[0].name)}
 
 

@@ -13,10 +13,13 @@ from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, renames
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal
+from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.fp8 import scaled_mm
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
-GEMMS = (aten.mm.default, aten.addmm.default, scaled_mm)
+DENSE = (aten.mm.default, aten.addmm.default, scaled_mm)
+#: With those whose rows have the B of their group each.
+GEMMS = (*DENSE, grouped_mm)
 #: What multiplies in a graph as it was traced: scaled products are raised by a pass.
 TRACED = (*GEMMS, aten_scaled_mm)
 
@@ -28,9 +31,18 @@ Legal = Callable[[Node], Refusal | None]
 
 
 def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
-    """(A, B) of a GEMM's node."""
+    """(A, B) of a GEMM's node. B is (E, K, N) of a grouped one; A may be what rows are gathered
+    from: M and N are those of the node itself."""
     first = 1 if gemm.target is aten.addmm.default else 0
     return gemm.args[first], gemm.args[first + 1]
+
+
+def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
+    """The offsets of the groups of a grouped product, and the index of its rows, if any."""
+    if gemm.target is not grouped_mm:
+        return None, None
+    given = arguments(gemm)
+    return given["offsets"], given["rows"]
 
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:
@@ -76,7 +88,7 @@ def terms(node: Node) -> list[Node] | None:
         top = todo.pop()
         if top is not node and len(top.users) != 1:
             return None
-        if top.target is aten.mm.default:
+        if top.target in (aten.mm.default, grouped_mm):
             found.append(top)
         elif renames(top) or (is_cast(top) and fake(top).dtype != torch.float64):
             todo.append(top.all_input_nodes[0])
@@ -93,5 +105,5 @@ def producer(x: Node) -> Node | None:
 
 
 def b_major(b: torch.Tensor) -> str:
-    """Which dimension of B (K, N) is contiguous: "n", or "k" for a linear layer's weight."""
-    return "n" if b.stride(1) == 1 and b.stride(0) != 1 else "k"
+    """Which dimension of B (K, N) or (E, K, N) is contiguous: "n", or "k" for a layer's weight."""
+    return "n" if b.stride(-1) == 1 and b.stride(-2) != 1 else "k"

@@ -8,6 +8,7 @@ all alike; tracing each took half of all our time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ def splice(
     if mode is not None and key is not None:
         known = vars(mode).setdefault(_TRACED, known)
     again = key in known
-    traced = known[key] if again else known.setdefault(key, _trace(function, flat, spec))
+    with contextlib.nullcontext() if mode is None else mode:  # of what it makes, constants too
+        traced = known[key] if again else known.setdefault(key, _trace(function, flat, spec))
     kept = {key: like.meta[key] for key in KEPT_META if key in like.meta} | (meta or {})
     env: dict[Node, Node] = {}
     inputs = iter(nodes)

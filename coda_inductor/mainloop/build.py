@@ -45,6 +45,8 @@ def build(
     a, b = mod.reading.dummies(program, m, n, k, (a_major, b_major), device)
     d, c, values = dummy_arguments(program, config.cta_tile_m(arch), config.tile_n, m, n, device)
     values.update(dict.fromkeys(mod.reading.distances, DELTA_DIVISOR))
+    groups = torch.empty(b.shape[0] + 1, dtype=torch.int32, device=device) if b.dim() == 3 else None
+    gathered = program.routes[1] is not None
     # The scheduler of Blackwell is dynamic in hardware; Hopper's counts in memory.
     counter = torch.empty(1, dtype=torch.int32, device=device) if config.dynamic else None
     which = "".join(map(str, capability))
@@ -64,6 +66,8 @@ def build(
             tile_count_semaphore=counter,
             max_swizzle_size=config.swizzle,
             split_k=config.split_k,
+            cu_seqlens_m=groups,
+            A_idx=torch.empty(m, dtype=torch.int32, device=device) if gathered else None,
             b_kn=True,
             post_init_attrs=(("lean", True),) if config.lean else (),
             _launch=False,
@@ -82,7 +86,7 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
     shapes["table"] = (m, program.head)
     values = {
         o.name: empty(*shapes[o.kind], dtype="float32" if o.kind == "scalar" else o.dtype)
-        for o in program.operands
+        for o in program.read
     }
     c = values.pop(mapping.c) if mapping.c else None
     values.update({step.name: program.head for step in mapping.across})

@@ -58,7 +58,7 @@ class CodaEpiMod(EpiMod):
         self._mixins = self.reading.mixins(program, variant)
         if mapping.across:
             self._mixins = (HeadAccumulator, *self._mixins)
-        ops = {o.name: _LOADS[o.kind](o.name) for o in program.operands if o.name != mapping.c}
+        ops = {o.name: _LOADS[o.kind](o.name) for o in program.read if o.name != mapping.c}
         super().__init__(
             function,
             outputs=tuple(store.name for store in mapping.aux),

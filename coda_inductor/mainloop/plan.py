@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
-from quack.gemm_tvm_ffi_utils import launch_gemm, plan_scheduler_args
+from quack.gemm_tvm_ffi_utils import launch_gemm, make_varlen_args, plan_scheduler_args
 from torch import Tensor
 
 
@@ -30,17 +30,20 @@ def counter(a: Tensor) -> Tensor:
     return a.new_zeros(1, dtype=torch.int32)
 
 
-def run(plan: GemmEpiPlan, a, b, d, c, values) -> None:
-    """Launch ``plan`` on the current stream; tensors as ``build.dummy_arguments`` has them.
+def run(plan: GemmEpiPlan, a, b, d, c, values, groups=None, index=None) -> None:
+    """Launch ``plan`` on the current stream; tensors as ``build.dummy_arguments`` has them, and
+    the operands "groups" and "index" of its program.
 
     Raises whatever QuACK or the driver raises.
     """
     semaphore = counter(a) if plan.scheduler_uses_semaphore else None
-    run_gemm_epi_plan(plan, a, b, d, c, values, tile_count_semaphore=semaphore)
+    run_gemm_epi_plan(
+        plan, a, b, d, c, values, tile_count_semaphore=semaphore, cu_seqlens_m=groups, A_idx=index
+    )
 
 
-#: (A, B, D, C, the epilogue's values) -> None
-Launch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, list], None]
+#: (A, B, D, C, the epilogue's values, "groups", "index") -> None
+Launch = Callable[..., None]
 
 
 def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
@@ -64,22 +67,24 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
         if convert is not None and name in names
     ]
 
-    def launch(a, b, d, c, values) -> None:
-        launch_gemm(plan, a, b, d, c, pick(values), scheduler, None)
+    def launch(a, b, d, c, values, groups=None, index=None) -> None:
+        varlen = make_varlen_args(groups, None, index)
+        launch_gemm(plan, a, b, d, c, pick(values), scheduler, varlen)
 
     others = plan_scheduler_args(plan, None)
 
-    def launch_dynamic(a, b, d, c, values) -> None:
+    def launch_dynamic(a, b, d, c, values, groups=None, index=None) -> None:
         own = counter(a)  # the kernel is told where it is: it lives until that is launched
         counted = others._replace(tile_count_semaphore=own.data_ptr())
-        launch_gemm(plan, a, b, d, c, pick(values), counted, None)
+        varlen = make_varlen_args(groups, None, index)
+        launch_gemm(plan, a, b, d, c, pick(values), counted, varlen)
 
     chosen = launch_dynamic if scheduler is None else launch
 
-    def launch_converted(a, b, d, c, values) -> None:
+    def launch_converted(a, b, d, c, values, *routes) -> None:
         for place, convert, key in converted:
             values[place] = convert(values[place], key)
-        chosen(a, b, d, c, values)
+        chosen(a, b, d, c, values, *routes)
 
     return launch_converted if converted else chosen
 

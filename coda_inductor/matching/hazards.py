@@ -36,12 +36,12 @@ class Hazards:
         self.writes = [node for node in nodes if mutates(node)]
         self._modes = _modes(nodes)
 
-    def between(self, nodes: Iterable[Node]) -> bool:
+    def between(self, nodes: Iterable[Node], to: Node | None = None) -> bool:
         """Does a mode change among ``nodes``, or memory that one of them makes or reads, from the
-        first of them to the last?"""
+        first of them to the last, or to another node, ``to``?"""
         nodes = list(nodes)
-        first, last = min(nodes), max(nodes)
-        if len({self._mode(node) for node in nodes}) > 1:
+        first, last = min(nodes), max(nodes) if to is None else to
+        if len({self._mode(node) for node in (*nodes, last)}) > 1:
             return True
         writes = [node for node in self.writes if first < node < last]
         touched = {*nodes}.union(*(node.all_input_nodes for node in nodes)) if writes else ()

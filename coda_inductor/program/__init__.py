@@ -3,6 +3,7 @@
 
 ir      the frozen dataclasses, their JSON form and identity
 ops     the elementwise vocabulary
+grouped   products of rows with the weights of their group, in plain torch
 heads   what a program may do across the columns of an attention head
 simplify  shorter programs that mean the same
 statistics  reductions read what is stored

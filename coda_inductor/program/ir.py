@@ -9,6 +9,9 @@ reductions. It never mentions the mainloop, the tile size or the graph it came f
 A *paired* program has two accumulators, ``acc0 = A @ B0`` and ``acc1 = A @ B1`` with B0 and B1 of
 one shape: gate and up projections that meet in one tile (rule R6 of the design).
 
+A *grouped* program multiplies rows by the B of their group, an expert: it has an operand of the
+kind "groups", and one of the kind "index" where its rows are gathered from A (``ROUTES``).
+
 A program with a ``head`` knows that N is made of heads of so many columns (``program.heads``).
 
 A and B have dtypes of their own where both are FP8 (``a_dtype``, ``b_dtype``); values on the tile
@@ -34,14 +37,19 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
 #: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
 #: in the kernel: its "row" is (2N,), every value twice. "table" (M, head) lies under every head.
-OPERAND_KINDS = ("tile", "row", "col", "scalar", "table")
+OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "groups", "index")
+#: Those that no step reads, int32: "groups" (E + 1,), the first row of each group, and behind the
+#: last; "index" (M,), the row of A that each row is of.
+ROUTES = ("groups", "index")
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,28 @@ class EpilogueProgram:
     def loads(self) -> tuple[Operand, ...]:
         """The operands that are staged through shared memory as tiles are: tiles, and tables."""
         return tuple(o for o in self.operands if o.kind in ("tile", "table"))
+
+    @property
+    def read(self) -> tuple[Operand, ...]:
+        """The operands that steps and stores may read."""
+        return tuple(o for o in self.operands if o.kind not in ROUTES)
+
+    @property
+    def routes(self) -> tuple[int | None, int | None]:
+        """Where "groups" and "index" stand among the operands; None for one that is not there."""
+        kinds = [o.kind for o in self.operands]
+        groups, index = (kinds.index(kind) if kind in kinds else None for kind in ROUTES)
+        return groups, index
+
+    @property
+    def grouped(self) -> bool:
+        """Has every row of A a B of its own, that of its group?"""
+        return self.routes[0] is not None
+
+    def rows(self, as_: Sequence[Any], operands: Sequence[Any]) -> Any:
+        """M of a call."""
+        index = self.routes[1]
+        return (as_[0] if index is None else operands[index]).shape[0]
 
     @property
     def paired(self) -> bool:

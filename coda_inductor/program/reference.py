@@ -21,7 +21,9 @@ from torch import Tensor
 from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
+from coda_inductor.program.grouped import grouped_product
 from coda_inductor.program.heads import swap
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
 
 
@@ -65,6 +67,8 @@ def run(
     With one accumulator it is the sum of all ``as_[j] @ bs[j]``; the two of a paired program are
     ``as_[0] @ bs[0]`` and ``as_[0] @ bs[1]``.
 
+    Of a grouped program, bs[j] is (E, K_j, N), or one of them holds the parts of all, and
+    ``as_[j]`` (R, K_j) where its rows are gathered.
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
     every value twice, col (M,), scalar (), table (M, head).
     With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
@@ -75,9 +79,11 @@ def run(
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
     """
     wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
-    shape = as_[0].shape[0], bs[0].shape[1]
+    shape = program.rows(as_, operands), bs[0].shape[-1] // _parts(program, bs)
     env: dict[str, Tensor] = {}
     for operand, tensor in zip(program.operands, operands, strict=True):
+        if operand.kind in ROUTES:
+            continue
         value = tensor.to(wide)
         if operand.kind == "row" and program.paired:
             value = value[::2]
@@ -94,7 +100,7 @@ def run(
                 env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
                 done.update(found.steps)
     else:
-        env.update(_products(program, as_, bs, wide, exact=exact))
+        env.update(_products(program, as_, bs, operands, wide, exact=exact))
     for step in program.steps:
         if step.name in done:
             continue
@@ -115,12 +121,24 @@ def run(
     return outputs
 
 
-def _products(program, as_, bs, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
+def _parts(program: EpilogueProgram, bs: Sequence[Tensor]) -> int:
+    """How many accumulators have their columns in one of ``bs``."""
+    return len(program.accs) if len(bs) < len(program.accs) else 1
+
+
+def _products(program, as_, bs, operands, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
     """The accumulators, of operands of 16 bits and more."""
+    groups, index = (None if i is None else operands[i] for i in program.routes)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
+        if groups is not None:
+            return grouped_product(a, b, groups, index, wide if exact else a.dtype).to(wide)
         return accumulated(a, b, wide) if exact else (a @ b).to(wide)
 
+    if groups is not None and len(bs) == 1:  # one weight, whose parts they are
+        whole = product(torch.cat(tuple(as_), 1), bs[0])
+        parts = whole.chunk(len(program.accs), 1)
+        return dict(zip(program.accs, parts, strict=True))
     if program.paired:
         return {name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)}
     products = [product(a, b) for a, b in zip(as_, bs, strict=True)]

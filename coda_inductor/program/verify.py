@@ -7,8 +7,8 @@ import keyword
 import math
 
 from coda_inductor.errors import ProgramError
-from coda_inductor.program.dtypes import FP8
-from coda_inductor.program.ir import OPERAND_KINDS, EpilogueProgram
+from coda_inductor.program.dtypes import FP8, HALF_NAMES
+from coda_inductor.program.ir import OPERAND_KINDS, ROUTES, EpilogueProgram
 from coda_inductor.program.ops import GEMM_DTYPES, OPERAND_DTYPES, OPS, STORE_DTYPES
 from coda_inductor.program.statistics import inconsistent
 
@@ -29,8 +29,10 @@ def verify(program: EpilogueProgram) -> EpilogueProgram:
         raise ProgramError("a program needs at least one store or reduction")
     taken = set(program.accs)
     _operands(program, taken)
+    _groups(program)
     booleans = _steps(program, taken)
-    _outputs(program, taken - booleans, taken)
+    routes = {o.name for o in program.operands if o.kind in ROUTES}
+    _outputs(program, taken - booleans - routes, taken)
     _heads(program)
     if (found := inconsistent(program)) is not None:
         raise ProgramError(
@@ -66,10 +68,24 @@ def _operands(program: EpilogueProgram, taken: set[str]) -> None:
             raise ProgramError(
                 f"operand {operand.name!r}: kind {operand.kind!r} is not one of {OPERAND_KINDS}"
             )
-        if operand.dtype not in OPERAND_DTYPES:
+        if operand.dtype not in (("int32",) if operand.kind in ROUTES else OPERAND_DTYPES):
             raise ProgramError(f"operand {operand.name!r}: dtype {operand.dtype!r} is not legal")
         if program.paired and operand.kind == "tile":
             raise ProgramError(f"operand {operand.name!r}: a paired program reads no tiles")
+
+
+def _groups(program: EpilogueProgram) -> None:
+    kinds = [o.kind for o in program.operands if o.kind in ROUTES]
+    if not kinds:
+        return
+    if "groups" not in kinds or len(set(kinds)) < len(kinds):
+        raise ProgramError(f"operands of the kinds {kinds}: one 'groups', and at most one 'index'")
+    if program.fp8 or program.head or any(o.kind in ("row", "table") for o in program.operands):
+        raise ProgramError("a grouped program is of 16 bits and more, without heads, rows, tables")
+    if any(o.kind == "col" and o.dtype in HALF_NAMES for o in program.operands):
+        raise ProgramError("a grouped program reads one value a row in 32 bits")
+    if any(reduce.axis == "col" for reduce in program.reduces):
+        raise ProgramError("a grouped program has no sums over M: they are a group's")
 
 
 def _steps(program: EpilogueProgram, taken: set[str]) -> set[str]:

@@ -17,11 +17,11 @@ import functools
 from typing import Any
 
 from coda_inductor.compat import fallback_handler, register_lowering, virtualized
-from coda_inductor.runtime import op
+from coda_inductor.runtime import experts, op
 from coda_inductor.runtime.fp8_casts import AMAX, CAST
 
 #: Each has an attribute ``direct``.
-OPS = (op.OP, CAST, AMAX)
+OPS = (op.OP, CAST, AMAX, *experts.OPS)
 
 
 @functools.cache

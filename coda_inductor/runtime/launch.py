@@ -15,9 +15,9 @@ from torch import Tensor
 from coda_inductor.codegen.ports import ports
 from coda_inductor.errors import KernelError
 from coda_inductor.mainloop.readings import reading_of, reading_with
-from coda_inductor.mainloop.readings.plain import a_major, b_major
 from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
 from coda_inductor.program import EpilogueProgram, Reduce
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.runtime.prepared import Prepared, alike, prepare
 from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.config import Config
@@ -90,10 +90,11 @@ class Kernel:
         values.update(zip(reading.distances, distances, strict=False))  # copied terms have none
         c = self._bind_operands(operands, a.device, values)
         d, interleaved = self._bind_outputs(outputs, values)
-        key = a_major(a), b_major(b), variant, a.device
+        key = *reading.majors([a], [b]), variant, a.device
         plan = self._plans.get(key) or self._built(key)
+        routes = [None if i is None else vector(operands[i]) for i in self.program.routes]
         with _on_device(a.device):
-            _quack_launcher()(plan, a, b, d, c, values)
+            _quack_launcher()(plan, a, b, d, c, values, *routes)
         for output, partials in interleaved:
             output.copy_(partials[:, ::2])
 
@@ -128,6 +129,8 @@ class Kernel:
         """Put operands under their names, as the kernel wants them; returns the C operand."""
         c = None
         for operand, dtype, x in zip(self.program.operands, self._dtypes, operands, strict=True):
+            if operand.kind in ROUTES:
+                continue
             if operand.kind == "scalar":
                 values[operand.name] = x.to(device=device, dtype=torch.float32).contiguous()
                 continue

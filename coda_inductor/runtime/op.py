@@ -3,8 +3,9 @@
 
 ``gemm_epilogue(as_, bs, operands, program, config, site, strict) -> Tensor[]`` computes an epilogue
 program on the sum of ``as_[j] @ bs[j]``, or, if the program is paired, on ``as_[0] @ bs[0]`` and
-``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N); operands as ``program.operands`` says;
-outputs as ``reference.output_shapes`` says, reductions in float32 (float64 for a float64 GEMM).
+``as_[0] @ bs[1]``. Shapes: as_[j] (M, K_j), bs[j] (K_j, N), (E, K_j, N) of a grouped one; operands
+as ``program.operands`` says; outputs as ``reference.output_shapes`` says, reductions in float32
+(float64 for a float64 GEMM).
 Functional: outputs never alias inputs.
 
 All that a call depends on stands in the graph: the program and the config as strings, the module
@@ -21,7 +22,6 @@ import functools
 import math
 
 import torch
-from torch import Tensor
 
 from coda_inductor.errors import KernelError
 from coda_inductor.log import warn_once
@@ -58,9 +58,9 @@ def gemm_epilogue(
     return OP(as_, bs, operands, text, str(config), site, strict)
 
 
-def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tensor]):
+def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
     """Uninitialised outputs. Also the fake implementation: M, N and K may be symbolic."""
-    m, n = a.shape[0], bs[0].shape[-1]
+    a, m, n = as_[0], program.rows(as_, operands), bs[0].shape[-1]
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
     tile_n = config.tile_n // len(program.accs)
@@ -74,14 +74,14 @@ def _allocate(program: EpilogueProgram, config: Config, a: Tensor, bs: list[Tens
 
 
 @torch.library.register_fake("coda_inductor::gemm_epilogue", lib=_LIBRARY)
-def _fake(as_, bs, operands, program, config, *_):  # noqa: ARG001 (the op's signature)
-    return _allocate(EpilogueProgram.from_json(program), Config.parse(config), as_[0], bs)
+def _fake(as_, bs, operands, program, config, *_):
+    return _allocate(EpilogueProgram.from_json(program), Config.parse(config), as_, bs, operands)
 
 
 def _reference(as_, bs, operands, program, config, *_):
     parsed = EpilogueProgram.from_json(program)
-    outputs = _allocate(parsed, Config.parse(config), as_[0], bs)
-    if not as_[0].shape[0] or not bs[0].shape[1]:
+    outputs = _allocate(parsed, Config.parse(config), as_, bs, operands)
+    if not parsed.rows(as_, operands) or not bs[0].shape[-1]:
         return outputs
     for spec, output, value in zip(
         parsed.outputs, outputs, reference.run(parsed, as_, bs, operands), strict=True
@@ -110,8 +110,8 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
     why = _unsupported(program, b.shape[-1], k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
-    outputs = _allocate(entry.program, entry.config, a, bs)
-    if a.shape[0] == 0:
+    outputs = _allocate(entry.program, entry.config, as_, bs, operands)
+    if entry.program.rows(as_, operands) == 0:
         return outputs
     try:
         entry.launch(as_, bs, operands, outputs)
@@ -146,7 +146,7 @@ def _unsupported(
 
 def _fall_back(cause, as_, bs, operands, program, config, site, strict, error=None):
     what = f"program {EpilogueProgram.from_json(program).key}"
-    where = f"({as_[0].shape[1]} x {bs[0].shape[1]}, config {config})"
+    where = f"({as_[0].shape[1]} x {bs[0].shape[-1]}, config {config})"
     where = f"at {site} {where}" if site else where
     if strict:
         raise KernelError(f"{what} {where} has no kernel: {cause}") from error

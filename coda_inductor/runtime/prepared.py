@@ -24,6 +24,7 @@ from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.mainloop.readings.plain import Read
 from coda_inductor.mainloop.tensors import UnpairableError, readable
 from coda_inductor.program import EpilogueProgram, Operand, Store
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.select.config import Config
 from coda_inductor.select.device import arch_of
 
@@ -78,7 +79,8 @@ def prepare(
     d = None if mapping.d is None else program.outputs.index(mapping.d)
     scalars = [i for i, o in enumerate(program.operands) if o.kind == "scalar"]
     most_rows = math.inf if a.stride(1) == 1 else a.stride(1)  # that can be read in place
-    return _call(read, launches, outputs, c, d, scalars, most_rows, a.get_device())
+    routes = program.routes
+    return _call(read, launches, outputs, c, d, scalars, routes, most_rows, a.get_device())
 
 
 def _call(
@@ -88,15 +90,18 @@ def _call(
     c: int | None,
     d: int | None,
     scalars: list[int],
+    routes: tuple[int | None, int | None],
     most_rows: float,
     index: int,
 ) -> Prepared:
     """A launch of calls that are alike, on the CUDA device ``index``. ``shapes``: as
-    :func:`_outputs` has them. ``c``: which operand is the kernel's C, ``d``: which output is its D.
+    :func:`_outputs` has them. ``c``: which operand is the kernel's C, ``d``: which output is its D;
+    ``routes``: as a program has them.
     """
+    groups, gathered = routes
 
     def call(as_, bs, operands):
-        m = as_[0].shape[0]
+        m = (as_[0] if gathered is None else operands[gathered]).shape[0]
         bits = as_[0].data_ptr() | bs[0].data_ptr()
         for x in operands:
             bits |= x.data_ptr()
@@ -114,7 +119,12 @@ def _call(
             for rows, n, dtype in shapes
         ]
         its_c, its_d = None if c is None else operands[c], None if d is None else outputs[d]
-        launches[variant](a, b, its_d, its_c, [*operands, *outputs, *distances, None])
+        values = [*operands, *outputs, *distances, None]
+        if groups is None:
+            launches[variant](a, b, its_d, its_c, values)
+        else:
+            rows = None if gathered is None else operands[gathered]
+            launches[variant](a, b, its_d, its_c, values, operands[groups], rows)
         return outputs
 
     return call
@@ -146,7 +156,7 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
         return x.dtype == torch.float32
     if x.dtype != getattr(torch, operand.dtype):
         return False
-    return x.stride(0) == 1 if operand.kind in ("row", "col") else readable(x)
+    return x.stride(0) == 1 if operand.kind in ("row", "col", *ROUTES) else readable(x)
 
 
 def current_device() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from coda_inductor.mainloop.readings import reading_of
 from coda_inductor.refusal import refuse
 from coda_inductor.report import Choice
 from coda_inductor.select import gate, roofline
@@ -37,7 +38,10 @@ def select(
     choice = _selected(site, gpu, store, gated=gated, optimistic=optimistic)
     if not (site.crowded and choice.config) or gpu.arch != 9:
         return choice
-    twin = str(Config.parse(choice.config).dynamic_twin())
+    dynamic = Config.parse(choice.config).dynamic_twin()
+    if not reading_of(site.program, len(site.ks)).suits(site.program, dynamic):
+        return choice
+    twin = str(dynamic)
     found = store.find(site)
     wrong = found is not None and twin in found[0].failed
     return choice if wrong else replace(choice, config=twin)

@@ -215,6 +215,8 @@ def legal_configs(program: EpilogueProgram, arch: int = 9, terms: int = 1) -> tu
     if _own(program):
         # Until a site is measured the first one runs: not one with few stages.
         configs = _deepest(program, fits, 2)
+        if program.grouped:
+            return tuple(configs)
         return tuple(sorted(configs, key=lambda c: mainloop_stages(program, c) < 4))
     more = [c for c in fits if c in HOPPER_MORE and mainloop_stages(program, c) >= 3]
     configs = _deepest(program, [c for c in fits if c not in HOPPER_MORE], 2)

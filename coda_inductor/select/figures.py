@@ -78,8 +78,10 @@ def key_of(site: Site) -> str:
     terms = f" terms={site.terms}" if site.terms > 1 else ""
     copied = f" copied={'+'.join(map(str, site.copied))}" if site.copied else ""
     layout = f"{site.a_major}{site.b_major}"
+    groups = f" groups={site.groups}" if site.groups else ""
+    groups += f" of={max(1, round(site.m / site.rows))}" if site.rows else ""
     size = f"{rows_class(site.m)}x{site.n}x{site.k}"
-    return f"{site.program.key} {size} {layout}{terms}{copied}"
+    return f"{site.program.key} {size} {layout}{terms}{copied}{groups}"
 
 
 def signature(program: EpilogueProgram) -> str:
@@ -90,6 +92,7 @@ def signature(program: EpilogueProgram) -> str:
     dtypes = dict.fromkeys((program.a_dtype, program.b_dtype))
     parts = [str(len(program.accs)), *dtypes, *["fast"] * program.fast, f"{loads}+{stores}"]
     parts += sorted({f"{reduce.axis}-{reduce.combine}" for reduce in program.reduces})
+    parts += ["grouped"] * program.grouped + ["gathered"] * (program.routes[1] is not None)
     return " ".join(parts + ["heads"] * bool(program.head))
 
 

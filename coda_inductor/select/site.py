@@ -25,6 +25,8 @@ class Site:
         b_major: the dimension of B with stride 1, "k" (a linear layer's weight) or "n".
         device: where it runs; None for an H100.
         name: of its GEMMs' modules, for readers.
+        groups: experts of a grouped program, each with weights of its own.
+        rows: of the matrix that a program gathers its rows from; 0 for one that does not.
         crowded: collectives of other GPUs may hold some processors meanwhile, for which a kernel
             that deals out its tiles beforehand waits: with 16 of an H200's 132 held, a GEMM of 356
             us took 608, and 416 with tiles from a counter (cuBLAS: 445).
@@ -42,6 +44,8 @@ class Site:
     device: torch.device | None = None
     name: str = ""
     crowded: bool = False
+    groups: int = 0
+    rows: int = 0
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -53,6 +57,7 @@ def site_text(site: Site) -> dict[str, Any]:
     """What is measured of ``site``, for messages and files. Inverse: :func:`site_from`."""
     plain = {"m": site.m, "n": site.n, "k": site.k, "terms": site.terms, "copied": site.copied}
     plain |= {"a_major": site.a_major, "b_major": site.b_major, "name": site.name}
+    plain |= {"groups": site.groups, "rows": site.rows}
     return plain | {"program": site.program.to_json()}
 
 

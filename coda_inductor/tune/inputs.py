@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
 from coda_inductor.select.site import Site
 
@@ -27,11 +28,14 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
         return lambda *shape: (normal(shape, device=device) * scale).to(getattr(torch, dtype))
 
     as_, bs = reading_of(program, len(site.ks)).inputs(site, made)
+    routes = _routes(site, device)
     small = {next(iter(found.names), None) for found in scaled(program).values()}
     operands = []
     for operand in program.operands:
         kind = getattr(torch, operand.dtype)
-        if operand.kind == "tile":
+        if operand.kind in ROUTES:
+            value = routes[operand.kind]
+        elif operand.kind == "tile":
             value = normal(m, n, device=device)
         elif operand.kind == "row":
             value = 1 + 0.1 * torch.randn(n, device=device)
@@ -48,11 +52,34 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
     return _by_address(as_), _by_address(bs), operands
 
 
+def unfused(site: Site, given: Given) -> Given:
+    """The same as an unfused graph has it."""
+    as_, bs = reading_of(site.program, len(site.ks)).unfused(site.program, *given[:2])
+    return list(as_), list(bs), given[2]
+
+
+def _routes(site: Site, device: torch.device | str) -> dict[str, Tensor]:
+    """By the kind of operand: offsets of ``site.groups`` experts, whose rows are spread evenly by
+    half and by Zipf's law by half, as by routers that are not balanced yet: the slowest decides;
+    and tokens in any order."""
+    if not site.groups:
+        return {}
+    share = 1 / torch.arange(1, site.groups + 1)
+    share = share / share.sum() + 1 / site.groups
+    edges = (share.cumsum(0) * (site.m / 2)).round().to(torch.int32)
+    offsets = torch.cat([edges.new_zeros(1), edges]).to(device)
+    each = site.m // site.rows if site.rows else 1
+    index = torch.randperm(site.m, device=device) // max(each, 1)
+    return dict(zip(ROUTES, (offsets, index), strict=True))
+
+
 def size(site: Site) -> int:
     """Bytes that a measurement of ``site`` needs at most, about: inputs, outputs of two candidates
     at a time, and what plain ops keep between them."""
     program = site.program
-    factors = sum(site.m * k + len(program.accs) * site.n * k for k in site.ks) * 2
+    experts = max(site.groups, 1)
+    factors = sum(site.m * k + experts * len(program.accs) * site.n * k for k in site.ks) * 2
+    factors *= 2 if site.groups else 1  # unfused, parts of a weight are one, and rows lie in order
     tiles = len(program.loads) + 2 * len(program.stores)
     return factors * 2 + site.m * site.n * (2 * tiles + 8 * len(program.accs))
 

@@ -59,7 +59,7 @@ class Worker:
             site = site_from(asked["site"])
             unfused = self._unfused.setdefault(repr(asked["site"]), _compiled(site.program))
             if "configs" not in asked:
-                unfused(*inputs.tensors(site, "cuda", values=False))
+                unfused(*inputs.unfused(site, inputs.tensors(site, "cuda", values=False)))
                 self._say({"ready": True})
                 return
             with locks.held(self._alone, _PATIENCE):  # not beside another one of this user's
@@ -75,7 +75,7 @@ class Worker:
         self, site: Site, configs: Sequence[str], unfused: Callable[..., list[Tensor]]
     ) -> Figures:
         given = inputs.tensors(site, "cuda")
-        expected = unfused(*given)
+        expected = unfused(*inputs.unfused(site, given))
         calls = {name: _call(site, name, given, unfused) for name in ("plain", "unfused")}
         failed: dict[str, str] = {}
         for config in configs:
@@ -138,11 +138,10 @@ def _call(
 ) -> Callable[[], list[Tensor]]:
     """A call of the product alone ("plain"), of ``unfused``, or of the kernel of a config."""
     if name == "plain":
-        reading = reading_of(site.program, len(site.ks))
-        factors = reading.factors(*given[:2])
-        return lambda: [reading.product(site.program, a, b) for a, b in factors]
+        return reading_of(site.program, len(site.ks)).plain(site.program, *given)
     if name == "unfused":
-        return lambda: unfused(*given)
+        stock = inputs.unfused(site, given)
+        return lambda: unfused(*stock)
     return _kernel(site.program, name, given)
 
 

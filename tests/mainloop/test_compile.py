@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import fp8, heads, programs
+from programs import fp8, grouped, heads, programs
 
 from coda_inductor.select.config import Config, mainloop_stages
 
@@ -29,14 +29,15 @@ BLACKWELL = {"100": "swiglu,fp8_residual", "120": "norm_bwd/straight,everything"
 HOPPER = (
     "norm_bwd/crossed,everything//128x128:2x1:pp:sw4:dyn,select//64x64:1x1:co:k2,"
     "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
-    "fp8_swiglu_fast//128x256:2x1:co,fp8_activated"
+    "fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
+    "experts_up//128x256:2x1:co,experts_dgrad//128x256:2x1:co:lean,experts_join/crossed"
 )
 
 COMPILE = """
 import gc, json, os, sys, time, traceback
 gc.disable()  # a tenth of the time
 from apart import apart
-from programs import fp8, heads, programs
+from programs import fp8, grouped, heads, programs
 from coda_inductor.select.config import Config, legal_configs
 
 def process(names, environment, answer):
@@ -61,7 +62,7 @@ def compiled(arch, names):
         stages.append(self.ab_stage)
         slow.append(self.fp8_slow_accum)
     quack.gemm_sm90.GemmSm90._setup_attributes = note
-    found, known = {}, programs() | fp8() | heads()
+    found, known = {}, programs() | fp8() | heads() | grouped()
     for kernel in names:
         name, variant, config = (kernel + "//").split("/")[:3]
         program = known[name]
@@ -157,7 +158,7 @@ def test_second_process_loads_what_the_first_compiled(hopper, compile_in_process
 
 
 def test_stages_are_what_legality_counts(hopper):
-    known = programs() | fp8() | heads()
+    known = programs() | fp8() | heads() | grouped()
     for name, kernel in hopper[1].items():
         program = known[name.split("/")[0]]
         assert [mainloop_stages(program, Config.parse(kernel["config"]))] == kernel["stages"], name

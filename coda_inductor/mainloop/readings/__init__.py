@@ -9,13 +9,17 @@ its sites are measured with. ``plain`` says what each can be asked.
 from __future__ import annotations
 
 from coda_inductor.mainloop.readings.fp8 import Fp8, PairedFp8
+from coda_inductor.mainloop.readings.grouped import Grouped, GroupedJoin, GroupedPair
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import Plain
 from coda_inductor.program import EpilogueProgram
 
 #: The first that takes a program reads its operands.
-READINGS = (PairedFp8(), Pair(), Fp8(), Join(), Plain())
+READINGS = (
+    *(GroupedPair(), GroupedJoin(), Grouped()),
+    *(PairedFp8(), Pair(), Fp8(), Join(), Plain()),
+)
 
 
 def reading_of(program: EpilogueProgram, terms: int = 1) -> Plain:

@@ -142,14 +142,14 @@ class CrossedTerms(JoinedTerms):
 
 
 def _over_both_terms(matrix, delta):
-    """(rows, f, 1) -> (rows, (64, f / 64, 2), 1): a step of the main loop is the first K mode."""
+    """(rows, f, ...) -> (rows, (64, f / 64, 2), ...); the main loop steps along K's first mode."""
     import cutlass.cute as cute
 
-    rows, k, batch = matrix.shape
-    row_stride, k_stride, batch_stride = matrix.stride
+    rows, k, *batch = matrix.shape  # rows of groups have no batch
+    row_stride, k_stride, *batch_stride = matrix.stride
     delta = cute.assume(delta, divby=DELTA_DIVISOR)
     layout = cute.make_layout(
-        (rows, (_STEP, k // _STEP, 2), batch),
-        stride=(row_stride, (k_stride, _STEP * k_stride, delta), batch_stride),
+        (rows, (_STEP, k // _STEP, 2), *batch),
+        stride=(row_stride, (k_stride, _STEP * k_stride, delta), *batch_stride),
     )
     return cute.make_tensor(matrix.iterator, layout)

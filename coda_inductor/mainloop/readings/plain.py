@@ -124,6 +124,21 @@ class Plain:
         """Of the weights that a site is measured with: products are then of order one."""
         return k**-0.5
 
+    def unfused(
+        self, program: EpilogueProgram, as_: Tensors, bs: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """The factors as an unfused graph has them, for ``reference.run``."""
+        del program
+        return as_, bs
+
+    def plain(
+        self, program: EpilogueProgram, as_: Tensors, bs: Tensors, operands: Tensors
+    ) -> Callable[[], list[Tensor]]:
+        """A call of the products alone, as an unfused graph makes them."""
+        del operands
+        factors = self.factors(as_, bs)
+        return lambda: [self.product(program, a, b) for a, b in factors]
+
     def factors(self, as_: Tensors, bs: Tensors) -> list[tuple[Tensor, Tensor]]:
         """The two of each product that an unfused graph has."""
         return list(zip(as_, bs, strict=True))

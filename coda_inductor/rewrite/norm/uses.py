@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.gemms import GEMMS, gemm_inputs, producer, terms
+from coda_inductor.graph.gemms import DENSE, gemm_inputs, producer, terms
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
@@ -92,9 +92,9 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user.target in GEMMS and user.args.count(node) > 1:
+            if user.target in DENSE and user.args.count(node) > 1:
                 return refuse("norm-squared", f"{user.name} reads it twice")
-            if user.target in GEMMS and gemm_inputs(user)[0] is node and user in scope.forward:
+            if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
             elif _is_wgrad(user, node):
                 found.wgrads[user] = False

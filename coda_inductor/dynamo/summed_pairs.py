@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How pairs of a token and its expert are sorted, counted and summed again (``experts``).
+
+T tokens have top_k pairs each, M in all, in the order of tokens; ``perm`` (M,) sorts them by
+expert. What follows the last product puts its rows back and sums those of a token, or adds them
+where their token is; they are weighted before or after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.sizes import same
+from coda_inductor.graph.walk import base
+from coda_inductor.matching import is_cast, value
+
+#: What only names the same numbers, or holds them in another dtype.
+_NAMES = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "float", "type",
+          "detach", "bfloat16", "half", "type_as", "unsqueeze", "squeeze")  # fmt: skip
+
+
+def _name(node: Node) -> bool:
+    if target_name(node) == "getitem" and isinstance(node.args[0], Node):  # w[:, None]
+        index = node.args[1]
+        whole = (slice(None), None, Ellipsis)
+        return isinstance(index, tuple) and all(any(i is w or i == w for w in whole) for i in index)
+    return target_name(node) in _NAMES
+
+
+@dataclass
+class Pairs:
+    """``ids`` (M,), the expert of each pair; ``perm``, the node that sorts them; how many experts
+    there are, and the ends of groups that were seen to be theirs."""
+
+    ids: Node
+    perm: Node
+    top_k: int
+    experts: int = 0
+    offs: set[Node] = field(default_factory=set)
+
+    @staticmethod
+    def of(index: Any) -> Pairs | None:
+        """The pairs whose tokens ``index`` are: ``perm // top_k``."""
+        perm, top_k = tokens(index)
+        ids = _sorted(perm)
+        known = value(ids)
+        if ids is None or known is None or known.dim() != 1 or known.is_floating_point():
+            return None
+        return Pairs(ids, perm, top_k)
+
+    def counted(self, offs: Node, experts: int) -> bool:
+        """Are ``offs`` where the pairs of each expert end: a cumulative sum of their counts?"""
+        call = read(base(offs, _name))
+        if call is None or call.op != "cumsum" or call["dim"] not in (0, -1):
+            return False
+        counts = read(base(call["input"], _name))
+        if counts is None or value(offs).dtype != torch.int32:
+            return False
+        if not self._are_ids(base(counts["input"], _name)):
+            return False
+        self.experts = experts
+        ends = (counts.get("bins"), counts.get("min"), counts.get("max"))
+        return counts.op == "histc" and ends in ((experts, 0, experts - 1), (experts, 0, experts))
+
+    def _are_ids(self, node: Node) -> bool:
+        """Are its numbers those of the pairs' experts, in whatever order?"""
+        call, own = read(node), base(self.ids, _name)
+        if node is own or call is None or call.op != "getitem":
+            return node is own
+        if call["index"] == 0:  # the first result of a sort
+            made = read(call["input"])
+            return made is not None and made.op == "sort" and base(made["input"], _name) is own
+        return base(call.get("input"), _name) is own and self.is_perm(call.get("index"))
+
+    def empties(self, node: Node) -> bool:
+        """Does ``node`` fill rows of no expert with zeros? They hold anything here."""
+        call = read(node)
+        if call is None or call.op not in ("masked_fill", "masked_fill_") or call["value"] != 0:
+            return False
+        mask = read(base(call["mask"], _name))
+        if mask is None or mask.op != "ge" or mask["other"] != self.experts:
+            return False
+        return self._are_ids(base(mask["input"], _name))
+
+    def inverts(self, node: Node) -> bool:
+        """Does ``node`` say where each pair stands in the order of experts?"""
+        node = base(node, _name)
+        call = read(node)
+        if call is not None and call.op == "argsort":
+            return base(call["input"], _name) is self.perm
+        writes = [u for u in node.users if target_name(u) in ("setitem", "index_put_", "scatter_")]
+        if call is None or call.op not in ("empty_like", "zeros_like", "empty", "zeros"):
+            return False
+        if len(writes) != 1 or target_name(writes[0]) != "setitem":
+            return False
+        _, index, count = writes[0].args
+        return self.is_perm(index) and target_name(count) == "arange" and len(count.args) == 1
+
+    def is_perm(self, node: Any) -> bool:
+        """Is ``node`` the permutation, in whatever dtype?"""
+        return isinstance(node, Node) and base(node, _name) is self.perm
+
+
+def tokens(index: Any) -> tuple[Any, int]:
+    """(perm, top_k) of what may be ``perm // top_k``; of anything else itself, and 1."""
+    call = read(base(index, _name))
+    if call is None or call.op not in ("floordiv", "floor_divide", "div"):
+        return base(index, _name), 1
+    left, right = list(call.args.values())[:2]
+    whole = isinstance(right, int) and not isinstance(right, bool)
+    if not whole or (call.op == "div" and call.get("rounding_mode") != "floor"):
+        return base(index, _name), 1
+    return base(left, _name), right
+
+
+def _index(call: Call) -> Any:
+    """What picks rows of x[i] or x[i, None]."""
+    index = call.get("index")
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    return first if all(i is None or i == slice(None) for i in rest) else None
+
+
+def _sorted(perm: Any) -> Node | None:
+    """What ``perm`` sorts upwards: of argsort(ids), or the second result of sort(ids)."""
+    call = read(perm)
+    if call is not None and call.op == "getitem" and call.get("index") == 1:
+        call = read(call["input"])
+        call = call if call is not None and call.op == "sort" else None
+    elif call is None or call.op != "argsort":
+        return None
+    if call is None or call.get("descending") or call.get("dim") not in (-1, 0, None):
+        return None
+    return call["input"]
+
+
+@dataclass
+class Sum:
+    """What sums rows by token: its ``result``, the ``weights`` of pairs (T, top_k) or (M,) in the
+    order of tokens, and what the sum is added ``onto``."""
+
+    result: Node
+    weights: Node | None
+    onto: Node | None
+
+
+def summed(product: Node, pairs: Pairs) -> Sum | None:
+    """How the rows of ``product`` (M, d), sorted by expert, are summed by token, or None."""
+    return _Follower(product, pairs).run()
+
+
+class _Follower:
+    """Walks from a product down to the sum of its rows."""
+
+    def __init__(self, product: Node, pairs: Pairs):
+        self.node, self.pairs = product, pairs
+        self.weights: Node | None = None
+        self.onto: Node | None = None
+        self.back = False  # in the order of tokens
+        self.done = False
+        self.dtype = value(product).dtype
+
+    def run(self) -> Sum | None:
+        while not self.done:
+            users = list(self.node.users)
+            if len(users) != 1 or not self._step(users[0]):
+                return None
+        result = self.node
+        if value(result).dtype != self.dtype:  # summed in float32, then rounded
+            (result,) = result.users if len(result.users) == 1 else (None,)
+            if result is None or not is_cast(result) or value(result).dtype != self.dtype:
+                return None
+        return Sum(result, self.weights, self.onto)
+
+    def _step(self, user: Node) -> bool:
+        call = read(user)
+        if call is None:
+            return False
+        takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
+        known = (
+            is_cast(user)
+            or self.pairs.empties(user)
+            or (_name(user) and self.back and value(user).dim() == 3)
+        )
+        if not known and (takes is None or not takes(call)):
+            return False
+        self.node = user if call.op != "setitem" else self.node
+        return True
+
+    def _mul(self, call: Call) -> bool:
+        other = call["other"] if call["input"] is self.node else call["input"]
+        if self.weights is not None or not isinstance(other, Node):
+            return False
+        self.weights = self._weights(other)
+        return self.weights is not None
+
+    def _weights(self, node: Node) -> Node | None:
+        """The weights of pairs, in the order of tokens, that ``node`` (M, 1) or (T, top_k, 1)
+        holds in the order of now."""
+        known = value(node)
+        if known is None or not same(known.shape[-1], 1):
+            return None
+        node = base(node, _name)
+        if not self.back:
+            call = read(node)
+            if call is None or call.op != "getitem" or not self.pairs.is_perm(_index(call)):
+                return None
+            node = call["input"]
+            return node if value(node).dim() == 1 else None
+        known = value(node)
+        pairs = known.dim() == 2 and same(known.shape[1], self.pairs.top_k)
+        return node if pairs or known.dim() == 1 else None
+
+    def _getitem(self, call: Call) -> bool:
+        if self.back or not isinstance(call.get("index"), Node):
+            return False
+        self.back = self.pairs.inverts(call["index"])
+        return self.back
+
+    def _setitem(self, call: Call) -> bool:
+        """rows[perm] = y, of rows that were zeros."""
+        rows, index, y = call.node.args
+        users = [u for u in rows.users if u is not call.node]
+        zeros = target_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
+        if self.back or y is not self.node or not zeros or not self.pairs.is_perm(index):
+            return False
+        self.node, self.back = rows, True
+        if len(users) != 1 or not call.node < users[0]:
+            return False
+        return self._step_from(users[0])
+
+    def _step_from(self, user: Node) -> bool:
+        call = read(user)
+        if call is None or not _name(user):
+            return False
+        self.node = user
+        return True
+
+    def _sum(self, call: Call) -> bool:
+        dims = call.get("dim")
+        dims = [dims] if isinstance(dims, int) else list(dims or ())
+        x = value(self.node)
+        fits = self.back and x.dim() == 3 and same(x.shape[1], self.pairs.top_k)
+        self.done = fits and dims in ([1], [-2]) and not call.get("keepdim")
+        return self.done
+
+    def _scatter_add(self, call: Call) -> bool:
+        return self._added(call["input"], call["index"], call["src"], call["dim"])
+
+    def _index_add(self, call: Call) -> bool:
+        one = call.get("alpha") in (None, 1)
+        return one and self._added(call["input"], call["index"], call["source"], call["dim"])
+
+    def _added(self, onto: Node, index: Node, rows: Node, dim: int) -> bool:
+        """Rows added where their token is."""
+        index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
+        if self.back or rows is not self.node or dim not in (0, -2):
+            return False
+        if tokens(index) != (self.pairs.perm, self.pairs.top_k):
+            return False
+        zeros = target_name(onto) in ("zeros", "zeros_like", "new_zeros") and len(onto.users) == 1
+        self.onto, self.done = None if zeros else onto, True
+        return True
+
+    def _bmm(self, call: Call) -> bool:
+        """Weights (T, 1, top_k) times rows (T, top_k, d)."""
+        w = call["input"]
+        known = value(w)
+        if self.weights is not None or not self.back or call["mat2"] is not self.node:
+            return False
+        if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):
+            return False
+        self.weights, self.done = base(w, _name), True
+        known = value(self.weights)
+        return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
+
+    _scatter_add_, _index_add_ = _scatter_add, _index_add

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds a mixture's grouped GEMMs, at the bandwidth of memory, in Triton; and the gradient
+of their weights, a GEMM of QuACK's whose K is the rows of an expert. See ``semantic.experts``.
+
+Routing is a counting sort: blocks of pairs count theirs by expert, a scan over blocks says where
+each block's begin, and each pair's place is that of its block and expert plus how many equal ones
+stand before it in the block. It is stable, and the same at every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from quack.gemm import gemm
+from torch import Tensor
+
+from coda_inductor.semantic.experts import wgrad_result
+
+#: Pairs of a block times experts, at most: a thread has 64 of these counts.
+_COUNTS = 32768
+_MOST_EXPERTS = 1024
+#: Columns that a program sums at a time: 16 bytes of 16 bits a thread.
+_COLUMNS = 2048
+#: (tile_m, tile_n, cluster_m, ping-pong) of gradients of weights, by their columns a part.
+_WIDE, _NARROW = (128, 256, 2, False), (128, 192, 2, True)
+
+
+@triton.jit
+def _own(ids, place, m, EXPERTS: tl.constexpr):
+    """The expert of each pair; EXPERTS for none, and beyond the last pair more than that."""
+    own = tl.load(ids + place, place < m, -1)
+    own = tl.where((own >= 0) & (own < EXPERTS), own, EXPERTS).to(tl.int32)
+    return tl.where(place < m, own, EXPERTS + 1)
+
+
+@triton.jit
+def _count(ids, counts, m, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    block, kinds = tl.program_id(0), tl.arange(0, WIDTH)
+    own = _own(ids, block * BLOCK + tl.arange(0, BLOCK), m, EXPERTS)
+    found = tl.sum((own[:, None] == kinds[None, :]).to(tl.int32), 0)
+    tl.store(counts + kinds * blocks + block, found, kinds <= EXPERTS)
+
+
+@triton.jit
+def _scan(counts, totals, blocks, SPAN: tl.constexpr):
+    """Of one expert: what stands before each block, in place, and all of it."""
+    row, total = counts + tl.program_id(0) * blocks, 0
+    for start in range(0, blocks, SPAN):
+        place = start + tl.arange(0, SPAN)
+        count = tl.load(row + place, place < blocks, 0)
+        tl.store(row + place, total + tl.cumsum(count, 0) - count, place < blocks)
+        total += tl.sum(count, 0)
+    tl.store(totals + tl.program_id(0), total)
+
+
+@triton.jit
+def _place(
+    ids, counts, totals, rows, perm, inverse, offsets, m, blocks,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    block, kinds = tl.program_id(0), tl.arange(0, WIDTH)
+    total = tl.load(totals + kinds, kinds <= EXPERTS, 0)
+    first = tl.cumsum(total, 0) - total
+    if block == 0:
+        tl.store(offsets + kinds, first, kinds <= EXPERTS)
+    first += tl.load(counts + kinds * blocks + block, kinds <= EXPERTS, 0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    own = _own(ids, pair, m, EXPERTS)
+    is_own = own[:, None] == kinds[None, :]
+    rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+    place = tl.sum(tl.where(is_own, rank + first[None, :], 0), 1)
+    tl.store(inverse + pair, place, pair < m)
+    tl.store(perm + place, pair, pair < m)
+    tl.store(rows + place, pair // TOP_K, pair < m)
+
+
+def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``semantic.experts.route``; ``experts`` at most 1023.
+
+    Raises:
+        ValueError: there are more.
+    """
+    m, width = ids.shape[0], triton.next_power_of_2(experts + 2)
+    if width > _MOST_EXPERTS:
+        raise ValueError(f"{experts} experts are more than {_MOST_EXPERTS - 2}")
+    rows, perm, inverse = (ids.new_empty(m, dtype=torch.int32) for _ in range(3))
+    offsets = ids.new_zeros(experts + 1, dtype=torch.int32)
+    if m == 0:
+        return rows, perm, inverse, offsets
+    block = min(256, _COUNTS // width)
+    blocks = triton.cdiv(m, block)
+    counts = ids.new_empty(experts + 1, blocks, dtype=torch.int32)
+    totals = ids.new_empty(experts + 1, dtype=torch.int32)
+    ids = ids.contiguous()
+    sizes = {"EXPERTS": experts, "WIDTH": width, "BLOCK": block}
+    with torch.cuda.device(ids.device):
+        _count[(blocks,)](ids, counts, m, blocks, **sizes)
+        _scan[(experts + 1,)](counts, totals, blocks, SPAN=1024)
+        _place[(blocks,)](
+            ids, counts, totals, rows, perm, inverse, offsets, m, blocks, **sizes, TOP_K=top_k
+        )
+    return rows, perm, inverse, offsets
+
+
+@triton.jit
+def _sum(
+    y, weights, inverse, offsets, out, stride, d, experts,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(offsets + experts)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        place = tl.load(inverse + token * TOP_K + i).to(tl.int64)
+        inside = (column < d) & (place < end)
+        value = tl.load(y + place * stride + column, inside, 0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + token * TOP_K + i).to(tl.float32)
+        total += value
+    tl.store(out + token * d + column, total.to(out.dtype.element_ty), column < d)
+
+
+def combine(
+    y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, top_k: int
+) -> Tensor:
+    """As ``semantic.experts.combine``."""
+    d, tokens = y.shape[1], inverse.shape[0] // top_k
+    out = y.new_empty(tokens, d)
+    if not out.numel():
+        return out
+    y = y if y.stride(1) == 1 else y.contiguous()
+    columns = min(_COLUMNS, triton.next_power_of_2(d))
+    with torch.cuda.device(y.device):
+        _sum[(tokens, triton.cdiv(d, columns))](
+            y, y if weights is None else weights.contiguous(), inverse, offsets, out,
+            y.stride(0), d, offsets.shape[0] - 1,
+            TOP_K=top_k, WEIGHTED=weights is not None, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def grouped_wgrad(
+    a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
+) -> Tensor:
+    """As ``semantic.experts.grouped_wgrad``, of 16 bits; each part of ``bs`` is a launch that
+    writes its columns of the result, be they rows in memory."""
+    out = wgrad_result(a, bs, offsets, turned)
+    start = 0
+    with torch.cuda.device(a.device):
+        for b in bs:
+            n = b.shape[1]
+            tile_m, tile_n, cluster, pingpong = _WIDE if n % 256 == 0 else _NARROW
+            gemm(
+                a.mT, b.mT, out[:, :, start : start + n], None, None,
+                tile_m, tile_n, cluster, 1, pingpong=pingpong, cu_seqlens_k=offsets, A_idx=rows,
+            )  # fmt: skip
+            start += n
+    return out

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with the B of their group each, in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
+_LIBRARY.define(
+    "grouped_plain(Tensor a, Tensor b, Tensor groups) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def grouped_product(
+    a: Tensor, b: Tensor, groups: Tensor, index: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """Row i of ``a`` (R, K), or row index[i] of it, times that of ``b`` (E, K, N) in whose group i
+    is: from groups[e] to groups[e + 1], (E + 1,) int32. (M, N), computed in ``wide``; rows that are
+    in none hold anything."""
+    a = (a if index is None else a[index]).to(wide)
+    if wide == torch.bfloat16:
+        return torch._grouped_mm(a, b.to(wide), offs=groups[1:])
+    return torch.ops.coda_inductor.grouped_plain(a, b.to(wide), groups)
+
+
+def _plain(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+    """What ``torch._grouped_mm`` computes, which in a graph takes bfloat16 only."""
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for e, (start, end) in enumerate(itertools.pairwise(groups.tolist())):
+        out[start:end] = a[start:end] @ b[e]
+    return out
+
+
+@torch.library.register_fake("coda_inductor::grouped_plain", lib=_LIBRARY)
+def _fake(a, b, groups):  # noqa: ARG001 (the op's signature)
+    return a.new_empty(a.shape[0], b.shape[2])
+
+
+_LIBRARY.impl("grouped_plain", _plain, "CompositeExplicitAutograd")

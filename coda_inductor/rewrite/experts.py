@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products that no epilogue took become the products that the user wrote.
+
+Before (two parts of one weight, each a product of its own for the fuser's sake)::
+
+    lower, upper = split(W, f, 2)
+    g, u = grouped_mm(x, lower, offsets, rows), grouped_mm(x, upper, offsets, rows)
+    dx = grouped_mm(dg, lower.mT, offsets) + grouped_mm(du, upper.mT, offsets)
+
+After::
+
+    g, u = split(grouped_mm(x, W, offsets, rows), f, 1)
+    dx = grouped_mm(cat([dg, du], 1), W.mT, offsets)
+
+Why it is valid: columns of a product are those of its right factor; a sum of products is one over
+all of their K. Rows are then gathered, and multiplied, as ``semantic.experts`` defines it.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import Put, prune
+from coda_inductor.graph.gemms import gemm_inputs, is_sum, routes_of
+from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.record import Record
+from coda_inductor.semantic.experts import grouped_mm
+
+
+def finish_experts(graph: Graph, _record: Record) -> None:
+    """Apply the rewrite to what is left, in place."""
+    for node in [n for n in graph.nodes if is_sum(n)]:
+        if all(isinstance(t, Node) and t.target is grouped_mm for t in node.args):
+            _merge_terms(graph, node)
+    for node in [n for n in graph.nodes if n.target is aten.split.Tensor]:
+        _merge_columns(graph, node)
+
+
+def _parts(split: Node) -> list[Node]:
+    """The parts of ``split``, in order, if all are read; else none."""
+    parts = sorted(split.users, key=lambda n: n.args[1])
+    whole = [n.args[1] for n in parts] == list(range(len(fake(split))))
+    return parts if whole and all(n.target is operator.getitem for n in parts) else []
+
+
+def _merge_columns(graph: Graph, split: Node) -> None:
+    """One product for those of one A with all parts of one weight's columns."""
+    weight, size, dim = (arguments(split)[name] for name in ("input", "split_size", "dim"))
+    products = [u for part in _parts(split) for u in part.users if u.target is grouped_mm]
+    if dim % 3 != 2 or len(products) != len(split.users) or len(products) < 2:
+        return
+    alike = {(gemm_inputs(p)[0], routes_of(p)) for p in products}
+    if len(alike) != 1 or fake(weight).dim() != 3:
+        return
+    (a, (offsets, rows)) = alike.pop()
+    first = min(products)
+    with graph.inserting_before(first):
+        put = Put(graph, like=first)
+        whole = put(grouped_mm, a, weight, offsets, rows)
+        found = put(aten.split.Tensor, whole, size, 1)
+        for i, product in enumerate(products):
+            product.replace_all_uses_with(put(operator.getitem, found, i))
+    prune(products)
+
+
+def _merge_terms(graph: Graph, total: Node) -> None:
+    """One product for the sum of those with both parts of one weight's rows."""
+    terms = sorted(total.args, key=_place)
+    turned = [gemm_inputs(t)[1] for t in terms]
+    if any(n.target is not aten.permute.default for n in turned) or len(terms) != 2:
+        return
+    halves = [n.args[0] for n in turned]
+    split = halves[0].args[0] if halves[0].target is operator.getitem else None
+    if split is None or getattr(split, "target", None) is not aten.split.Tensor:
+        return
+    if [*halves] != _parts(split) or len({routes_of(t) for t in terms}) != 1:
+        return
+    with graph.inserting_before(total):
+        put = Put(graph, like=total)
+        a = put(aten.cat.default, [gemm_inputs(t)[0] for t in terms], 1)
+        b = put(aten.permute.default, arguments(split)["input"], [0, 2, 1])
+        new = put(grouped_mm, a, b, *routes_of(terms[0]))
+    total.replace_all_uses_with(new)
+    prune([total])
+
+
+def _place(term: Node) -> int:
+    half = gemm_inputs(term)[1].args[0]
+    return half.args[1] if isinstance(half, Node) and half.target is operator.getitem else 0

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On CUDA, the ops around a mixture's experts are the kernels of ``mainloop.experts``; where one
+does not take a call, or fails, torch's ops, after one warning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from coda_inductor.log import warn_once
+from coda_inductor.mainloop import availability
+from coda_inductor.program.dtypes import HALF
+from coda_inductor.select.device import arch_of
+from coda_inductor.semantic import experts
+from coda_inductor.semantic.define import LIB
+from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
+
+
+def _kernel(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of that name, or ``plain``."""
+
+    def call(first, *others):
+        try:
+            from coda_inductor.mainloop import experts as kernels
+
+            return getattr(kernels, name)(first, *others)
+        except Exception as error:
+            warn_once(name, repr(error), to="torch's ops")
+            return plain(first, *others)
+
+    return call
+
+
+_route = _kernel("route", experts.route)
+_combine = _kernel("combine", experts.combine)
+_gradient = _kernel("grouped_wgrad", experts.grouped_wgrad)
+
+
+def _wgrad(a, rows, bs, offsets, turned):
+    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper."""
+    sizes = (a.shape[1], *(b.shape[1] for b in bs))
+    fits = a.dtype in HALF and not any(size % 8 for size in sizes) and bs[0].shape[0] > 0
+    if fits and availability.kernel_stack(a.device) is None and arch_of(a.device) == 9:
+        bs = [b.contiguous() for b in bs]
+        return _gradient(a.contiguous(), rows, bs, offsets, turned)
+    return experts.grouped_wgrad(a, rows, bs, offsets, turned)
+
+
+def _direct(op, own, *given):
+    """The op without the dispatcher (``runtime.direct``)."""
+    return (own if given[0].is_cuda else op)(*given)
+
+
+OPS = (ROUTE, COMBINE, WGRAD)
+for _op, _own in zip(OPS, (_route, _combine, _wgrad), strict=True):
+    LIB.impl(_op.name().partition("::")[2], _own, "CUDA")
+    _op.direct = functools.partial(_direct, _op, _own)  # type: ignore[attr-defined]

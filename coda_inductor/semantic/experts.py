@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture's experts: rows of tokens, sorted by expert, times the weights of each expert.
+
+T tokens choose top_k of E experts each: M = T * top_k pairs. ``route`` sorts them by expert;
+``experts_up`` gathers rows of x while it multiplies, ``experts_down`` multiplies and sums what is
+of one token, weighted by its router. Between the two stands what the user wrote. Autograd is given
+their gradients, in the same few ops, so that neither direction writes the rows of tokens, or their
+gradients, beside each other (SonicMoE, arXiv 2512.14080, section 4):
+
+    y = a W                                     out_t = sum of w_i y_i over the pairs i of token t
+    q_i = dout_t W^T                            one product, rows of dout gathered
+    dw_i = y_i dout_t = a_i q_i                 rule R3: y is not needed again
+    da = w q;  dW = (w a)^T dout                the weight waits until after the product (R1, R4)
+
+A group of rows may be empty. Pairs of no expert (an id outside of 0 ... E - 1) stand behind all
+groups; what they hold is never read, and they add nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.program.grouped import grouped_product
+from coda_inductor.semantic.define import LIB, compose, define
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+LIB.define(
+    "route(Tensor ids, int experts, int top_k) "
+    "-> (Tensor rows, Tensor perm, Tensor inverse, Tensor offsets)",
+    tags=_TAGS,
+)
+LIB.define(
+    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k) -> Tensor",
+    tags=_TAGS,
+)
+LIB.define(
+    "grouped_wgrad(Tensor a, Tensor? rows, Tensor[] bs, Tensor offsets, bool turned) -> Tensor",
+    tags=_TAGS,
+)
+ROUTE = torch.ops.coda_inductor.route.default
+COMBINE = torch.ops.coda_inductor.combine.default
+WGRAD = torch.ops.coda_inductor.grouped_wgrad.default
+
+
+def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort pairs by expert. ``ids`` (M,) of any integer dtype: the expert of each, those of a token
+    in a row.
+
+    Returns, int32: rows (M,), the token of each sorted pair; perm (M,), the pair that stands there,
+    equal ones in order; inverse (M,), where each pair stands; offsets (E + 1,), the first place of
+    each expert, and behind the last.
+    """
+    own = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    perm = torch.argsort(own, stable=True)
+    count = torch.arange(ids.shape[0], device=ids.device)
+    inverse = torch.empty_like(perm).scatter_(0, perm, count)
+    edges = torch.arange(experts + 1, device=ids.device, dtype=own.dtype)
+    offsets = (own[None, :] < edges[:, None]).sum(1)
+    found = (torch.div(perm, top_k, rounding_mode="floor"), perm, inverse, offsets)
+    rows, perm, inverse, offsets = (x.to(torch.int32) for x in found)
+    return rows, perm, inverse, offsets
+
+
+def combine(
+    y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, top_k: int
+) -> Tensor:
+    """The sum over the pairs of each token of their rows of ``y`` (M, d), times ``weights``
+    (T, top_k) if any, in order and in float32: (T, d) in the dtype of y. ``inverse`` and
+    ``offsets`` as :func:`route` makes them; pairs of no expert add nothing."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    found = y[inverse].to(wide)
+    if weights is not None:
+        found = found * weights.reshape(-1, 1).to(wide)
+    found = torch.where((inverse < offsets[-1])[:, None], found, 0.0)
+    return found.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+
+
+def grouped_wgrad(
+    a: Tensor, rows: Tensor | None, bs: Sequence[Tensor], offsets: Tensor, turned: bool
+) -> Tensor:
+    """Of each expert, a^T b over its rows: (E, K, N) of ``a`` (M, K), or (T, K) of which ``rows``
+    (M,) are gathered, and ``bs`` beside each other, each (M, N_j). ``turned``: the result lies in
+    memory as (E, N, K)."""
+    a, b = a if rows is None else a[rows], torch.cat(tuple(bs), 1)
+    if not a.shape[0]:
+        return wgrad_result(a, bs, offsets, turned).zero_()
+    if a.dtype != torch.float64:
+        result = torch._grouped_mm(a.t(), b, offs=offsets[1:])
+    else:
+        pairs = itertools.pairwise(offsets.tolist())
+        result = torch.stack([a[i:j].t() @ b[i:j] for i, j in pairs])
+    return result.mT.contiguous().mT if turned else result.contiguous()
+
+
+def wgrad_result(a: Tensor, bs: Sequence[Tensor], offsets: Tensor, turned: bool) -> Tensor:
+    """The uninitialised result of :func:`grouped_wgrad`."""
+    e, k, n = offsets.shape[0] - 1, a.shape[1], sum(b.shape[1] for b in bs)
+    return a.new_empty(e, n, k).mT if turned else a.new_empty(e, k, n)
+
+
+@torch.library.register_fake("coda_inductor::route", lib=LIB)
+def _route_fake(ids, experts, top_k):  # noqa: ARG001 (the op's signature)
+    rows, perm, inverse = (ids.new_empty(ids.shape[0], dtype=torch.int32) for _ in range(3))
+    return rows, perm, inverse, ids.new_empty(experts + 1, dtype=torch.int32)
+
+
+@torch.library.register_fake("coda_inductor::combine", lib=LIB)
+def _combine_fake(y, weights, inverse, offsets, top_k):  # noqa: ARG001
+    return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+
+
+@torch.library.register_fake("coda_inductor::grouped_wgrad", lib=LIB)
+def _wgrad_fake(a, rows, bs, offsets, turned):  # noqa: ARG001
+    return wgrad_result(a, bs, offsets, turned)
+
+
+for _name, _function in (("route", route), ("combine", combine), ("grouped_wgrad", grouped_wgrad)):
+    LIB.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
+    """Row i of ``a`` (M, K), or row rows[i] of it, (T, K), times B of its group: ``b`` (E, K, N)
+    in any layout, ``offsets`` (E + 1,) and ``rows`` (M,) int32. (M, N), anything behind groups."""
+    return grouped_product(a, b, offsets, rows, a.dtype)
+
+
+def _grouped_mm_fake(a, b, offsets, rows):  # noqa: ARG001
+    return a.new_empty((a if rows is None else rows).shape[0], b.shape[2])
+
+
+grouped_mm = define(
+    "grouped_mm(Tensor a, Tensor b, Tensor offsets, Tensor? rows) -> Tensor",
+    grouped_mm_definition,
+    fake=_grouped_mm_fake,
+    counted_by_rewrite=True,
+)
+
+
+class _Up(torch.autograd.Function):
+    """Of x (T, K): x[rows] times each part of ``weights``, each (E, K, parts N): (M, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x, rows, inverse, offsets, top_k, parts, *weights) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, rows, inverse, offsets, *weights)
+        ctx.top_k, ctx.parts = top_k, parts
+        return tuple(grouped_mm(x, p, offsets, rows) for p in _parts(weights, parts))
+
+    @staticmethod
+    def backward(ctx: Any, *dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, rows, inverse, offsets, *weights = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            found = [
+                grouped_mm(d, part.mT, offsets, None)
+                for d, part in zip(dz, _parts(weights, ctx.parts), strict=True)
+            ]
+            summed = found[0] if len(found) == 1 else torch.add(*found)
+            dx = COMBINE(summed, None, inverse, offsets, ctx.top_k)
+        gradients: list[Tensor | None] = []
+        for i, (weight, need) in enumerate(zip(weights, ctx.needs_input_grad[6:], strict=True)):
+            own = list(dz[i * ctx.parts : (i + 1) * ctx.parts])
+            turned = weight.stride(1) == 1
+            gradients.append(WGRAD(x, rows, own, offsets, turned) if need else None)
+        return dx, None, None, None, None, None, *gradients
+
+
+def _parts(weights: Sequence[Tensor], parts: int) -> list[Tensor]:
+    return [part for weight in weights for part in weight.chunk(parts, 2)]
+
+
+class _Down(torch.autograd.Function):
+    """Of a (M, K), w (T, top_k) or None and weight (E, K, N): (T, N), see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k) -> Tensor:
+        ctx.save_for_backward(a, w, rows, perm, inverse, offsets, weight)
+        return COMBINE(grouped_mm(a, weight, offsets, None), w, inverse, offsets, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        a, w, rows, perm, inverse, offsets, weight = ctx.saved_tensors
+        wide = torch.promote_types(a.dtype, torch.float32)
+        scale = None if w is None else w.reshape(-1)[perm].to(wide)[:, None]
+        da = dw = dweight = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            q = grouped_mm(dout, weight.mT, offsets, rows).to(wide)
+            da = (q if scale is None else q * scale).to(a.dtype)
+            if w is not None and ctx.needs_input_grad[1]:
+                own = (q * a.to(wide)).sum(-1)[inverse]
+                own = torch.where(inverse < offsets[-1], own, 0.0)
+                dw = own.view(w.shape).to(w.dtype)
+        if ctx.needs_input_grad[6]:
+            weighted = a if scale is None else (a.to(wide) * scale).to(a.dtype)
+            turned = weight.stride(1) != 1
+            dweight = WGRAD(dout, rows, [weighted], offsets, turned).mT
+        return da, dw, None, None, None, None, dweight, None
+
+
+def experts_up_composition(
+    x: Tensor,
+    rows: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weights: list[Tensor],
+    top_k: int,
+    parts: int,
+) -> list[Tensor]:
+    """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
+    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them.
+    """
+    return list(_Up.apply(x, rows, inverse, offsets, top_k, parts, *weights))
+
+
+def experts_down_composition(
+    a: Tensor,
+    w: Tensor | None,
+    rows: Tensor,
+    perm: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    top_k: int,
+) -> Tensor:
+    """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N), times ``w``
+    (T, top_k) if given. The others as :func:`route` makes them."""
+    return _Down.apply(a, w, rows, perm, inverse, offsets, weight, top_k)
+
+
+experts_up = compose(
+    "experts_up(Tensor x, Tensor rows, Tensor inverse, Tensor offsets, Tensor[] weights, "
+    "int top_k, int parts) -> Tensor[]",
+    experts_up_composition,
+    name="experts",
+)
+experts_down = compose(
+    "experts_down(Tensor a, Tensor? w, Tensor rows, Tensor perm, Tensor inverse, Tensor offsets, "
+    "Tensor weight, int top_k) -> Tensor",
+    experts_down_composition,
+    name="experts",
+)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts are found however they are written, and fused in both directions; what is no
+such block stays as it is, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import check, check_gradients, randn
+from experts import (
+    COUNTS,
+    GATHERS,
+    SORTS,
+    SUMS,
+    Block,
+    D,
+    E,
+    K,
+    given,
+    halves,
+    histogram_of_all,
+    interleaved,
+    inverse_of,
+    no_gate,
+    scattered,
+    two_weights,
+)
+from passes import codes
+
+from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
+
+
+def count(harness, op) -> int:
+    return harness.ops()[str(op)]
+
+
+def fused(harness) -> list[str]:
+    """Of each grouped site, how it multiplies."""
+    sites = [s.program for s in harness.fused if s.program.grouped]
+    return ["gathered " * (p.routes[1] is not None) + ("pair" if p.paired else "") for p in sites]
+
+
+ALL = [
+    *({"sort": each} for each in SORTS),
+    *({"count": each} for each in COUNTS),
+    *({"gather": each} for each in GATHERS),
+    *({"sum": each} for each in SUMS),
+]
+
+
+@pytest.mark.parametrize(
+    "how", ALL, ids=lambda how: "-".join(getattr(v, "__name__", v) for v in how.values())
+)
+def test_every_spelling(how):
+    """Algebra: gradients in float64 are eager's; the counters are one a block."""
+    harness = check_gradients(Block(**how), *given())
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+    assert fused(harness) == ["gathered pair", "", "gathered ", ""]
+    assert [count(harness, op) for op in (ROUTE, COMBINE, WGRAD)] == [1, 2, 2]
+    assert not [op for op in harness.ops() if "sort" in op or "cumsum" in op or "scatter_add" in op]
+
+
+@pytest.mark.parametrize(
+    ("up", "paired"), [(two_weights, "pair"), (no_gate, ""), (interleaved, "")]
+)
+def test_every_gate(up, paired):
+    harness = check_gradients(Block(up=up), *given())
+    assert harness.counts["experts"] == 1
+    assert fused(harness) == [f"gathered {paired}", "", "gathered ", ""]
+
+
+@pytest.mark.parametrize("mm", [F.grouped_mm, torch._grouped_mm], ids=["F", "torch"])
+def test_torchs_own_products(mm):
+    """In bfloat16, which they take."""
+
+    def product(x, w, offs):
+        return mm(x, w, offs=offs)
+
+    dtype = torch.bfloat16
+    harness = check_gradients(Block(mm=product, dtype=dtype), *given(dtype=dtype))
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (1, 5), (33, 3)])
+def test_sizes(tokens, k):
+    harness = check_gradients(Block(), *given(tokens, k))
+    assert harness.counts["experts"] == 1
+
+
+def test_all_tokens_to_one_expert():
+    x, ids, w = given(9)
+    assert check_gradients(Block(), x, torch.full_like(ids, 3), w).counts["experts"] == 1
+
+
+def test_pairs_of_no_expert():
+    """They add nothing, in either direction: what masks them goes."""
+    x, ids, w = given(9)
+    ids[::3, 1] = E
+    harness = check_gradients(Block(masked=True), x, ids, w)
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+    assert fused(harness)[0] == "gathered pair"
+
+
+def test_inference():
+    harness = check(Block(), *given())
+    assert harness.counts["experts"] == 1
+    assert fused(harness) == ["gathered pair", ""]
+
+
+def test_tokens_are_dynamic():
+    """One graph serves every number of them."""
+    block, router = Block(), randn(E, D)
+
+    def routed(x):
+        w, ids = torch.topk(F.linear(x, router).softmax(-1), K)
+        return block(x, ids, w)
+
+    harness = check(routed, randn(7, D), dynamic=True)
+    assert harness.counts["experts"] == 1
+    compiled = torch.compile(routed, backend=harness, dynamic=True)
+    with torch.no_grad():
+        for x in (randn(5, D), randn(12, D)):
+            torch.testing.assert_close(compiled(x), routed(x))
+    assert harness.graphs == 1
+
+
+def test_frozen_weights():
+    harness = check_gradients(Block().requires_grad_(False), *given())
+    assert count(harness, WGRAD) == 0
+    assert harness.counts["experts_backward"] == 1
+
+
+def test_only_the_weights_are_trained():
+    x, ids, w = given()
+    harness = check_gradients(Block(), x.detach(), ids, w.detach())
+    assert [count(harness, op) for op in (COMBINE, WGRAD)] == [1, 2]
+
+
+def test_what_is_not_fused_multiplies_as_it_was_written():
+    """One product a weight, forward and backward, and a cat of the gradients."""
+    harness = check_gradients(Block(), *given(), gate="never")
+    products = [op for op in harness.ops().elements() if "grouped_plain" in op]
+    assert len(products) == 4
+    assert harness.counts["experts"] == 1
+    assert not harness.counts["experts_backward"]
+
+
+@pytest.mark.parametrize("name", ["experts", "experts_backward"])
+def test_disabled(name):
+    harness = check_gradients(Block(), *given(), disable=[name])
+    assert not harness.counts[name]
+
+
+def weighted_before(block):
+    def forward(x, ids, w):
+        perm = torch.argsort(ids.reshape(-1))
+        offs = torch.cumsum(histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
+        rows = x[perm // ids.shape[1]] * w.reshape(-1)[perm, None]
+        y = block.mm(halves(rows, offs, block.mm, block.w13), block.w2.mT, offs)
+        return y[inverse_of(perm)].view(x.shape[0], -1, D).sum(1)
+
+    return forward
+
+
+def test_rows_that_were_weighted_before_stay():
+    """An activation of a product times a weight is not the weight times it."""
+    harness = check(weighted_before(Block()), *given())
+    assert not harness.counts["experts"]
+
+
+def test_a_sum_that_is_none():
+    def maximum(y, w, perm, x, k):
+        return y[inverse_of(perm)].view(x.shape[0], k, D).amax(1)
+
+    harness = check_gradients(Block(sum=maximum), *given())
+    assert "experts-sum" in codes(harness)
+    assert not harness.counts["experts"]
+    assert "gathered pair" in fused(harness)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda perm: perm.flip(0),  # sorted downwards
+        lambda perm: perm + 0,  # a value that is computed
+    ],
+)
+def test_another_order_stays(change):
+    harness = check_gradients(Block(sort=lambda ids: change(torch.argsort(ids))), *given())
+    assert not harness.counts["experts"]
+    assert count(harness, ROUTE) == 0
+
+
+def test_counts_of_others_stay():
+    """Offsets of other ids, or of another number of experts."""
+
+    def others(ids, _perm):
+        return histogram_of_all(ids * 0, None)
+
+    assert count(check(Block(count=others), *given()), ROUTE) == 0
+
+
+def test_what_is_changed_in_place_stays():
+    block = Block()
+
+    def function(x, ids, w):
+        k, flat = ids.shape[1], ids.reshape(-1)
+        perm = torch.argsort(flat)
+        offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+        rows = x[perm // k]
+        x.mul_(2)
+        a = halves(rows, offs, block.mm, block.w13)
+        return scattered(block.mm(a, block.w2.mT, offs), w, perm, x, k)
+
+    x, ids, w = given()
+    harness = check(function, x.detach(), ids, w)
+    assert "mutation" in codes(harness)
+    assert count(harness, ROUTE) == 0

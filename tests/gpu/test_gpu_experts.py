@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on a GPU: grouped kernels, what surrounds them, whole blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from experts import Block, E, given, halves, scattered, two_weights
+from layers import SLACK, errors
+from oracle import ARCH, NEEDS_KERNELS, check
+from programs import grouped
+
+from coda_inductor.mainloop import experts as kernels
+from coda_inductor.select.config import legal_configs
+from coda_inductor.semantic import experts as semantic
+
+pytestmark = NEEDS_KERNELS
+
+BF16 = torch.bfloat16
+#: Rows of each expert: ragged, none at all, all of one, and fewer than a tile.
+ROWS = ([130, 0, 1, 257, 0], [0, 0, 700], [1], [0, 3, 4], [*range(60)])
+
+
+def routed(rows, tokens: int = 97):
+    """(offsets of groups, an index of rows of ``tokens``)."""
+    edges = torch.tensor([0, *rows]).cumsum(0).to(torch.int32).cuda()
+    index = torch.randint(tokens, (sum(rows),), dtype=torch.int32, device="cuda")
+    return edges, index
+
+
+def tensors(name: str, rows, dtype, n=264, k=192, tokens=97):
+    program = grouped(str(dtype).removeprefix("torch."))[name]
+    groups, index = routed(rows, tokens)
+    gathered, m, e = program.routes[1] is not None, sum(rows), len(rows)
+    terms = 2 if name == "experts_join" else 1
+
+    def made(*shape):
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    as_ = [made(tokens if gathered else m, k) for _ in range(terms)]
+    weight = made(e, terms * k, n) if name in ("experts_dgrad", "experts_join") else (
+        made(e, len(program.accs) * n, k).mT
+    )  # fmt: skip
+    bs = weight.chunk(terms, 1) if terms > 1 else weight.chunk(len(program.accs), 2)
+    by_kind = {"groups": groups, "index": index}
+    operands = [
+        by_kind[o.kind] if o.kind in by_kind
+        else made(m, n) if o.kind == "tile" else torch.rand(m, device="cuda") + 0.5
+        for o in program.operands
+    ]  # fmt: skip
+    return program, as_, list(bs), operands
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("rows", ROWS, ids=len)
+@pytest.mark.parametrize("name", grouped())
+def test_ragged_rows(name, rows, dtype):
+    check(*tensors(name, rows, dtype))
+
+
+@pytest.mark.parametrize("name", grouped())
+def test_every_config(name):
+    for config in legal_configs(grouped()[name], ARCH, 2 if name == "experts_join" else 1):
+        check(*tensors(name, ROWS[0], BF16), config)
+
+
+def test_halves_in_either_order_and_of_two_allocations():
+    program, as_, bs, operands = tensors("experts_up", ROWS[0], BF16)
+    check(program, as_, bs[::-1], operands)
+    check(program, as_, [b.mT.contiguous().mT for b in bs], operands)
+    program, as_, bs, operands = tensors("experts_join", ROWS[0], BF16)
+    for left in (1, -1):
+        check(program, as_[::left], bs, operands)
+
+
+@pytest.mark.parametrize("experts", [3, 60, 256])
+@pytest.mark.parametrize("pairs", [0, 1, 7, 4099, 65536])
+def test_routing(pairs, experts):
+    ids = torch.randint(experts + 2, (pairs,), device="cuda") - 1  # two are none
+    for each in (ids, torch.full_like(ids, experts - 1)):
+        for have, want in zip(
+            kernels.route(each, experts, 2), semantic.route(each, experts, 2), strict=True
+        ):
+            assert torch.equal(have, want)
+
+
+def test_more_experts_than_a_counting_sort_takes():
+    ids = torch.randint(2000, (64,), device="cuda")
+    have = torch.ops.coda_inductor.route(ids, 2000, 2)
+    assert all(map(torch.equal, have, semantic.route(ids, 2000, 2)))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "d"), [(0, 2, 64), (1, 1, 100), (301, 8, 2048), (33, 3, 4104)]
+)
+def test_combine(tokens, top_k, d, weighted):
+    """In float32, in order: as exact as torch's."""
+    ids = torch.randint(9, (tokens * top_k,), device="cuda")  # the last one is none
+    _, _, inverse, offsets = semantic.route(ids, 8, top_k)
+    y = torch.randn(tokens * top_k, d, device="cuda", dtype=BF16)
+    w = torch.rand(tokens, top_k, device="cuda").to(BF16) if weighted else None
+    have, want = (f(y, w, inverse, offsets, top_k) for f in (kernels.combine, semantic.combine))
+    torch.testing.assert_close(have, want, rtol=8e-3, atol=1e-3)
+    again = kernels.combine(y, w, inverse, offsets, top_k)
+    assert torch.equal(have, again)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=len)
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_of_weights(rows, turned):
+    """An expert without rows has zeros."""
+    offsets, index = routed(rows)
+    a = torch.randn(97, 192, device="cuda", dtype=BF16)
+    bs = [torch.randn(sum(rows), n, device="cuda", dtype=BF16) for n in (264, 256)]
+    have = torch.ops.coda_inductor.grouped_wgrad(a, index, bs, offsets, turned)
+    b = torch.cat(bs, 1).float()
+    edges = offsets.tolist()
+    for e in range(len(rows)):
+        part = slice(edges[e], edges[e + 1])
+        want = a[index[part]].float().t() @ b[part]
+        torch.testing.assert_close(
+            have[e].float(), want, rtol=1.6e-2, atol=1e-2 * want.abs().max().item() + 1e-6
+        )
+
+
+def product(x, w, offs):
+    return torch._grouped_mm(x, w, offs=offs)
+
+
+def counted(ids, _perm):
+    return torch.histc(ids.int(), bins=E, min=0, max=E - 1)
+
+
+def trained(block, function, x, ids, w):
+    """The result and all gradients."""
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    y = function(x, ids, w)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, w, *used(block)])]
+
+
+def used(block):
+    return [block.w1, block.w3, block.w2] if block.up is two_weights else [block.w13, block.w2]
+
+
+@pytest.mark.parametrize(("tokens", "skewed"), [(300, False), (300, True), (1, False), (7, False)])
+@pytest.mark.parametrize(("up", "sum_"), [(halves, None), (two_weights, scattered)])
+def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_):
+    torch.manual_seed(0)
+    how = {"up": up, "mm": product, "count": counted, "dtype": BF16} | (
+        {"sum": sum_} if sum_ else {}
+    )
+    block = Block(**how).cuda()
+    x, ids, w = (t.detach().cuda() for t in given(tokens, dtype=BF16))
+    ids = ids * 0 + torch.tensor([1, 3], device="cuda") if skewed else ids
+    exactly = copy.deepcopy(block).float()
+    exactly.mm = lambda a, b, offs: torch.cat(
+        [
+            a[i:j] @ b[e]
+            for e, (i, j) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+        ]
+    )
+    exact = trained(exactly, exactly, x.float(), ids, w.float())
+    theirs = trained(block, torch.compile(block), x, ids, w)
+    torch._dynamo.reset()
+    mine = torch.compile(block, backend="coda", options={"gate": "always", "strict": True})
+    ours = trained(block, mine, x, ids, w)
+    for mine, stock in zip(errors(ours, exact), errors(theirs, exact), strict=True):
+        assert mine <= SLACK * stock + 1e-4
+
+
+def test_every_run_gives_the_same_bits():
+    """Under deterministic algorithms too."""
+    block = Block(mm=product, count=counted, dtype=BF16).cuda()
+    x, ids, w = (t.detach().cuda() for t in given(500, dtype=BF16))
+    mine = torch.compile(block, backend="coda", options={"gate": "always", "strict": True})
+    first = trained(block, mine, x, ids, w)
+    torch.use_deterministic_algorithms(True)
+    try:
+        second = trained(block, mine, x, ids, w)
+        for one, other in zip(second, trained(block, mine, x, ids, w), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(first[:1], second[:1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_cuda_graphs():
+    block = Block(mm=product, count=counted, dtype=BF16).cuda()
+    x, ids, w = (t.detach().cuda() for t in given(500, dtype=BF16))
+    options = {"gate": "always", "strict": True, "triton.cudagraphs": True}
+    mine = torch.compile(block, backend="coda", options=options)
+    with torch.no_grad():
+        want = block(x, ids, w)
+        for _ in range(4):
+            torch.testing.assert_close(mine(x, ids, w), want, rtol=3e-2, atol=3e-2)
+
+
+def test_the_float32_loss_of_a_mixture_is_unchanged():
+    """float32 has no kernel: the block runs as it was written."""
+    block = Block(count=counted, dtype=torch.float32, up=halves).cuda()
+    x, ids, w = (t.detach().cuda() for t in given(64, dtype=torch.float32))
+    have = torch.compile(block, backend="coda")(x, ids, w)
+    torch.testing.assert_close(have, block(x, ids, w), rtol=1e-3, atol=1e-3)
