@@ -25,6 +25,7 @@ OTHER_NAMES = (
     "cross_entropy",
     "embedding",
     "epilogue",
+    "experts",
     "fp8_quantize",
     "fp8_linear",
     "fp8_product",

@@ -149,7 +149,7 @@ def test_both_orders_are_loaded_before_a_graph_is_captured(name, monkeypatch):
     monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: None)
     monkeypatch.setattr(pair, "foreign_view", lambda *_: bs[0])
     kernel = Kernel(program, SQUARE)
-    outputs = op._allocate(program, SQUARE, as_[0], bs)
+    outputs = op._allocate(program, SQUARE, as_, bs, operands)
     for order in (1, -1):
         kernel.launch(as_, bs[::order], operands, outputs)
         assert sorted(built) == (["", "swapped"] if paired else ["crossed", "straight"])

@@ -12,6 +12,15 @@ from float8 import needs_scaled_mm
 
 from coda_inductor import patterns
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.experts import (
+    COMBINE,
+    ROUTE,
+    WGRAD,
+    experts_down,
+    experts_up,
+    grouped_mm,
+    route,
+)
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import fp8_linear
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
@@ -80,6 +89,7 @@ def examples(dtype):
         clamped: (x, up, 1.7, 7.0),
         clamped_backward: (up.detach(), x.detach(), up.detach(), 1.7, 7.0, [True, False]),
         **loss_examples(dtype),
+        **expert_examples(dtype),
         rotate: (x, *randn(2, 3, D, dtype=dtype), D // 2, False, False, False, dtype),
         rotate_heads: (
             x.detach(),
@@ -101,6 +111,22 @@ def loss_examples(dtype):
     }
 
 
+def expert_examples(dtype):
+    x, weight, down = (randn(*s, dtype=dtype) for s in ((4, 16), (3, 32, 16), (3, 16, 16)))
+    ids, w = torch.tensor([0, 2, 2, 0, 3, 2, 0, 0]), randn(4, 2, dtype=dtype)
+    rows, perm, inverse, offsets = route(ids, 3, 2)
+    sorted_ = rows, perm, inverse, offsets
+    x, w, weight = (t.requires_grad_() for t in (x, w, weight))
+    return {
+        grouped_mm: (x.detach(), down.mT, offsets, rows),
+        experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
+        experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
+        ROUTE: (ids, 3, 2),
+        COMBINE: (randn(8, 16, dtype=dtype), w.detach(), inverse, offsets, 2),
+        WGRAD: (x.detach(), rows, [randn(8, 16, dtype=dtype)], offsets, True),
+    }
+
+
 def test_fp8_ops_are_what_torch_asks_of_one():
     """But for the comparison of inputs before and after, which torch has for no FP8 tensor."""
     checks = ["test_faketensor", "test_autograd_registration"]
@@ -117,6 +143,7 @@ def test_fp8_ops_are_what_torch_asks_of_one():
 
 
 WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, fp8_linear)]
+WIDE += [ROUTE, COMBINE, WGRAD]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
