@@ -10,6 +10,7 @@ import html
 import re
 from html.parser import HTMLParser
 
+import float8
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from coda_inductor.explanation.result import Explanation
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import Choice, SiteReport, fold, time_words, traffic_words
 
-X, W = (torch.ones(rows, 64, dtype=torch.bfloat16) for rows in (32, 64))
+X = torch.ones(32, 64, dtype=torch.bfloat16)
 SMALL = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 256,
 }  # fmt: skip
@@ -167,6 +168,16 @@ def test_without_a_gpu_a_note_says_what_an_h100_would_do():
     with torch.no_grad():
         gated = explain(Residual().bfloat16(), X)
     assert "the host is the limit" in gated.notes[0]
+
+
+def test_notes_of_inference_where_every_product_is_scaled():
+    """The GEMMs of a graph are counted as it was traced, for what the gate would decide."""
+    found, batch = [], torch.randn(2, 16, float8.D, dtype=torch.bfloat16)
+    for model in (float8.serve(float8.Stack(2).bfloat16(), "row"), float8.Stack(2).bfloat16()):
+        with torch.no_grad():
+            text = " ".join(explain(model, batch).notes)
+        found.append(re.search(r"too small: the graph's GEMMs take (\d+) us", text).group(1))
+    assert 0 < int(found[0]) <= int(found[1])
 
 
 def test_reasons_are_grouped_by_their_code_whatever_they_say():
