@@ -119,13 +119,16 @@ class Block(nn.Module):
     dtype: torch.dtype = torch.float64
     experts: int = E
     masked: bool = False
+    biased: bool = False
 
     def __post_init__(self):
         super().__init__()
         shapes = {"w13": (self.experts, 2 * H, D), "w1": (self.experts, H, D),
                   "w3": (self.experts, H, D), "w2": (self.experts, D, H)}  # fmt: skip
+        if self.biased:
+            shapes["bias"] = (self.experts, D)
         for name, shape in shapes.items():
-            weight = torch.randn(shape, dtype=torch.float64) * shape[2] ** -0.5
+            weight = torch.randn(shape, dtype=torch.float64) * shape[-1] ** -0.5
             setattr(self, name, nn.Parameter(weight.to(self.dtype)))
 
     __hash__ = nn.Module.__hash__
@@ -143,7 +146,10 @@ class Block(nn.Module):
             rows.masked_fill_(mask, 0.0)
             mm = lambda *args: self.mm(*args).masked_fill(mask, 0.0)  # noqa: E731
         a = self.up(rows, offs, mm, self.w13, self.w1, self.w3)
-        return self.sum(mm(a, self.w2.transpose(1, 2), offs), w, perm, x, k)
+        y = mm(a, self.w2.transpose(1, 2), offs)
+        if self.biased:  # gpt-oss
+            y = y + self.bias[flat[perm]]
+        return self.sum(y, w, perm, x, k)
 
 
 def given(tokens: int = 7, k: int = K, experts: int = E, dtype=torch.float64):

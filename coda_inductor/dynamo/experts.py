@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -190,6 +191,18 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
+def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
+    """The sum over the pairs of each token of their ``bias`` (E, d), weighted: (T, d), and nothing
+    of pairs of no expert."""
+    ids = put("view", pairs.ids, -1, pairs.top_k)
+    none = put(operator.ge, ids, pairs.experts)
+    weights = put("to", put("logical_not", none), value(bias).dtype)
+    if w is not None:
+        weights = put(operator.mul, weights, put("to", w, value(bias).dtype))
+    rows = put(operator.getitem, bias, put("masked_fill", ids, none, 0))
+    return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
+
+
 def _erase(node: Node) -> None:
     """Erase ``node`` and then what only it read, but for what changes memory."""
     todo = [node]
@@ -246,6 +259,8 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
     out = put(experts_down, a, w, *routes, b, own.pairs.top_k)
+    if sum_.bias is not None:
+        out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
     if value(out).dtype != value(sum_.result).dtype:
         out = put("to", out, value(sum_.result).dtype)
     if sum_.onto is not None:

@@ -62,17 +62,17 @@ class Pairs:
         counts = read(base(call["input"], _name))
         if counts is None or value(offs).dtype != torch.int32:
             return False
-        if not self._are_ids(base(counts["input"], _name)):
+        if not self.are_ids(base(counts["input"], _name)):
             return False
         self.experts = experts
         ends = (counts.get("bins"), counts.get("min"), counts.get("max"))
         return counts.op == "histc" and ends in ((experts, 0, experts - 1), (experts, 0, experts))
 
-    def _are_ids(self, node: Node) -> bool:
-        """Are its numbers those of the pairs' experts, in whatever order?"""
+    def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
+        """Are its numbers those of the pairs' experts; ``in_order``: of the experts?"""
         call, own = read(node), base(self.ids, _name)
         if node is own or call is None or call.op != "getitem":
-            return node is own
+            return node is own and not in_order
         if call["index"] == 0:  # the first result of a sort
             made = read(call["input"])
             return made is not None and made.op == "sort" and base(made["input"], _name) is own
@@ -86,7 +86,7 @@ class Pairs:
         mask = read(base(call["mask"], _name))
         if mask is None or mask.op != "ge" or mask["other"] != self.experts:
             return False
-        return self._are_ids(base(mask["input"], _name))
+        return self.are_ids(base(mask["input"], _name))
 
     def inverts(self, node: Node) -> bool:
         """Does ``node`` say where each pair stands in the order of experts?"""
@@ -142,11 +142,12 @@ def _sorted(perm: Any) -> Node | None:
 @dataclass
 class Sum:
     """What sums rows by token: its ``result``, the ``weights`` of pairs (T, top_k) or (M,) in the
-    order of tokens, and what the sum is added ``onto``."""
+    order of tokens, what the sum is added ``onto``, and a ``bias`` (E, d) of each expert."""
 
     result: Node
     weights: Node | None
     onto: Node | None
+    bias: Node | None
 
 
 def summed(product: Node, pairs: Pairs) -> Sum | None:
@@ -161,6 +162,7 @@ class _Follower:
         self.node, self.pairs = product, pairs
         self.weights: Node | None = None
         self.onto: Node | None = None
+        self.bias: Node | None = None
         self.back = False  # in the order of tokens
         self.done = False
         self.dtype = value(product).dtype
@@ -175,7 +177,7 @@ class _Follower:
             (result,) = result.users if len(result.users) == 1 else (None,)
             if result is None or not is_cast(result) or value(result).dtype != self.dtype:
                 return None
-        return Sum(result, self.weights, self.onto)
+        return Sum(result, self.weights, self.onto, self.bias)
 
     def _step(self, user: Node) -> bool:
         call = read(user)
@@ -198,6 +200,17 @@ class _Follower:
             return False
         self.weights = self._weights(other)
         return self.weights is not None
+
+    def _add(self, call: Call) -> bool:
+        """The bias of each row's expert, of rows that are sorted and not weighted yet."""
+        bias = read(call["other"] if call["input"] is self.node else call["input"])
+        if self.back or self.bias or self.weights or call.get("alpha") not in (None, 1):
+            return False
+        if bias is None or bias.op != "getitem" or value(bias["input"]).dim() != 2:
+            return False
+        sorted_ = self.pairs.are_ids(base(bias.get("index"), _name), in_order=True)
+        self.bias = bias["input"] if sorted_ else None
+        return self.bias is not None
 
     def _weights(self, node: Node) -> Node | None:
         """The weights of pairs, in the order of tokens, that ``node`` (M, 1) or (T, top_k, 1)

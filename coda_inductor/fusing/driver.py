@@ -112,7 +112,7 @@ def _fused(graph: Graph, record: Record) -> _Fused:
         if choice is not None:
             assert site.program is not None, "a fused site has a program"
             done |= set(region.anchors)
-            fired |= _patterns(region)
+            fired |= _patterns(region, planner.scope)
             strict = record.options.strict
             call = emit(graph, region, site.program, choice.config, site=site.site, strict=strict)
             calls[call] = first + len(sites)
@@ -227,7 +227,7 @@ class _Planner:
 
     def _judged(self, region: Region, site: SiteReport) -> tuple[SiteReport, Choice]:
         planned = self._site(region)
-        patterns = sorted({name for name, _ in _patterns(region)})
+        patterns = sorted({name for name, _ in _patterns(region, self.scope)})
         own = patterns if patterns == ["epilogue"] else _OF_SITE.intersection(patterns)
         if off := [name for name in own if not self.record.enabled(name)]:
             return site, Choice(refusal=_disabled(off[0]), how="unfused")
@@ -323,16 +323,16 @@ def _stop(node: Node, why: Refusal) -> Refusal:
     return refuse("collective", text)
 
 
-def _patterns(region: Region) -> set[tuple[str, str]]:
+def _patterns(region: Region, scope: Scope) -> set[tuple[str, str]]:
     """(pattern, occurrence) of everything a region absorbed."""
     if not region.work:
         return set()
     found = {n.meta["coda_pattern"] for n in region.work if "coda_pattern" in n.meta}
     if _residual_adds(region):
         found.add(("residual", region.anchors[0].name))
-    gathered = routes_of(region.anchors[0])[1] is not None
-    if gathered and any(kind == "tile" for _, kind in region.operands):  # of the gate, to derive it
-        found.add(("experts_backward", region.anchors[0].name))
+    anchor = region.anchors[0]
+    if routes_of(anchor)[1] is not None and anchor not in scope.forward:
+        found.add(("experts_backward", anchor.name))
     return found or {("epilogue", region.anchors[0].name)}
 
 

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 _OPS = {"multiply": "mul", "truediv": "div", "true_divide": "div", "reshape": "view"}
 _ARGUMENTS = {
     "self": "input", "tensor": "input", "shape": "size", "split_size_or_sections": "split_size",
-    "split_sizes": "split_size", "sections": "index", "indices": "index",
+    "split_sizes": "split_size", "sections": "index", "indices": "index", "from": "start",
 }  # fmt: skip
 #: The first arguments of what tells no signature; the others are named by their number.
 _UNTOLD = ("input", "index")

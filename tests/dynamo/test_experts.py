@@ -25,6 +25,8 @@ from experts import (
     no_gate,
     scattered,
     two_weights,
+    unweighted,
+    viewed,
 )
 from passes import codes
 
@@ -100,6 +102,27 @@ def test_pairs_of_no_expert():
     harness = check_gradients(Block(masked=True), x, ids, w)
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
     assert fused(harness)[0] == "gathered pair"
+
+
+@pytest.mark.parametrize("sum_", [viewed, scattered, unweighted])
+def test_a_bias_of_each_expert(sum_):
+    """A token's sum of them is added behind the sum of its rows."""
+    harness = check_gradients(Block(biased=True, sum=sum_), *given())
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+
+
+def test_a_bias_in_another_order_stays():
+    block = Block(biased=True)
+
+    def function(x, ids, w):
+        perm, k = torch.argsort(ids.reshape(-1)), ids.shape[1]
+        offs = torch.cumsum(histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
+        y = block.mm(halves(x[perm // k], offs, block.mm, block.w13), block.w2.mT, offs)
+        return viewed(y + block.bias[ids.reshape(-1)], w, perm, x, k)
+
+    harness = check(function, *given())
+    assert not harness.counts["experts"]
+    assert "experts-sum" in codes(harness)
 
 
 def test_inference():
