@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import environment, families, worth, worth_models
+from . import environment, experts, families, worth, worth_models
 
 #: Samples of one variant, and how many cases are in memory at a time.
 SAMPLES, TOGETHER = 4, 2
@@ -32,10 +32,13 @@ CASES: dict[str, Callable[[], worth_models.Workload]] = {
     "Llama 1B prefill": functools.partial(worth_models.stock, "1B", 16, training=False),
     "Llama 8B, 4 layers, prefill": worth_models.WORKLOADS["8B prefill"],
     **{name: worth_models.WORKLOADS[name] for name in ("packed", "window", "FP8 rowwise")},
-}
+    **{f"{name}, {layers} layers, training": functools.partial(worth_models.stock, name, layers)
+       for name, layers in (("olmoe", 8), ("qwen3_moe", 8), ("mixtral", 2))},
+    **experts.CASES,
+}  # fmt: skip
 #: ``compile_causal``: SDPA told to be causal, which some releases of transformers do by themselves.
 VARIANTS = ("compile", "compile_causal", "coda")
-NO_CAUSAL = ("packed", "window", "FP8 rowwise")
+NO_CAUSAL = ("packed", "window", "FP8 rowwise", *experts.CASES)
 
 
 def main(arguments: list[str]) -> None:

@@ -90,6 +90,22 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
                 attention_multiplier=0.015625, residual_multiplier=0.22, embedding_multiplier=12.0,
                 logits_scaling=8.0),
     ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        2048,
+        _widths(2048, 1024, 16, 8, num_experts=64, num_experts_per_tok=8, vocab_size=50304),
+    ),
+    "qwen3_moe": (  # 30B-A3B
+        "Qwen3MoeForCausalLM",
+        2048,
+        _widths(2048, 6144, 32, 8, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
+                num_experts=128, num_experts_per_tok=8, vocab_size=151936),
+    ),
+    "mixtral": (  # 8x7B
+        "MixtralForCausalLM",
+        2048,
+        _widths(4096, 14336, 32, 2, num_key_value_heads=8, vocab_size=32000),
+    ),
     "olmo2": (  # 7B
         "Olmo2ForCausalLM",
         2048,
@@ -201,6 +217,7 @@ def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**shape)
     config.attention_probs_dropout_prob = 0.0
+    config._experts_implementation = "grouped_mm"  # of mixtures: the one that compiles
     with torch.device(device()):
         model = model_class(config).bfloat16()
         tokens = torch.randint(shape["vocab_size"], (max(1, length // each), min(length, each)))
