@@ -197,7 +197,7 @@ def test_a_way_is_measured_on_all_ranks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("sources", "table"),
     [
-        (["h100_sweep"], "nvidia_h100_80gb_hbm3.json"),
+        (["h100_sweep", "h100_experts_sites"], "nvidia_h100_80gb_hbm3.json"),
         (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json"),
     ],
 )

@@ -189,8 +189,10 @@ def _shipped_sites(table: Path) -> dict[str, Figures]:
 
 
 def _how(key: str) -> list[str]:
-    """The words of ``key`` that say how operands lie; copied weights lie as one."""
-    return [word for word in key.split(" ")[2:] if not word.startswith("copied=")]
+    """The words of ``key`` that say how operands lie; copied weights lie as one, and those of few
+    experts as those of many."""
+    counts = ("copied=", "groups=", "of=")
+    return [word for word in key.split(" ")[2:] if not word.startswith(counts)]
 
 
 def _sites(data: Mapping[str, Any]) -> dict[str, Figures]:
