@@ -229,7 +229,7 @@ TORCH: dict[str, Private] = {
             f"torch.ops.{path}.default", "is an op that graphs have", _UNMATCHED, f"no {path}"
         )
         for path in (
-            "aten._scaled_mm", "aten._to_copy",
+            "aten._grouped_mm", "aten._scaled_mm", "aten._to_copy",
             "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate",
             "aten._unsafe_view", "_c10d_functional.all_gather_into_tensor",
             "_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor",
@@ -254,11 +254,12 @@ KERNELS: tuple[str, ...] = tuple(
         "RowVecLoad RowVecReduce Scalar TileLoad VecReduce _mask_oob _mask_oob_active _reduce_dim "
         "_vec_reduce_combine",
         "quack.epilogue.rotary": "RotaryCosSinTMALoad",
+        "quack.gemm": "gemm",
         "quack.gemm_runtime.host": "GemmEpiPlan _compile_gemm_epi get_max_active_clusters "
         "run_gemm_epi_plan",
         "quack.gemm_runtime.identity": "TORCH_OP_EPI_MODS",
         "quack.gemm_sm90": "fp8_fast_accum _compute_stages _compute_tile_shape_or_override",
-        "quack.gemm_tvm_ffi_utils": "launch_gemm plan_scheduler_args",
+        "quack.gemm_tvm_ffi_utils": "launch_gemm make_varlen_args plan_scheduler_args",
     }.items()
     for name in names.split()
 )

@@ -8,6 +8,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from coda_inductor.compat import grouped_mm
+
 _LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
 _LIBRARY.define(
     "grouped_plain(Tensor a, Tensor b, Tensor groups) -> Tensor",
@@ -23,7 +25,7 @@ def grouped_product(
     in none hold anything."""
     a = (a if index is None else a[index]).to(wide)
     if wide == torch.bfloat16:
-        return torch._grouped_mm(a, b.to(wide), offs=groups[1:])
+        return grouped_mm(a, b.to(wide), groups[1:])
     return torch.ops.coda_inductor.grouped_plain(a, b.to(wide), groups)
 
 

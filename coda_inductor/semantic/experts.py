@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coda_inductor.compat import grouped_mm as multiply
 from coda_inductor.program.grouped import grouped_product
 from coda_inductor.semantic.define import LIB, compose, define
 
@@ -90,7 +91,7 @@ def grouped_wgrad(
     if not a.shape[0]:
         return wgrad_result(a, bs, offsets, turned).zero_()
     if a.dtype != torch.float64:
-        result = torch._grouped_mm(a.t(), b, offs=offsets[1:])
+        result = multiply(a.t(), b, offsets[1:])
     else:
         pairs = itertools.pairwise(offsets.tolist())
         result = torch.stack([a[i:j].t() @ b[i:j] for i, j in pairs])

@@ -46,7 +46,8 @@ COUNTS = {
     "Gemma 3": lambda L: {"epilogue": 3 * L},
     # The statistics of q's and k's norm, and of the two behind the projections.
     "OLMo 2": lambda L: {"epilogue": 4 * L, "swiglu": L},
-    "Mixtral": lambda L: {"residual": L, "epilogue": L},  # dense parts: o_proj, and the router
+    # Its norms are read by routers, and by experts through an index; the router's softmax.
+    "Mixtral": lambda L: {"experts": L, "swiglu": L, "residual": L, "epilogue": L},
     "Cohere": lambda L: {"layer_norm": L, "swiglu": L, "residual": L},
     "StarCoder 2": pre_norm("layer_norm"),
     "StableLM": pre_norm("layer_norm", "swiglu"),
