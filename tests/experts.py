@@ -139,16 +139,18 @@ class Block(nn.Module):
         if self.masked:
             own, perm = torch.sort(flat)
         offs = torch.cumsum(self.count(flat, perm), 0, dtype=torch.int32)
-        rows, mm = GATHERS[self.gather](x, perm, k), self.mm
+        rows, mm, own_bias = GATHERS[self.gather](x, perm, k), self.mm, flat[perm]
         if self.masked:  # as transformers 5.17 does, for pairs of no expert
             mask = (own >= self.experts).unsqueeze(-1)
-            own.clamp_(max=self.experts - 1)
+            own_bias = own.clamp_(max=self.experts - 1)
             rows.masked_fill_(mask, 0.0)
             mm = lambda *args: self.mm(*args).masked_fill(mask, 0.0)  # noqa: E731
         a = self.up(rows, offs, mm, self.w13, self.w1, self.w3)
-        y = mm(a, self.w2.transpose(1, 2), offs)
+        y = self.mm(a, self.w2.transpose(1, 2), offs)
         if self.biased:  # gpt-oss
-            y = y + self.bias[flat[perm]]
+            y = y + self.bias[own_bias]
+        if self.masked:
+            y = y.masked_fill(mask, 0.0)
         return self.sum(y, w, perm, x, k)
 
 

@@ -88,6 +88,13 @@ class Pairs:
             return False
         return self.are_ids(base(mask["input"], _name))
 
+    def clamps(self, node: Node) -> bool:
+        """Does ``node`` change the numbers of pairs of no expert only?"""
+        call = read(node)
+        if call is None or call.op not in ("clamp", "clamp_"):
+            return False
+        return call.get("min") is None and call.get("max") == self.experts - 1
+
     def inverts(self, node: Node) -> bool:
         """Does ``node`` say where each pair stands in the order of experts?"""
         node = base(node, _name)
@@ -164,7 +171,7 @@ class _Follower:
         self.onto: Node | None = None
         self.bias: Node | None = None
         self.back = False  # in the order of tokens
-        self.done = False
+        self.emptied = self.done = False
         self.dtype = value(product).dtype
 
     def run(self) -> Sum | None:
@@ -184,13 +191,11 @@ class _Follower:
         if call is None:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
-        known = (
-            is_cast(user)
-            or self.pairs.empties(user)
-            or (_name(user) and self.back and value(user).dim() == 3)
-        )
+        empties = self.pairs.empties(user)
+        known = empties or is_cast(user) or (_name(user) and self.back and value(user).dim() == 3)
         if not known and (takes is None or not takes(call)):
             return False
+        self.emptied = self.emptied or empties
         self.node = user if call.op != "setitem" else self.node
         return True
 
@@ -202,13 +207,16 @@ class _Follower:
         return self.weights is not None
 
     def _add(self, call: Call) -> bool:
-        """The bias of each row's expert, of rows that are sorted and not weighted yet."""
+        """The bias of each row's expert, of rows that are sorted and not weighted yet. Behind a
+        mask it would be that of pairs of no expert too."""
         bias = read(call["other"] if call["input"] is self.node else call["input"])
-        if self.back or self.bias or self.weights or call.get("alpha") not in (None, 1):
+        early = not (self.back or self.emptied or self.bias or self.weights)
+        if not early or call.get("alpha") not in (None, 1):
             return False
         if bias is None or bias.op != "getitem" or value(bias["input"]).dim() != 2:
             return False
-        sorted_ = self.pairs.are_ids(base(bias.get("index"), _name), in_order=True)
+        index = base(bias.get("index"), lambda n: _name(n) or self.pairs.clamps(n))
+        sorted_ = self.pairs.are_ids(index, in_order=True)
         self.bias = bias["input"] if sorted_ else None
         return self.bias is not None
 

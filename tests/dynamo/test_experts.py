@@ -95,11 +95,12 @@ def test_all_tokens_to_one_expert():
     assert check_gradients(Block(), x, torch.full_like(ids, 3), w).counts["experts"] == 1
 
 
-def test_pairs_of_no_expert():
+@pytest.mark.parametrize("biased", [False, True])
+def test_pairs_of_no_expert(biased):
     """They add nothing, in either direction: what masks them goes."""
     x, ids, w = given(9)
     ids[::3, 1] = E
-    harness = check_gradients(Block(masked=True), x, ids, w)
+    harness = check_gradients(Block(masked=True, biased=biased), x, ids, w)
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
     assert fused(harness)[0] == "gathered pair"
 
@@ -109,6 +110,23 @@ def test_a_bias_of_each_expert(sum_):
     """A token's sum of them is added behind the sum of its rows."""
     harness = check_gradients(Block(biased=True, sum=sum_), *given())
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+
+
+def test_a_bias_behind_a_mask_stays():
+    """It would be added to the zeros of pairs of no expert."""
+
+    class Late(Block):
+        def forward(self, x, ids, w):
+            perm, flat = torch.argsort(ids.reshape(-1)), ids.reshape(-1)
+            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            mask, rows = (flat[perm] >= E)[:, None], x[perm // ids.shape[1]]
+            y = self.mm(halves(rows, offs, self.mm, self.w13), self.w2.mT, offs)
+            y = y.masked_fill(mask, 0.0) + self.bias[flat[perm].clamp(max=E - 1)]
+            return viewed(y, w, perm, x, ids.shape[1])
+
+    x, ids, w = given(9)
+    ids[::3, 1] = E
+    assert not check(Late(biased=True), x, ids, w).counts["experts"]
 
 
 def test_a_bias_in_another_order_stays():
