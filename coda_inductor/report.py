@@ -211,7 +211,7 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
         (
             row.name, row.times, shape_text(row.site),
             f"{RUNS_AS[row.site.how]}, {row.site.role}",
-            f"{', '.join(row.site.patterns)}: {', '.join(row.site.absorbed)}"
+            ": ".join(filter(None, map(", ".join, (row.site.patterns, row.site.absorbed))))
             if row.site.fused else row.site.reason,
             " ".join(traffic_words(row.site)),
             ": ".join(filter(None, time_words(row.site))) if row.site.estimate else "",

@@ -258,11 +258,12 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
     if w is not None and value(w).dim() != 2:
         w = put("view", w, -1, own.pairs.top_k)
     routes = own.rows, own.perm, own.inverse, own.offsets
-    out = put(experts_down, a, w, *routes, b, own.pairs.top_k)
+    dtype = value(sum_.result).dtype
+    out = put(experts_down, a, w, *routes, b, own.pairs.top_k, dtype)
     if sum_.bias is not None:
         out = put(operator.add, out, _of_biases(put, sum_.bias, w, own.pairs))
-    if value(out).dtype != value(sum_.result).dtype:
-        out = put("to", out, value(sum_.result).dtype)
+    if value(out).dtype != dtype:
+        out = put("to", out, dtype)
     if sum_.onto is not None:
         out = put(operator.add, sum_.onto, out)
     if not same(value(out).shape, value(sum_.result).shape):

@@ -180,9 +180,11 @@ class _Follower:
             if len(users) != 1 or not self._step(users[0]):
                 return None
         result = self.node
-        if value(result).dtype != self.dtype:  # summed in float32, then rounded
-            (result,) = result.users if len(result.users) == 1 else (None,)
-            if result is None or not is_cast(result) or value(result).dtype != self.dtype:
+        if value(result).dtype != self.dtype:
+            rounded = [u for u in result.users if is_cast(u) and value(u).dtype == self.dtype]
+            if len(result.users) == len(rounded) == 1:  # summed in float32, then rounded
+                (result,) = rounded
+            elif torch.promote_types(value(result).dtype, self.dtype) != value(result).dtype:
                 return None
         return Sum(result, self.weights, self.onto, self.bias)
 

@@ -126,11 +126,16 @@ def _sum(
 
 
 def combine(
-    y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, top_k: int
+    y: Tensor,
+    weights: Tensor | None,
+    inverse: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As ``semantic.experts.combine``."""
     d, tokens = y.shape[1], inverse.shape[0] // top_k
-    out = y.new_empty(tokens, d)
+    out = y.new_empty(tokens, d, dtype=dtype or y.dtype)
     if not out.numel():
         return out
     y = y if y.stride(1) == 1 else y.contiguous()

@@ -36,7 +36,8 @@ LIB.define(
     tags=_TAGS,
 )
 LIB.define(
-    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k) -> Tensor",
+    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k, "
+    "ScalarType? dtype=None) -> Tensor",
     tags=_TAGS,
 )
 LIB.define(
@@ -68,17 +69,22 @@ def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def combine(
-    y: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, top_k: int
+    y: Tensor,
+    weights: Tensor | None,
+    inverse: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The sum over the pairs of each token of their rows of ``y`` (M, d), times ``weights``
-    (T, top_k) if any, in order and in float32: (T, d) in the dtype of y. ``inverse`` and
+    (T, top_k) if any, in order and in float32: (T, d) in ``dtype``, or that of y. ``inverse`` and
     ``offsets`` as :func:`route` makes them; pairs of no expert add nothing."""
     wide = torch.promote_types(y.dtype, torch.float32)
     found = y[inverse].to(wide)
     if weights is not None:
         found = found * weights.reshape(-1, 1).to(wide)
     found = torch.where((inverse < offsets[-1])[:, None], found, 0.0)
-    return found.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+    return found.view(-1, top_k, y.shape[1]).sum(1).to(dtype or y.dtype)
 
 
 def grouped_wgrad(
@@ -111,8 +117,8 @@ def _route_fake(ids, experts, top_k):  # noqa: ARG001 (the op's signature)
 
 
 @torch.library.register_fake("coda_inductor::combine", lib=LIB)
-def _combine_fake(y, weights, inverse, offsets, top_k):  # noqa: ARG001
-    return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+def _combine_fake(y, weights, inverse, offsets, top_k, dtype=None):  # noqa: ARG001
+    return y.new_empty(inverse.shape[0] // top_k, y.shape[1], dtype=dtype or y.dtype)
 
 
 @torch.library.register_fake("coda_inductor::grouped_wgrad", lib=LIB)
@@ -178,13 +184,14 @@ class _Down(torch.autograd.Function):
     """Of a (M, K), w (T, top_k) or None and weight (E, K, N): (T, N), see the module."""
 
     @staticmethod
-    def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k) -> Tensor:
+    def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k, dtype) -> Tensor:
         ctx.save_for_backward(a, w, rows, perm, inverse, offsets, weight)
-        return COMBINE(grouped_mm(a, weight, offsets, None), w, inverse, offsets, top_k)
+        return COMBINE(grouped_mm(a, weight, offsets, None), w, inverse, offsets, top_k, dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         a, w, rows, perm, inverse, offsets, weight = ctx.saved_tensors
+        dout = dout.to(a.dtype)
         wide = torch.promote_types(a.dtype, torch.float32)
         scale = None if w is None else w.reshape(-1)[perm].to(wide)[:, None]
         da = dw = dweight = None
@@ -199,7 +206,7 @@ class _Down(torch.autograd.Function):
             weighted = a if scale is None else (a.to(wide) * scale).to(a.dtype)
             turned = weight.stride(1) != 1
             dweight = WGRAD(dout, rows, [weighted], offsets, turned).mT
-        return da, dw, None, None, None, None, dweight, None
+        return da, dw, None, None, None, None, dweight, None, None
 
 
 def experts_up_composition(
@@ -226,10 +233,11 @@ def experts_down_composition(
     offsets: Tensor,
     weight: Tensor,
     top_k: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N), times ``w``
-    (T, top_k) if given. The others as :func:`route` makes them."""
-    return _Down.apply(a, w, rows, perm, inverse, offsets, weight, top_k)
+    """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N) in ``dtype``,
+    or that of a, times ``w`` (T, top_k) if given. The others as :func:`route` makes them."""
+    return _Down.apply(a, w, rows, perm, inverse, offsets, weight, top_k, dtype)
 
 
 experts_up = compose(
@@ -240,7 +248,7 @@ experts_up = compose(
 )
 experts_down = compose(
     "experts_down(Tensor a, Tensor? w, Tensor rows, Tensor perm, Tensor inverse, Tensor offsets, "
-    "Tensor weight, int top_k) -> Tensor",
+    "Tensor weight, int top_k, ScalarType? dtype=None) -> Tensor",
     experts_down_composition,
     name="experts",
 )

@@ -84,6 +84,27 @@ def test_torchs_own_products(mm):
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
 
 
+def test_a_float32_stream_under_autocast():
+    """The sum by token is float32 where the products are not."""
+
+    def product(x, w, offs):
+        return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=offs)
+
+    block = Block(mm=product, dtype=torch.float32)
+    harness = check_gradients(Autocast(block), *given(dtype=torch.float32), tolerance=3e-2)
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+
+
+class Autocast(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.block(*inputs)
+
+
 @pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (1, 5), (33, 3)])
 def test_sizes(tokens, k):
     harness = check_gradients(Block(), *given(tokens, k))
