@@ -19,9 +19,10 @@ Why it is valid: an order of equal ids is the sort's own choice, and all that re
 the new one; rows of a product are those of its left factor; a weight of a row may be applied
 before or after a product, and before or after the rows are put back.
 
-Each of the three stands alone: what is between them may be anything, and what follows the last
-product too. Leaves alone, with a reason: rows that were weighted or changed before the product,
-products with a bias of their own or with another grouping, what is changed in place between.
+Each of the three stands alone: what is between them may be anything. A product whose rows are no
+such gather (they were weighted before, or came from other ranks), or whose sum is none, is
+``experts_up`` of rows that lie in order. Leaves alone: products with a bias of their own; what is
+changed in place between, with a reason.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -73,6 +75,10 @@ def raise_experts(graph: Graph, record: Record) -> None:
         for node in products:
             if not erased(node):
                 _raise_down(node, routed, hazards, record)
+        offsets = {ends: own.offsets for own in routed for ends in own.pairs.offs}
+        for node in products:
+            if not erased(node) and node.users:
+                _raise_alone(node, offsets)
 
 
 class _Routed:
@@ -189,6 +195,25 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     own = {place for node in nodes for place in memory(node) or ()}
     changed = {n for w in hazards.writes for n in written(w) if isinstance(value(n), Tensor)}
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
+
+
+def _raise_alone(node: Node, offsets: dict[Node, Node]) -> None:
+    """Put ``experts_up`` in the place of a product of rows that lie in order. ``offsets``: of the
+    ends of groups, which have a zero in front there."""
+    operands = _operands(node)
+    if operands is None or value(operands[2]).dtype != torch.int32:
+        return
+    a, b, ends = operands
+    if not value(a).is_floating_point() or value(a).dtype != value(b).dtype:
+        return
+    put = Put(node)
+    if ends not in offsets:
+        offsets[ends] = put(F.pad, ends, (1, 0))
+    halves = cut_in_halves(node)
+    made = put(experts_up, a, None, None, offsets[ends], [b], 1, 2 if halves else 1)
+    for part, i in (halves or {node: 0}).items():
+        part.replace_all_uses_with(put(operator.getitem, made, i))
+        _erase(part)
 
 
 def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:

@@ -38,9 +38,15 @@ _gradient = _kernel("grouped_wgrad", experts.grouped_wgrad)
 
 
 def _wgrad(a, rows, bs, offsets, turned):
-    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper."""
+    """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper; rows that lie in order, where it
+    was not measured, are torch's."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
-    fits = a.dtype in HALF and not any(size % 8 for size in sizes) and bs[0].shape[0] > 0
+    fits = (
+        rows is not None
+        and a.dtype in HALF
+        and not any(size % 8 for size in sizes)
+        and bs[0].shape[0] > 0
+    )
     if fits and availability.kernel_stack(a.device) is None and arch_of(a.device) == 9:
         bs = [b.contiguous() for b in bs]
         return _gradient(a.contiguous(), rows, bs, offsets, turned)

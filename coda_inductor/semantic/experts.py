@@ -149,7 +149,7 @@ grouped_mm = define(
 
 
 class _Up(torch.autograd.Function):
-    """Of x (T, K): x[rows] times each part of ``weights``, each (E, K, parts N): (M, N)."""
+    """Of x (T, K): x[rows], or x itself, times each part of ``weights``, each (E, K, parts N)."""
 
     @staticmethod
     def forward(ctx: Any, x, rows, inverse, offsets, top_k, parts, *weights) -> tuple[Tensor, ...]:
@@ -167,7 +167,7 @@ class _Up(torch.autograd.Function):
                 for d, part in zip(dz, _parts(weights, ctx.parts), strict=True)
             ]
             summed = found[0] if len(found) == 1 else torch.add(*found)
-            dx = COMBINE(summed, None, inverse, offsets, ctx.top_k)
+            dx = summed if rows is None else COMBINE(summed, None, inverse, offsets, ctx.top_k)
         gradients: list[Tensor | None] = []
         for i, (weight, need) in enumerate(zip(weights, ctx.needs_input_grad[6:], strict=True)):
             own = list(dz[i * ctx.parts : (i + 1) * ctx.parts])
@@ -211,16 +211,16 @@ class _Down(torch.autograd.Function):
 
 def experts_up_composition(
     x: Tensor,
-    rows: Tensor,
-    inverse: Tensor,
+    rows: Tensor | None,
+    inverse: Tensor | None,
     offsets: Tensor,
     weights: list[Tensor],
     top_k: int,
     parts: int,
 ) -> list[Tensor]:
     """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
-    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them.
-    """
+    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them;
+    without ``rows``, x (M, K) lies in the order of experts."""
     return list(_Up.apply(x, rows, inverse, offsets, top_k, parts, *weights))
 
 
@@ -241,7 +241,7 @@ def experts_down_composition(
 
 
 experts_up = compose(
-    "experts_up(Tensor x, Tensor rows, Tensor inverse, Tensor offsets, Tensor[] weights, "
+    "experts_up(Tensor x, Tensor? rows, Tensor? inverse, Tensor offsets, Tensor[] weights, "
     "int top_k, int parts) -> Tensor[]",
     experts_up_composition,
     name="experts",

@@ -225,10 +225,35 @@ def weighted_before(block):
     return forward
 
 
-def test_rows_that_were_weighted_before_stay():
-    """An activation of a product times a weight is not the weight times it."""
-    harness = check(weighted_before(Block()), *given())
+def test_rows_that_were_weighted_before():
+    """An activation of a product times a weight is not the weight times it: rows lie in order."""
+    block = Block()
+    harness = check(weighted_before(block), *given())
     assert not harness.counts["experts"]
+    assert fused(harness) == ["pair", ""]
+
+
+class Alone(torch.nn.Module):
+    """Experts of rows that came in order, as behind an exchange with other ranks."""
+
+    def __init__(self, up):
+        super().__init__()
+        self.block = Block(up=up)
+
+    def forward(self, rows, counts):
+        block, offs = self.block, torch.cumsum(counts, 0, dtype=torch.int32)
+        a = block.up(rows, offs, block.mm, block.w13, block.w1, block.w3)
+        return block.mm(a, block.w2.mT, offs)
+
+
+@pytest.mark.parametrize("up", [halves, two_weights])
+def test_rows_that_lie_in_order(up):
+    counts = torch.tensor([3, 0, 4, 1, 0])
+    harness = check_gradients(Alone(up), randn(8, D).requires_grad_(), counts)
+    assert fused(harness) == ["pair", "", "", ""]
+    assert count(harness, ROUTE) == count(harness, COMBINE) == 0
+    assert count(harness, WGRAD) == (2 if up is halves else 3)
+    assert sum(site.program.loads != () for site in harness.fused) == 1  # the gate's gradient
 
 
 def test_a_sum_that_is_none():
