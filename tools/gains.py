@@ -79,6 +79,11 @@ def _sustained(name: str, case: str) -> Row:
     return Row(name, "h200_headline", ("results", case), ("compile", "compile_causal"))
 
 
+def _experts(model: str, case: str) -> Row:
+    name, where = f"{model} layers, training", ("results", f"{case} layers, training")
+    return Row(name, "h100_experts", where, ("compile_causal",))
+
+
 def _mask(name: str, case: str) -> Row:
     return Row(name, "h200_masks_models", ("results", case), ("torch.compile",))
 
@@ -93,6 +98,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _model("Qwen3 1.7B, 8 layers, training", "qwen3-8192-training", "h200_families_more"),
         _model("Mistral 7B, 4 layers, training", "mistral-8192-training", "h200_families_more"),
         _model("Granite 2B, 8 layers, training", "granite-8192-training", "h200_families_more"),
+    ),
+    "Mixtures of experts, no mask, on an H100": (
+        _experts("OLMoE, 8", "olmoe, 8"),
+        _experts("Qwen3-30B-A3B, 8", "qwen3_moe, 8"),
+        _experts("Mixtral, 2", "mixtral, 2"),
     ),
     "Causal mask: `use_cache=False`, as Trainer and checkpointing set it": (
         _model("Llama 1B, training", "1B-8192-training", causal=True),
@@ -152,7 +162,7 @@ def draw(path: Path) -> None:
 
     places: list[float] = []
     labels, figures, y = [], [], 0.0
-    figure = Figure(figsize=(11, 7.4), layout="constrained")
+    figure = Figure(figsize=(11, 8.6), layout="constrained")
     time, memory = figure.subplots(1, 2, sharey=True)
     for condition, rows in GROUPS.items():
         title = condition.replace("`", "")
