@@ -66,6 +66,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     """Imported when it is asked for: a process that compiles kernels needs none of these, and
     Inductor and Dynamo take seconds to import."""
+    if name in _PLACES:
+        return importlib.import_module(f"coda_inductor.{name}")
     for place, names in _PLACES.items():
         if name in names:
             return getattr(importlib.import_module(f"coda_inductor.{place}"), name)
