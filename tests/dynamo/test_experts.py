@@ -150,6 +150,23 @@ def test_a_bias_behind_a_mask_stays():
     assert not check(Late(biased=True), x, ids, w).counts["experts"]
 
 
+@pytest.mark.parametrize(("least", "number"), [(E, 1.0), (E - 1, 0.0)])
+def test_another_mask_stays(least, number):
+    """Of other rows, or with another number than nothing."""
+
+    class Masked(Block):
+        def forward(self, x, ids, w):
+            perm, flat = torch.argsort(ids.reshape(-1)), ids.reshape(-1)
+            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            y = halves(x[perm // ids.shape[1]], offs, self.mm, self.w13)
+            y = self.mm(y, self.w2.mT, offs)
+            y = y.masked_fill((flat[perm] >= least)[:, None], number)
+            return viewed(y, w, perm, x, ids.shape[1])
+
+    harness = check_gradients(Masked(), *given(9))
+    assert not harness.counts["experts"]
+
+
 def test_a_bias_in_another_order_stays():
     block = Block(biased=True)
 
@@ -256,11 +273,35 @@ def test_rows_that_lie_in_order(up):
     assert sum(site.program.loads != () for site in harness.fused) == 1  # the gate's gradient
 
 
-def test_a_sum_that_is_none():
-    def maximum(y, w, perm, x, k):
-        return y[inverse_of(perm)].view(x.shape[0], k, D).amax(1)
+def largest(y, w, perm, x, k):
+    return y[inverse_of(perm)].view(x.shape[0], k, D).amax(1)
 
-    harness = check_gradients(Block(sum=maximum), *given())
+
+def in_sorted_order(y, w, perm, x, k):
+    return y.view(x.shape[0], k, D).sum(1)
+
+
+def by_another_inverse(y, w, perm, x, k):
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.shape[0] - 1, -1, -1)
+    return y[inverse].view(x.shape[0], k, D).sum(1)
+
+
+def onto_other_tokens(y, w, perm, x, k):
+    return torch.zeros_like(x).index_add(0, perm % x.shape[0], y)
+
+
+def weighted_in_another_order(y, w, perm, x, k):
+    y = y * w.reshape(-1, 1)
+    return y[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
+
+
+@pytest.mark.parametrize(
+    "sum_",
+    [largest, in_sorted_order, by_another_inverse, onto_other_tokens, weighted_in_another_order],
+)
+def test_a_sum_that_is_none(sum_):
+    harness = check_gradients(Block(sum=sum_), *given())
     assert "experts-sum" in codes(harness)
     assert not harness.counts["experts"]
     assert "gathered pair" in fused(harness)
@@ -279,13 +320,21 @@ def test_another_order_stays(change):
     assert count(harness, ROUTE) == 0
 
 
-def test_counts_of_others_stay():
-    """Offsets of other ids, or of another number of experts."""
+def test_downwards_stays():
+    harness = check(Block(sort=lambda ids: torch.argsort(ids, descending=True)), *given())
+    assert count(harness, ROUTE) == 0
 
-    def others(ids, _perm):
-        return histogram_of_all(ids * 0, None)
 
-    assert count(check(Block(count=others), *given()), ROUTE) == 0
+@pytest.mark.parametrize(
+    "count_",
+    [
+        lambda ids, _: histogram_of_all(ids * 0, None),  # of other ids
+        lambda ids, _: torch.histc(ids.float(), bins=E, min=0, max=2 * E),  # of two at a time
+        lambda ids, _: torch.histc(ids.float(), bins=E, min=1, max=E),
+    ],
+)
+def test_counts_of_others_stay(count_):
+    assert count(check(Block(count=count_), *given()), ROUTE) == 0
 
 
 def test_what_is_changed_in_place_stays():
