@@ -21,14 +21,12 @@ from experts import (
     halves,
     histogram_of_all,
     interleaved,
-    inverse_of,
     no_gate,
     scattered,
     two_weights,
     unweighted,
     viewed,
 )
-from passes import codes
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
 
@@ -150,37 +148,6 @@ def test_a_bias_behind_a_mask_stays():
     assert not check(Late(biased=True), x, ids, w).counts["experts"]
 
 
-@pytest.mark.parametrize(("least", "number"), [(E, 1.0), (E - 1, 0.0)])
-def test_another_mask_stays(least, number):
-    """Of other rows, or with another number than nothing."""
-
-    class Masked(Block):
-        def forward(self, x, ids, w):
-            perm, flat = torch.argsort(ids.reshape(-1)), ids.reshape(-1)
-            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
-            y = halves(x[perm // ids.shape[1]], offs, self.mm, self.w13)
-            y = self.mm(y, self.w2.mT, offs)
-            y = y.masked_fill((flat[perm] >= least)[:, None], number)
-            return viewed(y, w, perm, x, ids.shape[1])
-
-    harness = check_gradients(Masked(), *given(9))
-    assert not harness.counts["experts"]
-
-
-def test_a_bias_in_another_order_stays():
-    block = Block(biased=True)
-
-    def function(x, ids, w):
-        perm, k = torch.argsort(ids.reshape(-1)), ids.shape[1]
-        offs = torch.cumsum(histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
-        y = block.mm(halves(x[perm // k], offs, block.mm, block.w13), block.w2.mT, offs)
-        return viewed(y + block.bias[ids.reshape(-1)], w, perm, x, k)
-
-    harness = check(function, *given())
-    assert not harness.counts["experts"]
-    assert "experts-sum" in codes(harness)
-
-
 def test_inference():
     harness = check(Block(), *given())
     assert harness.counts["experts"] == 1
@@ -223,133 +190,3 @@ def test_what_is_not_fused_multiplies_as_it_was_written():
     assert len(products) == 4
     assert harness.counts["experts"] == 1
     assert not harness.counts["experts_backward"]
-
-
-@pytest.mark.parametrize("name", ["experts", "experts_backward"])
-def test_disabled(name):
-    harness = check_gradients(Block(), *given(), disable=[name])
-    assert not harness.counts[name]
-
-
-def weighted_before(block):
-    def forward(x, ids, w):
-        perm = torch.argsort(ids.reshape(-1))
-        offs = torch.cumsum(histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
-        rows = x[perm // ids.shape[1]] * w.reshape(-1)[perm, None]
-        y = block.mm(halves(rows, offs, block.mm, block.w13), block.w2.mT, offs)
-        return y[inverse_of(perm)].view(x.shape[0], -1, D).sum(1)
-
-    return forward
-
-
-def test_rows_that_were_weighted_before():
-    """An activation of a product times a weight is not the weight times it: rows lie in order."""
-    block = Block()
-    harness = check(weighted_before(block), *given())
-    assert not harness.counts["experts"]
-    assert fused(harness) == ["pair", ""]
-
-
-class Alone(torch.nn.Module):
-    """Experts of rows that came in order, as behind an exchange with other ranks."""
-
-    def __init__(self, up):
-        super().__init__()
-        self.block = Block(up=up)
-
-    def forward(self, rows, counts):
-        block, offs = self.block, torch.cumsum(counts, 0, dtype=torch.int32)
-        a = block.up(rows, offs, block.mm, block.w13, block.w1, block.w3)
-        return block.mm(a, block.w2.mT, offs)
-
-
-@pytest.mark.parametrize("up", [halves, two_weights])
-def test_rows_that_lie_in_order(up):
-    counts = torch.tensor([3, 0, 4, 1, 0])
-    harness = check_gradients(Alone(up), randn(8, D).requires_grad_(), counts)
-    assert fused(harness) == ["pair", "", "", ""]
-    assert count(harness, ROUTE) == count(harness, COMBINE) == 0
-    assert count(harness, WGRAD) == (2 if up is halves else 3)
-    assert sum(site.program.loads != () for site in harness.fused) == 1  # the gate's gradient
-
-
-def largest(y, w, perm, x, k):
-    return y[inverse_of(perm)].view(x.shape[0], k, D).amax(1)
-
-
-def in_sorted_order(y, w, perm, x, k):
-    return y.view(x.shape[0], k, D).sum(1)
-
-
-def by_another_inverse(y, w, perm, x, k):
-    inverse = torch.empty_like(perm)
-    inverse[perm] = torch.arange(perm.shape[0] - 1, -1, -1)
-    return y[inverse].view(x.shape[0], k, D).sum(1)
-
-
-def onto_other_tokens(y, w, perm, x, k):
-    return torch.zeros_like(x).index_add(0, perm % x.shape[0], y)
-
-
-def weighted_in_another_order(y, w, perm, x, k):
-    y = y * w.reshape(-1, 1)
-    return y[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
-
-
-@pytest.mark.parametrize(
-    "sum_",
-    [largest, in_sorted_order, by_another_inverse, onto_other_tokens, weighted_in_another_order],
-)
-def test_a_sum_that_is_none(sum_):
-    harness = check_gradients(Block(sum=sum_), *given())
-    assert "experts-sum" in codes(harness)
-    assert not harness.counts["experts"]
-    assert "gathered pair" in fused(harness)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda perm: perm.flip(0),  # sorted downwards
-        lambda perm: perm + 0,  # a value that is computed
-    ],
-)
-def test_another_order_stays(change):
-    harness = check_gradients(Block(sort=lambda ids: change(torch.argsort(ids))), *given())
-    assert not harness.counts["experts"]
-    assert count(harness, ROUTE) == 0
-
-
-def test_downwards_stays():
-    harness = check(Block(sort=lambda ids: torch.argsort(ids, descending=True)), *given())
-    assert count(harness, ROUTE) == 0
-
-
-@pytest.mark.parametrize(
-    "count_",
-    [
-        lambda ids, _: histogram_of_all(ids * 0, None),  # of other ids
-        lambda ids, _: torch.histc(ids.float(), bins=E, min=0, max=2 * E),  # of two at a time
-        lambda ids, _: torch.histc(ids.float(), bins=E, min=1, max=E),
-    ],
-)
-def test_counts_of_others_stay(count_):
-    assert count(check(Block(count=count_), *given()), ROUTE) == 0
-
-
-def test_what_is_changed_in_place_stays():
-    block = Block()
-
-    def function(x, ids, w):
-        k, flat = ids.shape[1], ids.reshape(-1)
-        perm = torch.argsort(flat)
-        offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
-        rows = x[perm // k]
-        x.mul_(2)
-        a = halves(rows, offs, block.mm, block.w13)
-        return scattered(block.mm(a, block.w2.mT, offs), w, perm, x, k)
-
-    x, ids, w = given()
-    harness = check(function, x.detach(), ids, w)
-    assert "mutation" in codes(harness)
-    assert count(harness, ROUTE) == 0
