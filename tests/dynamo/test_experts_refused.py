@@ -190,6 +190,10 @@ def weighted_in_another_order(y, w, perm, x, k):
     return y[inverse_of(perm)].view(x.shape[0], k, D).sum(1)
 
 
+def of_two_tokens(y, w, perm, x, k):
+    return y[inverse_of(perm)].view(-1, 2 * k, D).sum(1)
+
+
 def weighted_twice(y, w, perm, x, k):
     return viewed(y * w.reshape(-1)[perm, None], w, perm, x, k)
 
@@ -198,11 +202,11 @@ def weighted_twice(y, w, perm, x, k):
     "sum_",
     [
         *(largest, in_sorted_order, by_another_inverse, onto_other_tokens),
-        *(weighted_in_another_order, weighted_twice),
+        *(weighted_in_another_order, weighted_twice, of_two_tokens),
     ],
 )
 def test_a_sum_that_is_none(sum_):
-    harness = check_gradients(Block(sum=sum_), *given())
+    harness = check_gradients(Block(sum=sum_), *given(8))
     assert "experts-sum" in codes(harness)
     assert not harness.counts["experts"]
     assert "gathered pair" in fused(harness)
