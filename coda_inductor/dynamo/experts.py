@@ -40,7 +40,7 @@ from coda_inductor.dynamo.summed_pairs import Pairs, summed
 from coda_inductor.graph.nodes import erased, place
 from coda_inductor.graph.read import Call, read, target_name
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import base, chain
+from coda_inductor.graph.walk import base, chain, closure
 from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, value
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
@@ -172,7 +172,7 @@ def _raise_up(
         routed.append(own)
     put = Put(product)
     x = x if value(x).dtype == value(a).dtype else put("to", x, value(a).dtype)
-    for user in [u for u in product.users if whole and pairs.empties(u)]:
+    for user in [u for u in product.users if whole and pairs.empties(u) and _hidden(u, offs)]:
         user.replace_all_uses_with(product)
         user.graph.erase_node(user)
     halves = cut_in_halves(product)
@@ -187,6 +187,18 @@ def _raise_up(
         node.replace_all_uses_with(parts[i])
         _erase(node)
     own.pairs.offs.add(offs)
+
+
+def _hidden(node: Node, ends: Node) -> bool:
+    """Is all that is made of ``node`` multiplied by the same grouping, which skips rows of no
+    expert?"""
+
+    def readers(each: Node) -> list[Node]:
+        multiplied = target_name(each) in _PRODUCTS and _ends(each) is ends
+        return [] if multiplied else list(each.users)
+
+    found = closure([node], readers)
+    return not any(each.op == "output" or mutates(each) for each in found)
 
 
 def _changed(nodes: set[Node], hazards: Hazards) -> bool:

@@ -67,6 +67,27 @@ class Written(Block):
         return y[inverse_of(perm)].view(-1, k, D).sum(1)
 
 
+def test_a_mask_that_somebody_sees_stays():
+    """What is zero for pairs of no expert stays so where it is read."""
+
+    class Seen(Block):
+        def forward(self, x, ids, w):
+            k, flat = ids.shape[1], ids.reshape(-1)
+            own, perm = torch.sort(flat, stable=True)
+            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            mask = (own >= E)[:, None]
+            z = self.mm(x[perm // k], self.w13.transpose(1, 2), offs).masked_fill(mask, 0.0)
+            gate, up = z.chunk(2, -1)
+            y = self.mm(gate.sigmoid() * up, self.w2.mT, offs).masked_fill(mask, 0.0)
+            return viewed(y, w, perm, x, k), z.exp()
+
+    x, ids, w = given(9)
+    ids[::3, 1] = E
+    harness = check_gradients(Seen(), x, ids, w)
+    assert harness.counts["experts"] == 1
+    assert sum(node.target == "masked_fill" for node in harness.raised.nodes) == 1
+
+
 def test_as_written():
     assert check_gradients(Written(), *given()).counts["experts"] == 1
 
