@@ -14,6 +14,16 @@ from torch import Tensor, nn
 D, H, E, K = 16, 64, 5, 2
 
 
+def count(harness, op) -> int:
+    return harness.ops()[str(op)]
+
+
+def fused(harness) -> list[str]:
+    """Of each grouped site, how it multiplies."""
+    sites = [s.program for s in harness.fused if s.program.grouped]
+    return ["gathered " * (p.routes[1] is not None) + ("pair" if p.paired else "") for p in sites]
+
+
 def plain(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     return torch.ops.transformers.grouped_mm_fallback(x, w, offs)
 

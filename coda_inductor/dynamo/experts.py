@@ -78,7 +78,7 @@ def raise_experts(graph: Graph, record: Record) -> None:
         offsets = {ends: own.offsets for own in routed for ends in own.pairs.offs}
         for node in products:
             if not erased(node) and node.users:
-                _raise_alone(node, offsets)
+                _raise_alone(node, offsets, hazards)
 
 
 class _Routed:
@@ -209,7 +209,7 @@ def _changed(nodes: set[Node], hazards: Hazards) -> bool:
     return any(not own.isdisjoint(memory(n) or ()) for n in changed - {*hazards.writes})
 
 
-def _raise_alone(node: Node, offsets: dict[Node, Node]) -> None:
+def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> None:
     """Put ``experts_up`` in the place of a product of rows that lie in order. ``offsets``: of the
     ends of groups, which have a zero in front there."""
     operands = _operands(node)
@@ -217,6 +217,8 @@ def _raise_alone(node: Node, offsets: dict[Node, Node]) -> None:
         return
     a, b, ends = operands
     if not value(a).is_floating_point() or value(a).dtype != value(b).dtype:
+        return
+    if _changed({ends}, hazards):
         return
     put = Put(node)
     if ends not in offsets:

@@ -33,6 +33,13 @@ def _name(node: Node) -> bool:
     return target_name(node) in _NAMES
 
 
+def _passes(node: Node) -> bool:
+    """``_name`` of numbers that have a gradient: it comes through, and no fraction is cut off."""
+    if not _name(node) or target_name(node) == "detach":
+        return False
+    return all(value(n).is_floating_point() for n in (node, node.args[0]))
+
+
 @dataclass
 class Pairs:
     """``ids`` (M,), the expert of each pair; ``perm``, the node that sorts them; how many experts
@@ -194,7 +201,7 @@ class _Follower:
             return False
         takes: Callable[[Call], bool] | None = getattr(self, f"_{call.op}", None)
         empties = self.pairs.empties(user)
-        known = empties or is_cast(user) or (_name(user) and self.back and value(user).dim() == 3)
+        known = empties or is_cast(user) or (_passes(user) and self.back and value(user).dim() == 3)
         if not known and (takes is None or not takes(call)):
             return False
         self.emptied = self.emptied or empties
@@ -228,7 +235,7 @@ class _Follower:
         known = value(node)
         if known is None or not same(known.shape[-1], 1):
             return None
-        node = base(node, _name)
+        node = base(node, _passes)
         if not self.back:
             call = read(node)
             if call is None or call.op != "getitem" or not self.pairs.is_perm(_index(call)):
@@ -259,7 +266,7 @@ class _Follower:
 
     def _step_from(self, user: Node) -> bool:
         call = read(user)
-        if call is None or not _name(user):
+        if call is None or not _passes(user):
             return False
         self.node = user
         return True
@@ -298,7 +305,7 @@ class _Follower:
             return False
         if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):
             return False
-        self.weights, self.done = base(w, _name), True
+        self.weights, self.done = base(w, _passes), True
         known = value(self.weights)
         return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
 

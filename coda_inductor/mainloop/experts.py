@@ -79,7 +79,7 @@ def _place(
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``semantic.experts.route``; ``experts`` at most 1023.
+    """As ``semantic.experts.route``; ``experts`` at most 1022.
 
     Raises:
         ValueError: there are more.

@@ -17,6 +17,8 @@ from experts import (
     D,
     E,
     K,
+    count,
+    fused,
     given,
     halves,
     histogram_of_all,
@@ -29,17 +31,6 @@ from experts import (
 )
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
-
-
-def count(harness, op) -> int:
-    return harness.ops()[str(op)]
-
-
-def fused(harness) -> list[str]:
-    """Of each grouped site, how it multiplies."""
-    sites = [s.program for s in harness.fused if s.program.grouped]
-    return ["gathered " * (p.routes[1] is not None) + ("pair" if p.paired else "") for p in sites]
-
 
 ALL = [
     *({"sort": each} for each in SORTS),

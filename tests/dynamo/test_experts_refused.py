@@ -10,27 +10,22 @@ from experts import (
     Block,
     D,
     E,
+    count,
+    fused,
     given,
     halves,
     histogram_of_all,
     inverse_of,
+    multiplied,
+    plain,
     scattered,
     two_weights,
     viewed,
+    weighted_last,
 )
 from passes import codes
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD, grouped_mm
-
-
-def count(harness, op) -> int:
-    return harness.ops()[str(op)]
-
-
-def fused(harness) -> list[str]:
-    """Of each grouped site, how it multiplies."""
-    sites = [s.program for s in harness.fused if s.program.grouped]
-    return ["gathered " * (p.routes[1] is not None) + ("pair" if p.paired else "") for p in sites]
 
 
 @pytest.mark.parametrize(("least", "number"), [(E, 1.0), (E - 1, 0.0)])
@@ -322,3 +317,35 @@ def test_a_value_of_a_column_is_no_experts():
 def test_sums_over_rows_are_no_experts():
     harness = check(lambda x, w, a: grouped_mm(x, w, a, None).sin().sum(0), X, LEFT, A)
     assert not any(site.program.reduces for site in harness.fused)
+
+
+@pytest.mark.parametrize("sum_", [viewed, weighted_last, multiplied])
+def test_a_gradient_that_was_stopped_stays_stopped(sum_):
+    """``detach`` is no other name of weights, nor of rows: nothing flows through it."""
+
+    def of_weights(y, w, perm, x, k):
+        return sum_(y, w.detach(), perm, x, k) * w.sum()
+
+    def of_rows(y, w, perm, x, k):
+        y = y[torch.argsort(perm)].view(-1, k, x.shape[1]).detach()
+        return (y * w.unsqueeze(-1)).sum(1) + x
+
+    for each in (of_weights, of_rows):
+        check_gradients(Block(sum=each), *given(9))
+
+
+def test_ends_that_change_between_products_stay():
+    """Of rows that lie in order: the second product reads other ends."""
+
+    class Alone(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(randn(2, D, D))
+
+        def forward(self, x, sizes):
+            offs = torch.cumsum(sizes, 0, dtype=torch.int32)
+            y = plain(x, self.w, offs)
+            offs[0] = 5
+            return y + plain(x, self.w, offs)
+
+    check(Alone(), randn(9, D), torch.tensor([3, 6], dtype=torch.int32))
