@@ -38,6 +38,7 @@ ROTARY = {
     "steps": f"other swap acc {HEAD} 4; x mul acc t0; y mul other t1; z add x y",
     "head": HEAD,
 }
+GROUPS = "g:groups:int32"
 #: As a projection of torchao's: both scales, then a statistic of what is stored.
 SCALED = program(
     "x mul acc r; y mul x w; size abs y", "r:col:float32 w:row:float32", "y:bfloat16",
@@ -90,6 +91,12 @@ ILLEGAL = [
     (program(**ROTARY, reduces="p:z"), "no sums"),
     (program(**ROTARY, a_dtype=E4M3), "of one accumulator, of 16 bits"),
     (program(stores="acc:bfloat16", reduces="p:acc:row:logsumexp"), "'p' reads a value that is"),
+    (program(operands="i:index:int32"), "one 'groups', and at most one 'index'"),
+    (program(operands=f"{GROUPS} s0:groups:int32"), "one 'groups', and at most one 'index'"),
+    (program(operands=f"{GROUPS} s0:row"), "without heads, rows, tables"),
+    (program(operands=f"{GROUPS} s0:col:bfloat16"), "one value a row in 32 bits"),
+    (program(operands=GROUPS, reduces="p:acc:col"), "no sums over M"),
+    (program(operands="g:groups:int64"), "dtype 'int64' is not legal"),
 ]  # fmt: skip
 
 

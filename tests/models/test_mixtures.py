@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of Transformers, unmodified and tiny: each layer's experts are found and fused in both
+directions, and training gives eager's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Harness
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+LAYERS = 1  # test_families counts more
+FAMILIES = (
+    "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "glm4_moe", "granitemoe", "phimoe", "ernie4_5_moe", "dots1", "qwen3_next", "minimax",
+    "flex_olmo", "hunyuan_v1_moe", "jamba",
+)  # fmt: skip
+#: What any of them may call its sizes; each takes those that it knows.
+SIZES = (
+    {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+    | {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
+    | dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16)
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
+    | dict.fromkeys(("num_experts_per_tok", "moe_k"), 2)
+    | dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "decoder_sparse_step"), 1)
+    | dict.fromkeys(("expert_layer_period", "attn_layer_period"), 1)
+    | dict.fromkeys(("expert_layer_offset", "attn_layer_offset", "moe_layer_start_index"), 0)
+    | dict.fromkeys(("first_k_dense_replace", "pad_token_id"), 0)
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
+    | {"mlp_only_layers": [], "bos_token_id": 1, "eos_token_id": 2, "input_jitter_noise": 0.0}
+    | {"router_jitter_noise": 0.0}
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture(family):
+    kind = CONFIG_MAPPING[family]
+    config = kind(**{name: size for name, size in SIZES.items() if name in kind().to_dict()})
+    how = {"attn_implementation": "eager" if family == "gpt_oss" else "sdpa"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm", **how)
+    model = model.to(torch.bfloat16).train()  # what torch's grouped product takes
+    ids = torch.randint(3, 128, (2, 32))
+
+    harness = Harness()
+    loss = harness.train(model, input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == LAYERS
+    eager = model(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, eager, rtol=1e-3, atol=0)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
