@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "report": ("report", ()),
     "worth": ("worth", ()),
     "headline": ("headline", ()),
+    "first": ("first", ()),
 }  # fmt: skip
 
 

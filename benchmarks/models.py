@@ -63,6 +63,16 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2048,
         _widths(2048, 6144, 16, 8, num_key_value_heads=8, head_dim=128, vocab_size=151936),
     ),
+    "qwen3_8b": (
+        "Qwen3ForCausalLM",
+        2048,
+        _widths(4096, 12288, 32, 4, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+    ),
+    "qwen2": (  # 7B
+        "Qwen2ForCausalLM",
+        2048,
+        _widths(3584, 18944, 28, 4, num_key_value_heads=4, vocab_size=152064),
+    ),
     "gemma2": (  # 2B
         "Gemma2ForCausalLM",
         2048,

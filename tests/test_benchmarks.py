@@ -24,11 +24,14 @@ from benchmarks import (  # noqa: E402
     distributed_run,
     environment,
     families,
+    first,
+    layer,
     measure,
     models,
     report,
     run,
     sweep,
+    worth_models,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
@@ -69,6 +72,36 @@ def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "results.json").read_text()
     assert str(ROOT) not in text
     assert str(tmp_path) not in text
+
+
+def test_the_first_step_of_a_case_is_timed_and_judged(tmp_path, monkeypatch, capsys):
+    """In this process, uncompiled; then what is written and printed of made-up seconds."""
+    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(worth_models, "TOKENS", 32)
+    monkeypatch.setitem(layer.SIZES, "1B", layer.SIZES["tiny"])
+    monkeypatch.setattr(torch, "compile", lambda model, backend: model)
+    out = tmp_path / "out.json"
+    first.main([str(out), "--part", "--case", "layer", "--backend", "coda"])
+    found = json.loads(out.read_text())
+    assert found["seconds"] > found["forward"] > 0
+    assert found["kernels"] == []
+
+    seconds = {"8b": {"inductor": 20.0, "coda": 30.0}, "layer": {"inductor": 4.0, "coda": 10.1}}
+    monkeypatch.setattr(first, "cold", lambda case, name: found | {"seconds": seconds[case][name]})
+    first.main([str(out), "--case", "8b", "--case", "layer"])
+    assert capsys.readouterr().out.splitlines()[1::2] == [
+        "at most 1.25 x + 5 = 30.0 s: True", "at most 1.25 x + 5 = 10.0 s: False",
+    ]  # fmt: skip
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["case"], row["backend"]) for row in rows] == [
+        (case, name) for case in ("8b", "layer") for name in ("inductor", "coda")
+    ]
+
+
+def test_a_first_step_that_fails_says_why(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(first.environment, "REPOSITORY", Path("/"))
+    assert "No module named benchmarks" in first.cold("layer", "coda")["error"]
 
 
 @pytest.mark.parametrize("pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "nothing*"])
