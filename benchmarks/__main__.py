@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "worth": ("worth", ()),
     "headline": ("headline", ()),
     "first": ("first", ()),
+    "whole": ("whole", ()),
 }  # fmt: skip
 
 

@@ -68,7 +68,18 @@ def main(arguments: list[str]) -> None:
 def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, Any]:
     """Case -> variant -> figures, of processes that are all alive and take turns."""
     running = {
-        (case, variant): start(case, variant, trees.get(variant, ""), out)
+        (case, variant): start(
+            [
+                "headline",
+                str(out),
+                "--case",
+                case,
+                "--part",
+                "coda" if variant in trees else variant,
+            ],
+            out.with_suffix(f".{variant}.log"),
+            trees.get(variant, ""),
+        )
         for case in names
         for variant in (*VARIANTS, *trees)
         if case not in NO_CAUSAL or variant != "compile_causal"
@@ -89,15 +100,14 @@ def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, An
     return found
 
 
-def start(case: str, variant: str, tree: str, out: Path) -> subprocess.Popen[str]:
-    """A process that has compiled one variant of one case."""
+def start(arguments: list[str], log: Path, tree: str = "") -> subprocess.Popen[str]:
+    """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``."""
     here = str(environment.REPOSITORY)
     path = os.pathsep.join(filter(None, (tree, here)))
-    command = [sys.executable, "-m", "benchmarks", "headline", str(out), "--case", case]
-    log = out.with_suffix(f".{variant}.log").open("a")
     return subprocess.Popen(
-        [*command, "--part", "coda" if tree else variant], text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=log, env=os.environ | {"PYTHONPATH": path}, cwd=tree or here,
+        [sys.executable, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=log.open("a"), env=os.environ | {"PYTHONPATH": path},
+        cwd=tree or here,
     )  # fmt: skip
 
 

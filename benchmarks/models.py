@@ -27,11 +27,14 @@ def _widths(hidden: int, inner: int, heads: int, layers: int, **more: Any) -> di
     }
 
 
-#: 8B stands for four of its layers: all 32 would not fit beside each other's gradients.
+#: 8B stands for four of its layers, 8B-32 is all of it, with a head of its own.
 LLAMAS: dict[str, dict[str, Any]] = {
     "tiny": _widths(64, 128, 4, 1, num_key_value_heads=2, vocab_size=256),
     "1B": _widths(2048, 8192, 32, 16, num_key_value_heads=8, vocab_size=128256),
     "8B": _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=128256),
+    "8B-32": _widths(
+        4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False
+    ),
 }
 #: Tokens of each document, and of the padding in front of each of four sequences.
 DOCUMENTS = (512, 1536, 700, 900, 2100, 300, 1200, 944)
@@ -156,8 +159,7 @@ def llama(size: str, length: int) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        **LLAMAS[size],
-        tie_word_embeddings=True,
+        **{"tie_word_embeddings": True} | LLAMAS[size],
         max_position_embeddings=max(length, 8192),
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )

@@ -231,14 +231,14 @@ def facts(step: Step) -> dict[str, Any]:
     return {"peak": peak, "host": min(host), "kernels": kernels, "launches": launches}
 
 
-def sustained(step: Step, settle: float = SETTLE, sample: float = SAMPLE) -> float:
-    """Median milliseconds of a step, back to back for ``sample`` seconds after ``settle``. A
+def sustained(step: Step, settle: float = SETTLE, sample: float = SAMPLE, least: int = 7) -> float:
+    """Median milliseconds of ``least`` steps or more, for ``sample`` seconds after ``settle``. A
     process that compiles beside runs a step now and then, which a median does not see."""
     times: list[float] = []
     for seconds in (settle, sample):
         torch.cuda.synchronize()
         start, marks = time.perf_counter(), [_mark()]
-        while len(marks) < 8 or time.perf_counter() - start < seconds:
+        while len(marks) <= least or time.perf_counter() - start < seconds:
             step()
             marks.append(_mark())
             if len(marks) % 4 == 0:

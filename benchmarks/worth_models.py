@@ -30,12 +30,16 @@ class Workload:
     """
 
     blocks: Sequence[nn.Module] = ()
+    optimizer: torch.optim.Optimizer | None = None
 
     def __init__(self, model: Any, batch: dict[str, Any], training: bool = True):
         self.model, self.batch, self.training = model.train(training), batch, training
 
     def step(self, disable: Sequence[str], backend: str = "coda") -> Step:
-        """A step under ``backend``; under coda without the features in ``disable``."""
+        """A step under ``backend`` ("" for eager); under coda without the features in
+        ``disable``."""
+        if not backend:
+            return functools.partial(self._run, self.model)
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
         options = {"disable": list(disable)} if backend == "coda" else {}
         if not self.blocks:
@@ -58,6 +62,8 @@ class Workload:
                 function(**self.batch)
             return
         function(**self.batch).loss.backward()
+        if self.optimizer:
+            self.optimizer.step()
         self.model.zero_grad(set_to_none=True)
 
 
@@ -77,11 +83,11 @@ def blocks(model: nn.Module) -> nn.ModuleList:
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
-def float8(recipe: str) -> Workload:
+def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     """Torchao's FP8 training of all linear layers but the head."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    workload = stock("8B")
+    workload = stock(name, layers)
     config = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(
         workload.model, config=config, module_filter_fn=lambda _, name: name != "lm_head"

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model: Llama 3.1 8B, 32 layers, random bf16 weights, forward and backward on one GPU.
+
+``python -m benchmarks whole OUT.json`` starts a process a variant. They compile side by side, their
+weights given back meanwhile (storages of no bytes, as FSDP2 leaves them), and then take turns, A B
+B A: milliseconds of a step (``worth.sustained``), joules, and the peak with weights and gradients.
+A variant is "RECIPE BACKEND [ROWSxTOKENS] [adamw | adamw8]", as in ``--variant "rowwise coda 2x8192
+adamw"``; OUT.json keeps those that it has. ``--render`` writes docs/results/whole.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from . import energy, environment, headline, models, worth, worth_models
+
+BF16 = ("bf16 eager", "bf16 compile", "bf16 coda")
+VARIANTS = (*BF16, *(f"{r} {b}" for r in ("rowwise", "tensorwise") for b in ("compile", "coda")))
+BACKENDS = {"eager": "", "compile": "inductor", "coda": "coda"}
+MODEL = "8B-32"
+LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "hidden_size"))
+#: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
+TURNS, PEAK = 2, 989e12
+_HEAD = """# A whole model: Llama 3.1 8B
+
+All 32 layers, random bf16 weights, forward and backward, {gpu}, {versions}, called as users call
+it: no mask, labels given, the loss in the graph. FP8 is torchao's training recipe on all linear
+layers but the head. Steps run back to back, A B B A. *Peak* has weights (15 GiB) and gradients (15
+GiB) in it. TFLOP/s: 6 FLOP for each token and parameter (the embedding's are not multiplied), and
+6 T^2 d FLOP a layer for the causal half of attention over T tokens; also in FP8 the share is of
+989 TFLOP/s, bf16's. *First* is seconds until the first step is done, all processes compiling at
+once. Written by `python -m benchmarks whole OUT.json --render`.
+"""
+_PUBLISHED = """
+Published, tokens a second of one H100, which is part of several there: optimizer and communication
+are in their figures and not in ours, unless a row says adamw, and weights are fp32 shards.
+
+| | tokens a second | what differs |
+| --- | --- | --- |
+| Megatron-Bridge, FP8 | 14,451 | several H100s, Transformer Engine's kernels, AdamW, sharded states |
+| torchtitan, FP8 tensorwise, FSDP2, torch.compile | 8,532 | 8 H100s, AdamW, checkpointing by choice of ops |
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, render; or, as one of the processes, be measured."""
+    parser = argparse.ArgumentParser("python -m benchmarks whole", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--variant", dest="variants", action="append", help="repeatable")
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        answer(options.part, options.file.with_suffix(".lock"))
+        return
+    found: dict[str, Any] = {"results": {}}
+    if options.file.exists():
+        found = json.loads(options.file.read_text())
+    if options.render:
+        path = environment.REPOSITORY / "docs" / "results" / "whole.md"
+        path.write_text(page(found))
+        return
+    found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.whole")
+    names = options.variants or list(VARIANTS)
+    for _ in map(parsed, names):
+        pass
+    measure(names, found, options.file)
+
+
+def measure(names: list[str], found: dict[str, Any], out: Path) -> None:
+    """Add the variants to ``found`` and write it to ``out``, after each answer."""
+    log = out.with_suffix(".log")
+    running = {n: headline.start(["whole", str(out), "--part", n], log) for n in names}
+    results = found["results"]
+    for name, process in running.items():
+        results[name] = headline.ask(process) or {"error": f"it ended: see {log.name}"}
+        print(name, results[name], flush=True)
+        out.write_text(json.dumps(found, indent=1))
+    names = [name for name in names if "error" not in results[name]]
+    for turn in range(TURNS):
+        for name in names if turn % 2 == 0 else reversed(names):
+            sample = headline.ask(running[name]) or {"ms": float("nan")}
+            samples = results[name].setdefault("samples", [])
+            samples.append(sample)
+            results[name]["ms"] = statistics.median(each["ms"] for each in samples)
+            out.write_text(json.dumps(found, indent=1))
+            print(name, sample, flush=True)
+    for process in running.values():
+        process.kill()
+
+
+def parsed(variant: str) -> tuple[str, str, int, int, str]:
+    """Recipe, backend, rows, tokens of each and optimizer; ValueError where it says something
+    else."""
+    recipe, backend, *more = variant.split()
+    shape = next((word for word in more if "x" in word), "1x8192")
+    others = [word for word in more if word != shape]
+    rows, tokens = map(int, shape.split("x"))
+    if backend not in BACKENDS or others not in ([], ["adamw"], ["adamw8"]):
+        raise ValueError(f"{variant!r} is no variant such as 'bf16 coda 1x8192 adamw'")
+    return recipe, backend, rows, tokens, "".join(others)
+
+
+def answer(variant: str, lock: Path) -> None:
+    """Compile, then answer each line of stdin with a line of JSON."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    os.environ.setdefault("CODA_TUNE", "never")
+    began = time.perf_counter()
+    recipe, backend, rows, tokens, optimizer = parsed(variant)
+    with worth.turn(lock):
+        if recipe == "bf16":
+            workload = worth_models.stock(MODEL, LAYERS)
+        else:
+            workload = worth_models.float8(recipe, MODEL, LAYERS)
+        ids = torch.randint(models.LLAMAS[MODEL]["vocab_size"], (rows, tokens), device="cuda")
+        workload.batch = {"input_ids": ids, "labels": ids}
+        parameters = sum(p.numel() for p in workload.model.parameters())
+        parameters -= workload.model.get_input_embeddings().weight.numel()
+        sizes = {p: p.untyped_storage().nbytes() for p in workload.model.parameters() if p.ndim > 1}
+        give_back(workload, sizes)
+    step = workload.step((), BACKENDS[backend])
+
+    def say(line: Any) -> None:
+        print(json.dumps(line), file=out, flush=True)
+
+    def awake() -> contextlib.AbstractContextManager[None]:
+        return turn(workload, sizes, optimizer, lock)
+
+    with contextlib.ExitStack() as stack:
+        ready: list[int] = []
+
+        def compiled(*_: Any) -> None:
+            if not ready:
+                stack.enter_context(awake())
+                ready.append(1)
+
+        torch._dynamo.callback.on_compile_end(compiled)
+        if backend == "eager":
+            compiled()
+        try:
+            step()
+            torch.cuda.synchronize()
+            first = time.perf_counter() - began
+            facts = worth.facts(step)
+        except torch.cuda.OutOfMemoryError as error:
+            say({"error": f"out of memory: {str(error)[:160]}"})
+            os._exit(0)  # with the lock, for its memory is taken until it ends
+    for number, _ in enumerate(sys.stdin):
+        if not number:
+            say(facts | {"first_s": first, "parameters": parameters})
+            continue
+        with awake():
+            step()
+            line: dict[str, Any] = {"ms": worth.sustained(step, 1.5, 3.0, least=3)}
+            try:
+                line |= energy.joules(step, 3.0, energy.Counter())
+            except energy.EnergyError as error:
+                line["no_energy"] = str(error)
+        say(line)
+
+
+@contextlib.contextmanager
+def turn(
+    workload: worth_models.Workload, sizes: dict[Any, int], optimizer: str, lock: Path
+) -> Iterator[None]:
+    """This process has the GPU, random weights of these bytes, and an optimizer without state."""
+    with worth.turn(lock):
+        with torch.no_grad():
+            for weight, size in sizes.items():
+                weight.untyped_storage().resize_(size)
+                weight.normal_(std=0.02)
+        parameters = list(workload.model.parameters())
+        if optimizer == "adamw":
+            workload.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        elif optimizer:
+            from torchao.optim import AdamW8bit
+
+            workload.optimizer = AdamW8bit(parameters, lr=1e-5)
+        yield
+        give_back(workload, sizes)
+
+
+def give_back(workload: worth_models.Workload, sizes: dict[Any, int]) -> None:
+    """Leave the memory of weights, gradients and the optimizer's state to others."""
+    workload.optimizer = None
+    workload.model.zero_grad(set_to_none=True)
+    for weight in sizes:
+        weight.untyped_storage().resize_(0)
+
+
+def page(found: dict[str, Any]) -> str:
+    """docs/results/whole.md."""
+    rows, about, errors = [], found["environment"], []
+    for name, result in found["results"].items():
+        if "ms" not in result:
+            errors.append(f"- {name}: {result['error']}")
+            continue
+        _, _, batch, length, _ = parsed(name)
+        tokens, seconds = batch * length, result["ms"] / 1e3
+        flop = 6 * tokens * (result["parameters"] + LAYERS * WIDTH * length)
+        joules = [each["joules"] / tokens for each in result["samples"] if "joules" in each]
+        rows.append([
+            name, f"{result['ms']:.0f}", f"{tokens / seconds:,.0f}", f"{flop / seconds / 1e12:.0f}",
+            f"{flop / seconds / PEAK:.1%}", f"{result['peak']:.1f}",
+            f"{1e3 * statistics.mean(joules):.1f}" if joules else "-", f"{result['first_s']:.0f}",
+        ])  # fmt: skip
+    heads = ("variant", "ms", "tokens a second", "TFLOP/s", "of the peak", "peak GiB",
+             "mJ a token", "first")  # fmt: skip
+    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
+    text = _HEAD.format(gpu=f"one {about['gpu']}", versions=versions)
+    table = tabulate(rows, heads, "github", disable_numparse=True)
+    lost = "\nWhat did not run:\n\n" + "\n".join(errors) + "\n" if errors else ""
+    return f"{text}\n{table}\n{lost}{_PUBLISHED}"
