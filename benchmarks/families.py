@@ -157,11 +157,16 @@ def again(model: Any) -> Any:
 
 def causal(model: Any) -> Any:
     """`model` again, on the same weights, with SDPA told to be causal where it was given a mask."""
+    own = again(model)
+    make_causal(own)
+    return own
+
+
+def make_causal(model: Any) -> None:
+    """Tell the SDPA of `model` to be causal where it was given a mask."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # transformers makes no mask for attention of a name that has no function for masks.
     AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
-    own = again(model)
-    own.set_attn_implementation("sdpa_causal")
-    return own
+    model.set_attn_implementation("sdpa_causal")

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from . import energy, environment, headline, models, worth, worth_models
+from . import energy, environment, families, headline, models, worth, worth_models
 
 BF16 = ("bf16 eager", "bf16 compile", "bf16 coda")
 VARIANTS = (*BF16, *(f"{r} {b}" for r in ("rowwise", "tensorwise") for b in ("compile", "coda")))
-BACKENDS = {"eager": "", "compile": "inductor", "coda": "coda"}
+#: ``causal``: torch.compile with SDPA told to be causal, as transformers does from 5.23 on.
+BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "coda"}
 MODEL = "8B-32"
 LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "hidden_size"))
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
@@ -125,6 +126,8 @@ def answer(variant: str, lock: Path) -> None:
             workload = worth_models.stock(MODEL, LAYERS)
         else:
             workload = worth_models.float8(recipe, MODEL, LAYERS)
+        if backend == "causal":
+            families.make_causal(workload.model)
         ids = torch.randint(models.LLAMAS[MODEL]["vocab_size"], (rows, tokens), device="cuda")
         workload.batch = {"input_ids": ids, "labels": ids}
         parameters = sum(p.numel() for p in workload.model.parameters())
