@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "headline": ("headline", ()),
     "first": ("first", ()),
     "whole": ("whole", ()),
+    "adapters": ("adapters", ()),
 }  # fmt: skip
 
 

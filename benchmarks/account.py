@@ -16,7 +16,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,28 +84,28 @@ def of_name(kinds: dict[str, re.Pattern[str]], name: str, other: str) -> str:
 
 
 def read(events: Iterable[dict], calls: int) -> dict[str, Kernel]:
-    """Name -> :class:`Kernel` of one of `calls` steps, from the events of a Chrome trace with
-    shapes. What launched a kernel is the innermost event of the host with its external id.
-    """
-    launches: dict[Any, dict] = {}
-    kernels = []
-    for event in events:
-        given = event.get("args", {})
-        if event.get("cat") in ON_DEVICE:
-            kernels.append(event)
-        elif "Input Dims" in given and "External id" in given:
-            launches[given["External id"]] = given
+    """Name -> :class:`Kernel` of one of `calls` steps, from the events of a Chrome trace."""
     found: dict[str, Kernel] = {}
-    for event in kernels:
-        name, given = event["name"], event.get("args", {})
+    for event, launch in launched(events):
+        name = event["name"]
         kind, maker = of_name(KINDS, name, REST), of_name(MAKERS, name, "library")
         kernel = found.setdefault(name, Kernel(kind, maker))
         kernel.us += event["dur"] / calls
         kernel.calls += 1 / calls
-        own = event["cat"] != "kernel"  # a copy says what it moves, whoever asked for it
-        launch = given if own else launches.get(given.get("External id"), given)
         kernel.bytes += tensor_bytes(launch) / calls
     return found
+
+
+def launched(events: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
+    """What ran on the device, each with the arguments of its launch: of the innermost event of the
+    host with its external id. A copy says what it moves, whoever asked for it."""
+    events = list(events)
+    args = [event.get("args", {}) for event in events]
+    known = {a["External id"]: a for a in args if "Input Dims" in a and "External id" in a}
+    for event, given in zip(events, args, strict=True):
+        if event.get("cat") in ON_DEVICE:
+            own = event["cat"] != "kernel"
+            yield event, given if own else known.get(given.get("External id"), given)
 
 
 def idle_us(events: Iterable[dict], calls: int) -> float:
@@ -135,8 +135,8 @@ def step(name: str, tokens: int, way: Way) -> Call:
     return families.Model(Case(name, tokens, TRAINING)).compiled(way)
 
 
-def profiled(call: Call, calls: int = CALLS) -> tuple[dict[str, Kernel], float]:
-    """The kernels of one call, which is warm, and its :func:`idle_us`."""
+def traced(call: Call, calls: int = CALLS) -> list[dict]:
+    """The events of so many calls, which are warm."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, record_shapes=True) as trace:
         for _ in range(calls):
@@ -145,8 +145,7 @@ def profiled(call: Call, calls: int = CALLS) -> tuple[dict[str, Kernel], float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return read(events, calls), idle_us(events, calls)
+        return json.loads(path.read_text())["traceEvents"]
 
 
 def shares(kernels: dict[str, Kernel], idle: float) -> dict[str, float]:
@@ -212,7 +211,8 @@ def main(arguments: Sequence[str]) -> None:
             call = step(name, options.tokens, way)
             call()
             call()
-            kernels, idle = profiled(call)
+            events = traced(call)
+            kernels, idle = read(events, CALLS), idle_us(events, CALLS)
             print(f"\n{name}, {options.tokens} tokens, {variant}\n\n{text(kernels, idle, full)}")
             try:
                 power = energy.joules(call, ENERGY_S, energy.Counter())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -50,8 +51,8 @@ are in their figures and not in ours, unless a row says adamw, and weights are f
 
 | | tokens a second | what differs |
 | --- | --- | --- |
-| Megatron-Bridge, FP8 | 14,451 | several H100s, Transformer Engine's kernels, AdamW, sharded states |
-| torchtitan, FP8 tensorwise, FSDP2, torch.compile | 8,532 | 8 H100s, AdamW, checkpointing by choice of ops |
+| Megatron-Bridge, FP8 | 14,451 | several H100s, Transformer Engine, sharded AdamW |
+| torchtitan, FP8 tensorwise | 8,532 | 8 H100s, FSDP2, torch.compile, AdamW, checkpointing |
 """
 
 
@@ -117,7 +118,7 @@ def parsed(variant: str) -> tuple[str, str, int, int, str]:
 
 def answer(variant: str, lock: Path) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
-    out, sys.stdout = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr  # answers alone go to the other one
     os.environ.setdefault("CODA_TUNE", "never")
     began = time.perf_counter()
     recipe, backend, rows, tokens, optimizer = parsed(variant)
@@ -136,43 +137,17 @@ def answer(variant: str, lock: Path) -> None:
         give_back(workload, sizes)
     step = workload.step((), BACKENDS[backend])
 
-    def say(line: Any) -> None:
-        print(json.dumps(line), file=out, flush=True)
-
-    def awake() -> contextlib.AbstractContextManager[None]:
-        return turn(workload, sizes, optimizer, lock)
-
-    with contextlib.ExitStack() as stack:
-        ready: list[int] = []
-
-        def compiled(*_: Any) -> None:
-            if not ready:
-                stack.enter_context(awake())
-                ready.append(1)
-
-        torch._dynamo.callback.on_compile_end(compiled)
-        if backend == "eager":
-            compiled()
-        try:
-            step()
-            torch.cuda.synchronize()
-            first = time.perf_counter() - began
-            facts = worth.facts(step)
-        except torch.cuda.OutOfMemoryError as error:
-            say({"error": f"out of memory: {str(error)[:160]}"})
-            os._exit(0)  # with the lock, for its memory is taken until it ends
+    awake = functools.partial(turn, workload, sizes, optimizer, lock)
+    with worth.compiled(step, awake, eager=backend == "eager"):
+        line: dict[str, Any] = {"first_s": time.perf_counter() - began, "parameters": parameters}
+        line |= worth.facts(step)
     for number, _ in enumerate(sys.stdin):
-        if not number:
-            say(facts | {"first_s": first, "parameters": parameters})
-            continue
-        with awake():
-            step()
-            line: dict[str, Any] = {"ms": worth.sustained(step, 1.5, 3.0, least=3)}
-            try:
+        if number:
+            with awake(), contextlib.suppress(energy.EnergyError):
+                step()
+                line = {"ms": worth.sustained(step, 1.5, 3.0, least=3)}
                 line |= energy.joules(step, 3.0, energy.Counter())
-            except energy.EnergyError as error:
-                line["no_energy"] = str(error)
-        say(line)
+        print(json.dumps(line), flush=True, file=sys.__stdout__)
 
 
 @contextlib.contextmanager
@@ -192,7 +167,12 @@ def turn(
             from torchao.optim import AdamW8bit
 
             workload.optimizer = AdamW8bit(parameters, lr=1e-5)
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {str(error)[:160]}"
+            print(json.dumps({"error": text}), flush=True, file=sys.__stdout__)
+            os._exit(1)  # with the lock: its memory is taken until it ends
         give_back(workload, sizes)
 
 

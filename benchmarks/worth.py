@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,8 @@ def part(name: str, path: Path, end: float) -> None:
         workload = WORKLOADS[name]()
     changed, fired = watched()
     whole = workload.step(())
-    first(whole, lock)
-    features = sorted({*changed, *fired})
-    with turn(lock):
+    with compiled(whole, functools.partial(turn, lock)):
+        features = sorted({*changed, *fired})
         found.update({"fired": dict(fired), "features": features, "whole": facts(whole)})
         found["whole"]["ms"] = found["whole"]["ms_whole"] = sustained(whole)
     found.setdefault("without", {})
@@ -146,8 +146,7 @@ def compared(
     one that launches the same kernels is not timed again."""
     try:
         step = workload.step((feature,))
-        first(step, lock)
-        with turn(lock):
+        with compiled(step, functools.partial(turn, lock)):
             found = facts(step)
             same = (r for r in known.values() if r.get("launches") == found["launches"])
             if (twin := next(same, None)) is not None:
@@ -196,12 +195,29 @@ def watched() -> tuple[set[str], Counter[str]]:
     return changed, fired
 
 
-def first(step: Step, lock: Path) -> None:
-    """Compile. Most of it is the host's work: nobody is kept from the GPU meanwhile."""
-    step()
-    with turn(lock):
-        step()
-        torch.cuda.synchronize()
+@contextmanager
+def compiled(
+    step: Step, turn: Callable[[], AbstractContextManager[None]], eager: bool = False
+) -> Iterator[None]:
+    """Take the first step, and what is in the body, in a turn that begins when it is compiled: most
+    of that is the host's work, and nobody is kept from the GPU meanwhile."""
+    with ExitStack() as stack:
+        entered: list[None] = []
+
+        def begin(*_: Any) -> None:
+            if not entered:
+                entered.append(stack.enter_context(turn()))
+
+        handler = torch._dynamo.callback.callback_handler
+        handler.register_end_callback(begin)
+        if eager:
+            begin()
+        try:
+            step()
+            torch.cuda.synchronize()
+            yield
+        finally:
+            handler.remove_end_callback(begin)
 
 
 def facts(step: Step) -> dict[str, Any]:

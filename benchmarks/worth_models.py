@@ -95,12 +95,17 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     return workload
 
 
-def lora() -> Workload:
-    """peft, r = 16 on all linear layers."""
+def lora(name: str = "1B", rank: int = 16) -> Workload:
+    """peft, on all linear layers; rank 0: no adapter, and of the frozen model only the first norm
+    has a gradient, so that all inputs have theirs."""
+    workload = stock(name)
+    if not rank:
+        workload.model.requires_grad_(False)
+        next(p for n, p in workload.model.named_parameters() if "norm" in n).requires_grad_()
+        return workload
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    workload = stock("1B")
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     workload.model = get_peft_model(workload.model, config).bfloat16()
     return workload
 

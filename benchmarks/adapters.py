@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LoRA's adapters take, kernel by kernel: ``python -m benchmarks adapters OUT.json``.
+
+Each case (widths of four Llama layers, rank) under torch.compile and coda in a process of its own,
+which compile side by side and then take turns: milliseconds sustained, A B B A, peak, and
+milliseconds by kind. A kernel is of rank r if a matrix of its launch has r rows or columns, or two
+or three times as many. Rank 0 is the frozen model without adapters: what a step would take if they
+were free, but for the first layer's gradients of q, k and v, which LoRA does not need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from coda_inductor.runtime.op import OP
+
+from . import account, environment, headline, worth, worth_models
+
+CASES = tuple(f"{size} {rank}" for size in ("1B", "8B") for rank in (0, 16, 64))
+KINDS = ("GEMMs of rank r", "others of rank r", *account.KINDS, account.REST)
+TURNS, LISTED = 4, 24
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and print; or, as one of the processes, be measured."""
+    parser = argparse.ArgumentParser("python -m benchmarks adapters", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--case", dest="cases", action="append", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        answer(options.part, options.file.with_suffix(".lock"))
+        return
+    about = environment.describe(sys.argv[1:], options.commit, "benchmarks.adapters")
+    names = [f"{case} {b}" for case in options.cases or CASES for b in ("compile", "coda")]
+    log = options.file.with_suffix(".log")
+    running = {n: headline.start(["adapters", str(options.file), "--part", n], log) for n in names}
+    found = {name: headline.ask(process) for name, process in running.items()}
+    names = [name for name in names if found[name]]
+    for turn in range(TURNS):
+        for name in names if turn % 2 == 0 else reversed(names):
+            found[name].setdefault("samples", []).append(headline.ask(running[name]))
+    rows = []
+    for name in names:
+        result = found[name]
+        result["ms"] = statistics.median(result["samples"])
+        kinds = [f"{result['kinds'].get(kind, 0.0):.2f}" for kind in KINDS]
+        rows.append([name, f"{result['ms']:.2f}", f"{result['peak']:.2f}", *kinds])
+        result["kernels"].sort(key=lambda kernel: -kernel["us"])
+        for kernel in result["kernels"][:LISTED] if " 0 " not in name else ():
+            print("{us:8.0f} us {calls:4.0f} x {kind}: {name} {dims}".format(**kernel))
+        print(f"^ {name}\n")
+    options.file.write_text(json.dumps({"environment": about, "results": found}, indent=1))
+    print(tabulate(rows, ("", "ms", "peak GiB", *KINDS), "github"))
+
+
+def answer(name: str, lock: Path) -> None:
+    """Compile, then answer each line of stdin with a line of JSON."""
+    sys.stdout = sys.stderr  # answers alone go to the other one
+    os.environ.setdefault("CODA_TUNE", "never")
+    size, rank, backend = name.split()
+    workload = worth_models.lora(size, int(rank))
+    step = workload.step((), {"compile": "inductor"}.get(backend, backend))
+    with worth.compiled(step, lambda: worth.turn(lock)):
+        line: Any = {"peak": worth.facts(step)["peak"]}
+        # The dispatcher tells the profiler the shapes of what it calls; graphs go around it.
+        direct, OP.direct = OP.direct, OP
+        kernels = kinds(account.traced(step), int(rank))
+        OP.direct = direct
+    line["kernels"] = kernels
+    line["kinds"] = defaultdict(float)
+    for kernel in kernels:
+        line["kinds"][kernel["kind"]] += kernel["us"] / 1e3
+    for number, _ in enumerate(sys.stdin):
+        if number:
+            with worth.turn(lock):
+                line = worth.sustained(step)
+        print(json.dumps(line), flush=True, file=sys.__stdout__)
+
+
+def kinds(events: Iterable[dict], rank: int) -> list[dict[str, Any]]:
+    """The kernels of one step by kind, name and matrices of their launch."""
+    found: dict[tuple, list[float]] = defaultdict(list)
+    for event, launch in account.launched(events):
+        kind = account.of_name(account.KINDS, event["name"], account.REST)
+        dims = tuple(matrices(launch.get("Input Dims", [])))
+        wide = (1, 2, 3) if kind == "GEMMs" else (1,)
+        if rank and kind != "attention" and {m * rank for m in wide} & {s for d in dims for s in d}:
+            kind = KINDS[0] if kind == "GEMMs" else KINDS[1]
+        found[kind, event["name"][:70], dims].append(event["dur"])
+    return [
+        {"kind": kind, "name": name, "dims": dims, "us": sum(each) / account.CALLS,
+         "calls": len(each) / account.CALLS}
+        for (kind, name, dims), each in found.items()
+    ]  # fmt: skip
+
+
+def matrices(dims: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of two dimensions in what a launch says of its inputs, in lists of them too."""
+    for shape in dims if isinstance(dims, list) else ():
+        if isinstance(shape, list) and len(shape) == 2 and all(isinstance(s, int) for s in shape):
+            yield tuple(shape)
+        else:
+            yield from matrices(shape)
