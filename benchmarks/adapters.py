@@ -46,14 +46,9 @@ def main(arguments: list[str]) -> None:
     names = [f"{case} {b}" for case in options.cases or CASES for b in ("compile", "coda")]
     log = options.file.with_suffix(".log")
     running = {n: headline.start(["adapters", str(options.file), "--part", n], log) for n in names}
-    found = {name: headline.ask(process) for name, process in running.items()}
-    names = [name for name in names if found[name]]
-    for turn in range(TURNS):
-        for name in names if turn % 2 == 0 else reversed(names):
-            found[name].setdefault("samples", []).append(headline.ask(running[name]))
+    found = headline.in_turn(running, TURNS)
     rows = []
-    for name in names:
-        result = found[name]
+    for name, result in found.items():
         result["ms"] = statistics.median(result["samples"])
         kinds = [f"{result['kinds'].get(kind, 0.0):.2f}" for kind in KINDS]
         rows.append([name, f"{result['ms']:.2f}", f"{result['peak']:.2f}", *kinds])

@@ -86,17 +86,33 @@ def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, An
     }
     found: dict[str, Any] = {}
     for case in names:
-        found[case] = {v: ask(process) for (c, v), process in running.items() if c == case}
-        variants = [v for v, facts in found[case].items() if facts]
-        samples: dict[str, list[float]] = {variant: [] for variant in variants}
-        for turn in range(SAMPLES):
-            for variant in variants if turn % 2 == 0 else reversed(variants):
-                samples[variant].append(ask(running[case, variant]))
-        for variant, each in samples.items():
-            found[case][variant] |= {"median_ms": statistics.median(each), "samples": each}
-        print(case, {v: round(found[case][v]["median_ms"], 2) for v in variants}, flush=True)
+        found[case] = in_turn({v: process for (c, v), process in running.items() if c == case})
+        for facts in found[case].values():
+            facts["median_ms"] = statistics.median(facts["samples"])
+        print(case, {v: round(f["median_ms"], 2) for v, f in found[case].items()}, flush=True)
     for process in running.values():
         process.kill()
+    return found
+
+
+def in_turn(
+    running: dict[str, subprocess.Popen[str]],
+    samples: int = SAMPLES,
+    keep: Callable[[dict[str, Any]], Any] = lambda _: None,
+) -> dict[str, Any]:
+    """Name -> facts and samples, A B B A, of the processes that give some; ``keep`` gets it after
+    each answer."""
+    found: dict[str, Any] = {}
+    for name, process in running.items():
+        if (facts := ask(process)) is not None:
+            found[name] = facts | {"samples": []}
+            keep(found)
+    for turn in range(samples):
+        for name in found if turn % 2 == 0 else reversed(found):
+            if (sample := ask(running[name])) is not None:
+                print(name, sample, flush=True)
+                found[name]["samples"].append(sample)
+                keep(found)
     return found
 
 

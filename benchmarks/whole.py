@@ -27,23 +27,26 @@ from tabulate import tabulate
 
 from . import energy, environment, families, headline, models, worth, worth_models
 
-BF16 = ("bf16 eager", "bf16 compile", "bf16 coda")
-VARIANTS = (*BF16, *(f"{r} {b}" for r in ("rowwise", "tensorwise") for b in ("compile", "coda")))
+VARIANTS = ("bf16 eager", *(f"{recipe} {backend}" for recipe in ("bf16", "rowwise", "tensorwise")
+                            for backend in ("compile", "causal", "coda")))  # fmt: skip
 #: ``causal``: torch.compile with SDPA told to be causal, as transformers does from 5.23 on.
 BACKENDS = {"eager": "", "compile": "inductor", "causal": "inductor", "coda": "coda"}
 MODEL = "8B-32"
 LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "hidden_size"))
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
-_HEAD = """# A whole model: Llama 3.1 8B
+_HEAD = """# A whole model
 
-All 32 layers, random bf16 weights, forward and backward, {gpu}, {versions}, called as users call
-it: no mask, labels given, the loss in the graph. FP8 is torchao's training recipe on all linear
-layers but the head. Steps run back to back, A B B A. *Peak* has weights (15 GiB) and gradients (15
-GiB) in it. TFLOP/s: 6 FLOP for each token and parameter (the embedding's are not multiplied), and
-6 T^2 d FLOP a layer for the causal half of attention over T tokens; also in FP8 the share is of
-989 TFLOP/s, bf16's. *First* is seconds until the first step is done, all processes compiling at
-once. Written by `python -m benchmarks whole OUT.json --render`.
+For readers who ask what one GPU makes of Llama 3.1 8B.
+
+All 32 layers, random bf16 weights, one sequence of 8192 tokens unless a row says otherwise (rows x
+tokens), forward and backward, called as users call it: no mask, labels given, the loss in the
+graph. FP8 is torchao's training recipe on all linear layers but the head. Steps run back to back,
+A B B A. The peak has weights (15 GiB) and gradients (15 GiB) in it. TFLOP/s: 6 FLOP for each token
+and parameter, the embedding's left out, and 6 T^2 d a layer and sequence for the causal half of
+attention over T tokens of width d. The share is of 989 TFLOP/s, bf16's, also in FP8. *First* is
+seconds until the first step is done, all rows compiling at once. Written by `python -m benchmarks
+whole OUT.json --render`.
 """
 _PUBLISHED = """
 Published, tokens a second of one H100, which is part of several there: optimizer and communication
@@ -77,31 +80,20 @@ def main(arguments: list[str]) -> None:
         return
     found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.whole")
     names = options.variants or list(VARIANTS)
-    for _ in map(parsed, names):
-        pass
-    measure(names, found, options.file)
+    for name in names:
+        parsed(name)
+    command, log = ["whole", str(options.file), "--part"], options.file.with_suffix(".log")
 
+    def keep(results: dict[str, Any]) -> None:
+        found["results"] |= results
+        options.file.write_text(json.dumps(found, indent=1))
 
-def measure(names: list[str], found: dict[str, Any], out: Path) -> None:
-    """Add the variants to ``found`` and write it to ``out``, after each answer."""
-    log = out.with_suffix(".log")
-    running = {n: headline.start(["whole", str(out), "--part", n], log) for n in names}
-    results = found["results"]
-    for name, process in running.items():
-        results[name] = headline.ask(process) or {"error": f"it ended: see {log.name}"}
-        print(name, results[name], flush=True)
-        out.write_text(json.dumps(found, indent=1))
-    names = [name for name in names if "error" not in results[name]]
-    for turn in range(TURNS):
-        for name in names if turn % 2 == 0 else reversed(names):
-            sample = headline.ask(running[name]) or {"ms": float("nan")}
-            samples = results[name].setdefault("samples", [])
-            samples.append(sample)
-            results[name]["ms"] = statistics.median(each["ms"] for each in samples)
-            out.write_text(json.dumps(found, indent=1))
-            print(name, sample, flush=True)
+    running = {name: headline.start([*command, name], log) for name in names}
+    ended = running.keys() - headline.in_turn(running, TURNS, keep)
+    keep({name: {"error": f"it ended: see {log.name}"} for name in ended})
     for process in running.values():
         process.kill()
+    print(page(found))
 
 
 def parsed(variant: str) -> tuple[str, str, int, int, str]:
@@ -136,7 +128,6 @@ def answer(variant: str, lock: Path) -> None:
         sizes = {p: p.untyped_storage().nbytes() for p in workload.model.parameters() if p.ndim > 1}
         give_back(workload, sizes)
     step = workload.step((), BACKENDS[backend])
-
     awake = functools.partial(turn, workload, sizes, optimizer, lock)
     with worth.compiled(step, awake, eager=backend == "eager"):
         line: dict[str, Any] = {"first_s": time.perf_counter() - began, "parameters": parameters}
@@ -188,22 +179,24 @@ def page(found: dict[str, Any]) -> str:
     """docs/results/whole.md."""
     rows, about, errors = [], found["environment"], []
     for name, result in found["results"].items():
-        if "ms" not in result:
-            errors.append(f"- {name}: {result['error']}")
+        samples = [each for each in result.get("samples", ()) if "ms" in each]
+        if not samples:
+            errors.append(f"- {name}: {result.get('error', 'it ended')}")
             continue
         _, _, batch, length, _ = parsed(name)
-        tokens, seconds = batch * length, result["ms"] / 1e3
+        ms = statistics.median(each["ms"] for each in samples)
+        tokens, seconds = batch * length, ms / 1e3
         flop = 6 * tokens * (result["parameters"] + LAYERS * WIDTH * length)
-        joules = [each["joules"] / tokens for each in result["samples"] if "joules" in each]
+        joules = [each["joules"] / tokens for each in samples if "joules" in each]
         rows.append([
-            name, f"{result['ms']:.0f}", f"{tokens / seconds:,.0f}", f"{flop / seconds / 1e12:.0f}",
+            name, f"{ms:.0f}", f"{tokens / seconds:,.0f}", f"{flop / seconds / 1e12:.0f}",
             f"{flop / seconds / PEAK:.1%}", f"{result['peak']:.1f}",
             f"{1e3 * statistics.mean(joules):.1f}" if joules else "-", f"{result['first_s']:.0f}",
         ])  # fmt: skip
     heads = ("variant", "ms", "tokens a second", "TFLOP/s", "of the peak", "peak GiB",
              "mJ a token", "first")  # fmt: skip
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    text = _HEAD.format(gpu=f"one {about['gpu']}", versions=versions)
+    where = f"\nMeasured on one {about['gpu']}: {versions}; commit {about['commit']}.\n"
     table = tabulate(rows, heads, "github", disable_numparse=True)
     lost = "\nWhat did not run:\n\n" + "\n".join(errors) + "\n" if errors else ""
-    return f"{text}\n{table}\n{lost}{_PUBLISHED}"
+    return f"{_HEAD}{where}\n{table}\n{lost}{_PUBLISHED}"
