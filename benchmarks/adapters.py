@@ -5,7 +5,8 @@ Each case (widths of four Llama layers, rank) under torch.compile and coda in a 
 which compile side by side and then take turns: milliseconds sustained, A B B A, peak, and
 milliseconds by kind. A kernel is of rank r if a matrix of its launch has r rows or columns, or two
 or three times as many. Rank 0 is the frozen model without adapters: what a step would take if they
-were free, but for the first layer's gradients of q, k and v, which LoRA does not need.
+were free, but for the first layer's gradients of q, k and v, which LoRA does not need. Adapters are
+in bf16; in "8B 16 float32" as peft makes them of a model in bf16.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
     """Measure and print; or, as one of the processes, be measured."""
     parser = argparse.ArgumentParser("python -m benchmarks adapters", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--case", dest="cases", action="append", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--case", dest="cases", action="append", help="e.g. '8B 16'; repeatable")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -64,8 +65,8 @@ def answer(name: str, lock: Path) -> None:
     """Compile, then answer each line of stdin with a line of JSON."""
     sys.stdout = sys.stderr  # answers alone go to the other one
     os.environ.setdefault("CODA_TUNE", "never")
-    size, rank, backend = name.split()
-    workload = worth_models.lora(size, int(rank))
+    size, rank, *own, backend = name.split()
+    workload = worth_models.lora(size, int(rank), float32=own == ["float32"])
     step = workload.step((), {"compile": "inductor"}.get(backend, backend))
     with worth.compiled(step, lambda: worth.turn(lock)):
         line: Any = {"peak": worth.facts(step)["peak"]}

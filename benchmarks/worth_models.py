@@ -95,9 +95,9 @@ def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     return workload
 
 
-def lora(name: str = "1B", rank: int = 16) -> Workload:
-    """peft, on all linear layers; rank 0: no adapter, and of the frozen model only the first norm
-    has a gradient, so that all inputs have theirs."""
+def lora(name: str = "1B", rank: int = 16, float32: bool = False) -> Workload:
+    """LoRA by peft on all linears, in bf16 or as peft makes adapters; rank 0: none, and of the
+    frozen model only the first norm has a gradient, so that all inputs have theirs."""
     workload = stock(name)
     if not rank:
         workload.model.requires_grad_(False)
@@ -106,7 +106,8 @@ def lora(name: str = "1B", rank: int = 16) -> Workload:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    workload.model = get_peft_model(workload.model, config).bfloat16()
+    model = get_peft_model(workload.model, config)
+    workload.model = model if float32 else model.bfloat16()
     return workload
 
 
