@@ -49,13 +49,19 @@ seconds until the first step is done, all rows compiling at once. Written by `py
 whole OUT.json --render`.
 """
 _PUBLISHED = """
-Published, tokens a second of one H100, which is part of several there: optimizer and communication
-are in their figures and not in ours, unless a row says adamw, and weights are fp32 shards.
+Published, a GPU of eight H100s, sequences of 8192 tokens. Both have communication and AdamW in
+them, which here only rows with adamw have, and shard their states.
 
 | | tokens a second | what differs |
 | --- | --- | --- |
-| Megatron-Bridge, FP8 | 14,451 | several H100s, Transformer Engine, sharded AdamW |
-| torchtitan, FP8 tensorwise | 8,532 | 8 H100s, FSDP2, torch.compile, AdamW, checkpointing |
+| [Megatron-Bridge 25.11]\
+(https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) \
+| 14,451 | FP8 by tensor, Transformer Engine; a step of AdamW every 16 sequences; 744 TFLOP/s by \
+the formula above |
+| [torchtitan, end of 2024]\
+(https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md) \
+| 8,532 | FP8 by tensor, FSDP2, torch.compile, two sequences, some activations recomputed; \
+H100s of 500 W |
 """
 
 
