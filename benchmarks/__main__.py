@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "first": ("first", ()),
     "whole": ("whole", ()),
     "adapters": ("adapters", ()),
+    "paper": ("paper", ()),
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, An
                 "coda" if variant in trees else variant,
             ],
             out.with_suffix(f".{variant}.log"),
-            trees.get(variant, ""),
+            tree=trees.get(variant, ""),
         )
         for case in names
         for variant in (*VARIANTS, *trees)
@@ -116,10 +116,13 @@ def in_turn(
     return found
 
 
-def start(arguments: list[str], log: Path, tree: str = "") -> subprocess.Popen[str]:
-    """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``."""
+def start(
+    arguments: list[str], log: Path, first: str = "", tree: str = ""
+) -> subprocess.Popen[str]:
+    """A process of ``python -m benchmarks`` that answers lines, of the code in ``tree``; modules
+    in ``first`` hide others."""
     here = str(environment.REPOSITORY)
-    path = os.pathsep.join(filter(None, (tree, here)))
+    path = os.pathsep.join(filter(None, (first, tree, here)))
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks", *arguments], text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=log.open("a"), env=os.environ | {"PYTHONPATH": path},
@@ -127,12 +130,12 @@ def start(arguments: list[str], log: Path, tree: str = "") -> subprocess.Popen[s
     )  # fmt: skip
 
 
-def ask(process: subprocess.Popen[str]) -> Any:
+def ask(process: subprocess.Popen[str], question: Any = None) -> Any:
     """Its next answer: facts first, then samples. None of a process that ended: see its log."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write("\n")
+        process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
     line = process.stdout.readline()
     return json.loads(line) if line else None

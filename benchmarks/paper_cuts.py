@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of CODA's paper (arXiv 2605.19269) as it cuts them from a Llama, in plain torch and
+with the kernels that Liger, FlashInfer, QuACK and CODA itself offer for the same.
+
+A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the residual stream, ``y``
+(rows, d) what the attention gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .measure import device
+
+EPS, HEAD = 1e-6, 128
+Outputs = tuple[Tensor, ...]
+
+
+class Torch:
+    """Operations as transformers writes them."""
+
+    linear = staticmethod(F.linear)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Any:
+        return F.rms_norm(x, weight.shape, weight, EPS)
+
+    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        x = x0 + self.linear(y, w)
+        return x, self.norm(x, weight)
+
+    def gated(self, h: Any, cut: Cut) -> Tensor:
+        return F.silu(F.linear(h, cut.gate)) * F.linear(h, cut.up)
+
+    def mlp(self, h: Any, x: Tensor, cut: Cut) -> tuple[Tensor, Any]:
+        return self.add_norm(self.gated(h, cut), cut.down, x, cut.norm2)
+
+    def rotary(self, h: Any, cut: Cut) -> Outputs:
+        heads = (self.linear(h, w).view(1, -1, len(w) // HEAD, HEAD) for w in (cut.q, cut.k))
+        return self.rotate(*(each.transpose(1, 2) for each in heads), cut.cos, cut.sin)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+    def attention(self, h: Any, cut: Cut) -> Outputs:
+        return *self.rotary(h, cut), self.linear(h, cut.v)
+
+    def pack(self, cut: Cut, outputs: Outputs) -> Outputs:  # noqa: ARG002
+        """The results of another kit as this one lays them out."""
+        return outputs
+
+    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
+class Fused(Torch):
+    """PyTorch's own head with loss, in chunks."""
+
+    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.linear_cross_entropy(x, weight, target)
+
+
+class Liger(Torch):
+    """``liger_kernel.transformers.functional`` around cuBLAS. Its SwiGLU's backward writes
+    over what the forward saved: a second backward of one graph works on other numbers."""
+
+    def __init__(self) -> None:
+        self.library = importlib.import_module("liger_kernel.transformers.functional")
+
+    def norm(self, x: Tensor, weight: Tensor) -> Any:
+        return self.library.liger_rms_norm(x, weight, EPS)
+
+    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        h, x = self.library.liger_fused_add_rms_norm(F.linear(y, w), x0, weight, EPS)
+        return x, h
+
+    def gated(self, h: Any, cut: Cut) -> Tensor:
+        return self.library.liger_swiglu(F.linear(h, cut.gate), F.linear(h, cut.up))
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
+        return self.library.liger_rope(q, k, cos, sin)
+
+    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return self.library.liger_fused_linear_cross_entropy(x, weight, target)
+
+
+class FlashInfer(Torch):
+    """Its norms and gates, which have no backward; the rest is torch."""
+
+    def __init__(self) -> None:
+        self.norms = importlib.import_module("flashinfer.norm")
+        self.gates = importlib.import_module("flashinfer.activation")
+
+    def norm(self, x: Tensor, weight: Tensor) -> Any:
+        self.forward_only()
+        return self.norms.rmsnorm(x, weight, EPS)
+
+    def forward_only(self) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("FlashInfer's norms and gates have no backward")
+
+    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        self.forward_only()
+        h, x = F.linear(y, w), x0.clone()  # both are written to, and x0 is the caller's
+        self.norms.fused_add_rmsnorm(h, x, weight, EPS)
+        return x, h
+
+    def gated(self, h: Any, cut: Cut) -> Tensor:
+        return self.gates.silu_and_mul(F.linear(h, cut.stacked))
+
+
+class Quack(Torch):
+    """QuACK's kernels put together by hand: without gradients the norm is in the epilogues of the
+    GEMMs around it, with gradients its autograd functions are used."""
+
+    def __init__(self, tuned: bool) -> None:
+        names = ("gemm_interface", "linear", "mlp", "rmsnorm", "rotary", "linear_cross_entropy")
+        self.gemms, *self.more = (importlib.import_module(f"quack.{name}") for name in names)
+        self.tuned = tuned
+
+    def linear(self, x: Any, w: Tensor) -> Tensor:  # type: ignore[override]
+        if isinstance(x, tuple):
+            return self.gemms.gemm_norm_act(x[0], w.mT, x[1], tuned=self.tuned)[1]
+        return self.more[0].linear_func(x, w, tuned=self.tuned)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Any:
+        return self.more[2].rmsnorm(x, weight, eps=EPS)
+
+    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        if torch.is_grad_enabled():
+            z = self.linear(y, w)
+            h, x = self.more[2].rmsnorm(z, weight, residual=x0, eps=EPS, prenorm=True)
+            return x, h
+        x = torch.empty_like(x0)
+        return x, self.gemms.gemm_rms(y, w.mT, x0, weight, premult_out=x, eps=EPS, tuned=self.tuned)
+
+    def gated(self, h: Any, cut: Cut) -> Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("QuACK's SwiGLU has a backward only with the GEMM behind it")
+        plain = not isinstance(h, tuple)
+        gated = self.gemms.gemm_act if plain else self.gemms.gemm_norm_act
+        x, more = (h, {}) if plain else (h[0], {"rstd": h[1]})
+        return gated(x, cut.alternating.mT, activation="swiglu", store_preact=False,
+                     tuned=self.tuned, **more)[1]  # fmt: skip
+
+    def mlp(self, h: Any, x: Tensor, cut: Cut) -> tuple[Tensor, Any]:
+        if not torch.is_grad_enabled():
+            return super().mlp(h, x, cut)
+        z = self.more[1].mlp_func(h, cut.alternating, cut.down, "swiglu", tuned=self.tuned)
+        h, x = self.more[2].rmsnorm(z, cut.norm2, residual=x, eps=EPS, prenorm=True)
+        return x, h
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
+        rotated, half = self.more[3].apply_rotary_emb, HEAD // 2
+        return tuple(
+            rotated(each.transpose(1, 2), cos[0, :, :half], sin[0, :, :half]).transpose(1, 2)
+            for each in (q, k)
+        )
+
+    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        function = self.more[4].chunked_linear_cross_entropy
+        return function(x, weight, target, tuned=self.tuned)
+
+
+class Paper(Torch):
+    """The paper's own kernels, of the package ``coda`` (imported, never copied). They want a head's
+    halves alternating, gate and up too. Here the head alone has a backward."""
+
+    def __init__(self, tuned: bool) -> None:
+        interface = importlib.import_module("coda.core.gemm.gemm_interface")
+        if not tuned:
+            interface.GEMM_CONFIGS[:] = [interface.default_config(torch.device("cuda"))]
+        self.gemms = importlib.import_module("coda.core.gemm.functional")
+        self.head = importlib.import_module("coda.kernels.functional.cross_entropy")
+        self.reduce = importlib.import_module("quack.rms_final_reduce").rms_final_reduce
+
+    def linear(self, x: Any, w: Tensor) -> Tensor:  # type: ignore[override]
+        return self.gemms.gemm_rmsnorm(x[0], w.mT, x[1])
+
+    def norm(self, x: Tensor, weight: Tensor) -> Any:
+        return x * weight, self.reduce(x.float() ** 2, 1 / len(weight), EPS)
+
+    def add_norm(self, y: Tensor, w: Tensor, x0: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        if torch.is_grad_enabled():
+            importlib.import_module("coda.kernels.blocks.llama3")  # the layer's backward
+        x, *h = self.gemms.gemm_residual_partial_rmsnorm(y, w.mT, x0, weight, EPS)
+        return x, h
+
+    def gated(self, h: Any, cut: Cut) -> Tensor:
+        return self.gemms.gemm_rmsnorm_swiglu(h[0], cut.alternating.mT, h[1])[1]
+
+    def rotary(self, h: Any, cut: Cut) -> Outputs:
+        return (self.gemms.gemm_rope(h, *self._turned(cut, cut.q, cut.k)),)
+
+    def attention(self, h: Any, cut: Cut) -> Outputs:
+        turned = self._turned(cut, cut.q, cut.k, cut.v)
+        return (self.gemms.gemm_rmsnorm_rope(h[0], turned[0], h[1], *turned[1:]),)
+
+    @functools.cache  # noqa: B019  prepared once a process
+    def _turned(self, cut: Cut, *weights: Tensor) -> Outputs:
+        """Weight, positions, and the turns a position as pairs of a number and its rest."""
+        weight = torch.cat([*(_alternating(w.mT).mT for w in weights[:2]), *weights[2:]]).detach()
+        turns = -(1e4 ** -(torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)) / (2 * math.pi)
+        pairs = (
+            torch.stack([turns, turns - turns.float()], 1).flatten().repeat(2 * len(cut.q) // HEAD)
+        )
+        frequencies = F.pad(pairs.float(), (0, len(weight) - len(pairs))).to(weight.device)
+        positions = torch.arange(len(cut.target), dtype=torch.int32, device=weight.device)
+        return weight.contiguous().mT, positions, frequencies
+
+    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.head.linear_cross_entropy(x, weight, target.int())
+        return self.head.linear_cross_entropy_forward(x, weight, target.int())
+
+    def pack(self, cut: Cut, outputs: Outputs) -> Outputs:
+        if cut.name not in ("rotary", "layer"):
+            return outputs
+        *x, q, k = outputs[:3] if cut.name == "layer" else outputs
+        rotated = [_alternating(z[0].transpose(0, 1).flatten(1)) for z in (q, k)]
+        return *x, torch.cat([*rotated, *outputs[3:]], 1)
+
+
+def _alternating(x: Tensor) -> Tensor:
+    """(..., d): each head's two halves, alternating."""
+    return x.unflatten(-1, (-1, 2, HEAD // 2)).transpose(-1, -2).flatten(-3)
+
+
+def _residual(kit: Torch, w: Cut, y: Tensor, x0: Tensor) -> Outputs:
+    x, h = kit.add_norm(y, w.o, x0, w.norm1)
+    return x, kit.linear(h, w.alternating)
+
+
+def _swiglu(kit: Torch, w: Cut, x0: Tensor) -> Outputs:
+    return (kit.gated(kit.norm(x0, w.norm1), w),)
+
+
+def _rotary(kit: Torch, w: Cut, x0: Tensor) -> Outputs:
+    return kit.rotary(x0, w)
+
+
+def _head(kit: Torch, w: Cut, x0: Tensor) -> Outputs:
+    return (kit.loss(x0, w.head, w.target),)
+
+
+def _layer(kit: Torch, w: Cut, y: Tensor, x0: Tensor) -> Outputs:
+    x, h = kit.add_norm(y, w.o, x0, w.norm1)
+    x, h = kit.mlp(h, x, w)
+    return x, *kit.attention(h, w)
+
+
+#: Name -> function, inputs, weights.
+CUTS: dict[str, tuple[Callable[..., Outputs], int, str]] = {
+    "residual": (_residual, 2, "o norm1 gate up"),
+    "swiglu": (_swiglu, 1, "norm1 gate up"),
+    "rotary": (_rotary, 1, "q k"),
+    "head": (_head, 1, "head"),
+    "layer": (_layer, 2, "o norm1 gate up down norm2 q k v"),
+}
+
+
+class Cut(nn.Module):
+    """The weights of one cut, bfloat16 on the GPU; they have no gradients unless ``training``."""
+
+    def __init__(self, name: str, d: int, rows: int, vocabulary: int, training: bool = False):
+        super().__init__()
+        self.name = name
+        f = -(-(8 * d // 3) // 256) * 256
+        shapes = dict.fromkeys("oqkv", (d, d)) | {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        shapes |= {"head": (vocabulary, d), "norm1": (d,), "norm2": (d,)}
+        self.function, inputs, names = CUTS[name]
+        torch.manual_seed(0)
+        with torch.device(device()):
+            for each in names.split():
+                weight = torch.randn(shapes[each]) * shapes[each][-1] ** -0.5
+                if each.startswith("norm"):
+                    weight = 1 + 0.1 * torch.randn(d)
+                self.register_parameter(each, nn.Parameter(weight.bfloat16(), training))
+            if "gate" in names:
+                pair = torch.stack([self.gate, self.up]).detach()
+                self.register_buffer("stacked", pair.flatten(0, 1))
+                self.register_buffer("alternating", pair.transpose(0, 1).flatten(0, 1))
+            angles = torch.arange(rows)[:, None] / 1e4 ** (torch.arange(0, HEAD, 2) / HEAD)
+            angles = torch.cat([angles, angles], 1)[None]
+            for name in ("cos", "sin"):
+                self.register_buffer(name, getattr(angles, name)().bfloat16())
+            self.target = torch.randint(vocabulary, (rows,))
+            self.inputs = [torch.randn(rows, d).bfloat16() for _ in range(inputs)]
+
+    def exact(self) -> Cut:
+        """The same in float32."""
+        return copy.deepcopy(self).float()

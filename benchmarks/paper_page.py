@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/results/paper.md and its picture, from what ``python -m benchmarks paper`` measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .environment import REPOSITORY
+from .report import number, table
+
+PAGE = REPOSITORY / "docs" / "results" / "paper.md"
+TITLES = {"forward": "Forward", "backward": "Backward", "step": "Forward and backward"}
+BASELINE = ("compile", "max_autotune")
+COLORS = {"eager": "#c9ced6", "liger": "#e3b673", "flashinfer": "#b7a5d3", "quack": "#93c59b",
+          "paper": "#e08a8a", "linear_cross_entropy": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
+_HEAD = """# The paper's kernels
+
+CODA (arXiv 2605.19269) cuts a Llama layer into kernels; this page measures the same cuts of models
+that the compiler was given: bfloat16, 8192 tokens, the width in each row, vocabulary 32768, no
+gradients of weights; only `head 4096x128256` (4096 tokens, width 4096) has them. A time is the
+median of samples in which one variant runs back to back, in the order A B B A. A backward is
+`autograd.grad` on a graph that is kept. *compile* and *max_autotune* are torch.compile, the faster
+one of which is the baseline; *quack* is QuACK's functions put together by hand, *paper* the
+paper's own kernels, *liger* and *flashinfer* stand around cuBLAS. Rendered by
+`python -m benchmarks paper FILE --render`; do not edit.
+"""
+_ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
+
+
+def baseline(result: dict[str, Any], mode: str) -> float | None:
+    """Milliseconds of the faster torch.compile."""
+    times = (result["variants"].get(name, {}).get(mode) for name in BASELINE)
+    return min((each["median_ms"] for each in times if each), default=None)
+
+
+def write(found: dict[str, Any], source: str, page: Path = PAGE) -> None:
+    """The page and, beside it, the picture."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(markdown(found, source))
+    draw(found, page.with_suffix(".svg"))
+
+
+def markdown(found: dict[str, Any], source: str) -> str:
+    """The page."""
+    results, where = found["results"], found["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v)
+    run = f"{where['gpu']}, {where['date'][:10]}, commit {where['commit']}, {versions}"
+    lines = [_HEAD, f"`{source}`: one {run}: `{where['command']}`.", ""]
+    lines.append("![Speed over torch.compile](paper.svg)")
+    names = list(dict.fromkeys(v for result in results.values() for v in result["variants"]))
+
+    def rows(mode: str, key: str, form: str, unit: float = 1) -> list[list[str]]:
+        own = []
+        for case, result in results.items():
+            facts = [result["variants"].get(name, {}).get(mode, {}).get(key) for name in names]
+            row = [case, *(number(each, form, unit) for each in facts)]
+            if key == "median_ms":
+                ours, best = facts[names.index("coda")], baseline(result, mode)
+                row.append(number(best / ours if ours and best else None, ".2f"))
+            own.append(row)
+        return own
+
+    for mode, title in TITLES.items():
+        lines += ["", f"## {title}", "", "ms, and the baseline over coda:", ""]
+        lines.append(table(rows(mode, "median_ms", ".3f"), ["", *names, "speedup"], "github"))
+    for mode in ("forward", "backward"):
+        lines += ["", f"## Error, {mode}", "", _ERROR, ""]
+        lines.append(table(rows(mode, "error", ".2e"), ["", *names], "github"))
+    lines += ["", "## Peak GiB of a forward and backward, weights and inputs not included", ""]
+    lines.append(table(rows("step", "peak_mib", ".2f", 1024), ["", *names], "github"))
+    missing = [f"- {case}, {what}: {why}" for case, result in results.items()
+               for what, why in result["errors"].items()]  # fmt: skip
+    return "\n".join([*lines, *(["", "## Not measured", "", *missing] if missing else [])]) + "\n"
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Bars: speed relative to cuBLAS with torch.compile, forward above backward."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    results = found["results"]
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axes, mode in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
+        for place, result in enumerate(results.values()):
+            best = baseline(result, mode)
+            shown = [name for name in COLORS if best and mode in result["variants"].get(name, {})]
+            for k, name in enumerate(shown):
+                speed = best / result["variants"][name][mode]["median_ms"]  # type: ignore[operator]
+                x, width = place + (k - len(shown) / 2 + 0.5) * 0.13, 0.12
+                axes.bar(x, speed, width, color=COLORS[name], label=name)
+                axes.text(x, speed, f"{speed:.2f}", ha="center", va="bottom", fontsize=5.5)
+        axes.axhline(1, color="#444444", linewidth=0.8)
+        axes.set_xticks(range(len(results)), results, fontsize=7, rotation=15)
+        axes.set_ylabel(f"{mode}: times torch.compile's speed", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(handles.values(), handles, fontsize=7, ncols=len(COLORS), frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):
+        figure.savefig(path, metadata={"Date": None})
