@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from coda_inductor.runtime.op import OP
 
-from . import account, environment, headline, worth, worth_models
+from . import account, environment, families, headline, worth, worth_models
 
 CASES = tuple(f"{size} {rank}" for size in ("1B", "8B") for rank in (0, 16, 64))
 KINDS = ("GEMMs of rank r", "others of rank r", *account.KINDS, account.REST)
@@ -67,6 +67,7 @@ def answer(name: str, lock: Path) -> None:
     os.environ.setdefault("CODA_TUNE", "never")
     size, rank, *own, backend = name.split()
     workload = worth_models.lora(size, int(rank), float32=own == ["float32"])
+    families.make_causal(workload.model)
     step = workload.step((), {"compile": "inductor"}.get(backend, backend))
     with worth.compiled(step, lambda: worth.turn(lock)):
         line: Any = {"peak": worth.facts(step)["peak"]}
