@@ -5,8 +5,8 @@ weights, and the head with its loss at a large vocabulary with them.
 ``python -m benchmarks paper OUT.json`` starts a process a case, lets all of them compile at once,
 and then asks one after the other for samples. ``--coda-kernels FOLDER`` adds the paper's own
 kernels: a folder with its package ``coda``, and the QuACK and other packages that it needs, which
-come first on the path of processes of their own. ``--tune`` has QuACK and these try all their
-configurations. ``python -m benchmarks paper OUT.json --render`` writes docs/results/paper.md.
+come first on the path of processes of their own. ``python -m benchmarks paper OUT.json --render``
+writes docs/results/paper.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import fnmatch
 import functools
 import json
+import math
 import os
 import statistics
 import sys
@@ -24,21 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import environment, headline, measure, paper_cuts, paper_page, worth
 from .paper_cuts import Cut, Torch
 
-ROWS, VOCABULARY = 8192, 32768
 #: Name -> arguments of ``Cut``.
 CASES: dict[str, tuple[Any, ...]] = {
-    **{f"{cut} {d}": (cut, d, ROWS, VOCABULARY) for cut in paper_cuts.CUTS
-       for d in (2048, 4096, 8192)},
+    **{f"{cut} {d}": (cut, d, 8192, 32768) for cut in paper_cuts.CUTS for d in (2048, 4096, 8192)},
     "head 4096x128256": ("head", 4096, 4096, 128256, True),
-}  # fmt: skip
-MODES = ("forward", "backward", "step")
-#: Samples of a variant and mode, and seconds before and in one.
+}
+#: What most cuts are timed in, and what a layer and a head.
+MODES, MORE = ("forward", "backward"), ("forward", "backward", "step")
+#: Samples of a variant and mode, and seconds before one.
 TURNS, SETTLE = 2, 0.05
+Call = Callable[..., Any]
 
 
 def main(arguments: list[str]) -> None:
@@ -46,9 +46,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks paper", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a sample")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of a sample")
     parser.add_argument("--tune", action="store_true", help="QuACK tries its configurations")
-    parser.add_argument("--coda-kernels", default=os.environ.get("CODA_KERNELS", ""))
+    parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--part", choices=("all", "paper"), help=argparse.SUPPRESS)
@@ -67,20 +67,20 @@ def main(arguments: list[str]) -> None:
 
 def measured(names: list[str], options: argparse.Namespace) -> None:
     """Fill the file, case by case."""
-    found = {"environment": environment.describe(sys.argv[1:], options.commit, "benchmarks.paper")}
+    found = environment.describe(sys.argv[1:], options.commit, "benchmarks.paper")
     results: dict[str, Any] = {}
-    began = time.monotonic()
-    log = options.file.with_suffix(".log")
+    log, began = options.file.with_suffix(".log"), time.monotonic()
+    # There are many processes, each with compile workers of its own.
+    os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="4", CODA_COMPILE_WORKERS="2")
     more = ["--seconds", str(options.seconds), *["--tune"] * options.tune, "--part"]
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each of many processes
-    running = {}
-    for name in names:
-        command = ["paper", str(options.file), "--only", name, *more]
-        running[name] = [headline.start([*command, "all"], log)]
-        if options.coda_kernels:
-            running[name].append(headline.start([*command, "paper"], log, options.coda_kernels))
-    for ready in (process for each in running.values() for process in each):
-        headline.ask(ready, "compiled")
+    parts = {"all": "", "paper": options.coda_kernels}
+    running = {
+        name: [headline.start(["paper", str(log), "--only", name, *more, part], log, folder)
+               for part, folder in parts.items() if part == "all" or folder]
+        for name in names
+    }  # fmt: skip
+    for process in (process for each in running.values() for process in each):
+        headline.ask(process, "compiled")
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     for name, processes in running.items():
         result = results[name] = {"errors": {}, "variants": {}}
@@ -90,20 +90,21 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
             if said is None:
                 result["errors"]["process"] = f"ended; its log is {log.name}"
                 continue
+            found |= said.pop("versions")
             result["errors"] |= said["errors"]
             result["variants"] |= said["variants"]
-            able += [(process, v, mode) for v, each in said["variants"].items() for mode in MODES
-                     if mode in each]  # fmt: skip
+            able += [(process, v, mode) for v, each in said["variants"].items() for mode in each]
         for turn in range(TURNS):
             for process, variant, mode in able if turn % 2 == 0 else reversed(able):
-                facts = result["variants"][variant][mode]
-                facts.setdefault("samples", []).append(headline.ask(process, [variant, mode]))
-        for facts in (result["variants"][variant][mode] for _, variant, mode in able):
-            facts["median_ms"] = statistics.median(facts["samples"])
+                if (sample := headline.ask(process, [variant, mode])) is not None:
+                    result["variants"][variant][mode].setdefault("samples", []).append(sample)
+        for _, variant, mode in able:
+            facts = result["variants"][variant][mode]
+            facts["median_ms"] = statistics.median(facts.get("samples", [math.nan]))
         for process in processes:
             process.kill()
-        options.file.write_text(json.dumps(found | {"results": results}, indent=1))
-        times = {v: {m: round(f["median_ms"], 3) for m, f in each.items()}
+        options.file.write_text(json.dumps({"environment": found, "results": results}, indent=1))
+        times = {v: [round(f["median_ms"], 3) for f in each.values()]
                  for v, each in result["variants"].items()}  # fmt: skip
         print(name, times, result["errors"], flush=True)
 
@@ -114,73 +115,64 @@ def answer(name: str, options: argparse.Namespace) -> None:
     os.environ.setdefault("CODA_TUNE", "never")
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
-    case = Case(CASES[name], options)
+    case = Case(Cut(*CASES[name]), options.tune, options.part == "paper")
     for line in sys.stdin:
         question = json.loads(line)
-        said: Any = {"errors": case.errors}
+        said: Any = None
         if question == "facts":
-            said["variants"] = case.facts()
+            said = case.facts()
         elif question != "compiled":
-            step = case.call(*question)
-            said = worth.sustained(step, SETTLE, options.seconds)
-            del step
+            said = worth.sustained(case.call(*question), SETTLE, options.seconds)
         torch.cuda.empty_cache()
         print(json.dumps(said), file=out, flush=True)
 
 
 class Case:
-    """A cut, its inputs, and the variants that work, each compiled.
+    """A cut, and its variants, each compiled.
 
     Attributes:
-        errors: variant, or variant and mode -> why there is none.
+        functions: variant -> a function of the cut's inputs.
+        modes: variant -> the modes that work.
+        variants: has the errors of what does not.
     """
 
-    def __init__(self, arguments: tuple[Any, ...], options: argparse.Namespace):
-        self.cut = Cut(*arguments)
-        self.errors: dict[str, str] = {}
-        self.functions: dict[str, Callable[..., Any]] = {}
-        self.modes: dict[str, list[str]] = {}
-        self.leaves = [each.requires_grad_() for each in self.cut.inputs]
-        self.wanted = [*self.leaves, *(w for w in self.cut.parameters() if w.requires_grad)]
+    def __init__(self, cut: Cut, tune: bool, paper: bool):
+        self.cut, self.kit, self.paper = cut, Torch(), paper
+        self.leaves = [each.requires_grad_() for each in cut.inputs]
+        self.wanted = [*self.leaves, *(w for w in cut.parameters() if w.requires_grad)]
         with torch.no_grad():
-            outputs = self.cut.function(Torch(), self.cut, *self.leaves)
-        self.given = self.plain = [
-            torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs
-        ]
-        self.paper = options.part == "paper"
-        self.kit = Torch()
-        del outputs
-        for variant, make in self.variants(options.tune).items():
-            try:
-                self.functions[variant] = make()
-                self.given = [*self.kit.pack(self.cut, tuple(self.plain))]
-                for mode in MODES:
-                    call, self.modes[variant] = None, self.modes.get(variant, [])
-                    call = self.call(variant, mode)
-                    call()
-                    measure.synchronize()
-                    self.modes[variant].append(mode)
-            except Exception as error:  # noqa: BLE001  what it raises is its result
-                done = self.modes.get(variant)
-                self.errors[f"{variant}, backward" if done else variant] = measure._reason(error)
-            call = None
-            torch.cuda.empty_cache()
+            outputs = cut.function(self.kit, cut, *self.leaves)
+        self.plain = tuple(torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs)
+        self.given = self.plain
+        self.functions: dict[str, Call] = {}
+        self.modes: dict[str, list[str]] = {}
+        self.variants = measure.Variants(Path(os.devnull))
+        for variant, make in self.makers(tune).items():
+            function = self.variants.attempt(variant, make)
+            if function is None:
+                continue
+            self.functions[variant], self.modes[variant] = function, []
+            self.given = self.kit.pack(cut, self.plain)
+            for mode in MORE if cut.name in ("layer", "head") else MODES:
+                run = functools.partial(self._once, variant, mode)
+                if self.variants.attempt(f"{variant}, {mode}", run) is None:
+                    break
+                self.modes[variant].append(mode)
 
-    def variants(self, tune: bool) -> dict[str, Callable[[], Callable[..., Any]]]:
-        """Name -> what makes a function of the inputs."""
+    def makers(self, tune: bool) -> dict[str, Callable[[], Call]]:
+        """Variant -> what makes its function."""
         cut = self.cut
 
-        def kit(make: Callable[[], Torch]) -> Callable[..., Any]:
+        def kit(make: Callable[[], Torch]) -> Call:
             self.kit = make()
             return functools.partial(cut.function, self.kit, cut)
 
-        if self.paper:
-            return {"paper": lambda: kit(lambda: paper_cuts.Paper(tune))}
-
-        def compiled(**more: Any) -> Callable[..., Any]:
+        def compiled(**more: Any) -> Call:
             body, torch_kit = cut.function, Torch()
             return torch.compile(lambda *x: body(torch_kit, cut, *x), dynamic=False, **more)
 
+        if self.paper:
+            return {"paper": lambda: kit(lambda: paper_cuts.Paper(tune))}
         measure.register("coda")
         found = {
             "eager": lambda: kit(Torch),
@@ -196,44 +188,43 @@ class Case:
             found["flashinfer"] = lambda: kit(paper_cuts.FlashInfer)
         return found
 
+    def _once(self, variant: str, mode: str) -> bool:
+        self.call(variant, mode)()
+        if measure.device() == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
     def call(self, variant: str, mode: str) -> Callable[[], Any]:
-        """One call of it. A backward has a graph of its own, kept for the next call."""
+        """A call of it. That of a backward has a graph of its own, which it keeps."""
         function, given = self.functions[variant], self.given
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return function(*self.leaves)
-
         if mode == "forward":
-            return forward
+            return torch.no_grad()(functools.partial(function, *self.leaves))
         if mode == "step":
             return lambda: torch.autograd.grad(function(*self.leaves), self.wanted, given)
         outputs = function(*self.leaves)
         return lambda: torch.autograd.grad(outputs, self.wanted, given, retain_graph=True)
 
     def facts(self) -> dict[str, Any]:
-        """Variant -> mode -> the worst relative error of its results, and peak MiB of a call."""
+        """Errors and versions; variant -> mode -> the worst relative error of its results, and
+        peak MiB of a call."""
         exact = self.cut.exact()
         leaves = [each.detach().float().requires_grad_() for each in self.leaves]
-        weights = [w for w in exact.parameters() if w.requires_grad]
+        wanted = [*leaves, *(w for w in exact.parameters() if w.requires_grad)]
         outputs = exact.function(Torch(), exact, *leaves)
-        given = [each.float() for each in self.plain]
-        grads = torch.autograd.grad(outputs, [*leaves, *weights], given)
-        truths = {"forward": tuple(y.detach() for y in outputs), "backward": grads, "step": grads}
-        del exact, outputs, leaves, weights
-        found: dict[str, Any] = {}
+        grads = torch.autograd.grad(outputs, wanted, [each.float() for each in self.plain])
+        packed = self.kit.pack(self.cut, tuple(y.detach() for y in outputs))
+        truths = {"forward": packed, "backward": grads, "step": grads}
+        del exact, outputs, leaves, wanted
+        found: dict[str, dict[str, Any]] = {}
         for variant, modes in self.modes.items():
-            found[variant] = {}
             for mode in modes:
                 call = self.call(variant, mode)
-                truth = truths[mode]
-                if mode == "forward":
-                    truth = self.kit.pack(self.cut, truth)
-                pairs = zip(call(), truth, strict=True)
-                error = max(_error(value, truth) for value, truth in pairs)
-                found[variant][mode] = {"error": error, "peak_mib": measure.peak_mib(call)}
-        return found
-
-
-def _error(value: Tensor, truth: Tensor) -> float:
-    return measure.relative_error(value.detach().reshape(truth.shape), truth)
+                errors = (
+                    measure.relative_error(value.detach().reshape(truth.shape), truth)
+                    for value, truth in zip(call(), truths[mode], strict=True)
+                )
+                facts = {"error": max(errors), "peak_mib": measure.peak_mib(call)}
+                found.setdefault(variant, {})[mode] = facts
+        name = "versions of the paper's kernels" if self.paper else "versions"
+        versions = {name: environment.describe([])["versions"]}
+        return {"versions": versions, "variants": found, "errors": self.variants.errors}

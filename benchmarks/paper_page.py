@@ -16,14 +16,20 @@ COLORS = {"eager": "#c9ced6", "liger": "#e3b673", "flashinfer": "#b7a5d3", "quac
           "paper": "#e08a8a", "linear_cross_entropy": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
 _HEAD = """# The paper's kernels
 
-CODA (arXiv 2605.19269) cuts a Llama layer into kernels; this page measures the same cuts of models
-that the compiler was given: bfloat16, 8192 tokens, the width in each row, vocabulary 32768, no
-gradients of weights; only `head 4096x128256` (4096 tokens, width 4096) has them. A time is the
-median of samples in which one variant runs back to back, in the order A B B A. A backward is
-`autograd.grad` on a graph that is kept. *compile* and *max_autotune* are torch.compile, the faster
-one of which is the baseline; *quack* is QuACK's functions put together by hand, *paper* the
-paper's own kernels, *liger* and *flashinfer* stand around cuBLAS. Rendered by
-`python -m benchmarks paper FILE --render`; do not edit.
+CODA (arXiv 2605.19269) cuts a Llama layer into kernels. This page times the same cuts, which coda
+compiles from plain torch: *residual* is GEMM, residual, RMSNorm, GEMM; *swiglu* RMSNorm, the GEMMs
+of gate and up, SwiGLU; *rotary* the GEMMs of q and k and their rotation; *head* the LM head with
+cross entropy; *layer* all of a layer but attention. bfloat16, 8192 tokens, the width in each row,
+heads of 128, no grouped heads, vocabulary 32768, no gradients of weights. Only
+`head 4096x128256`, of 4096 tokens, has them.
+
+A time is the median of samples in which one variant runs back to back, A B B A. A backward is
+`autograd.grad` of a graph that is kept. *compile* and *max_autotune* are torch.compile; the faster
+one is the baseline. *liger* and *flashinfer* stand around cuBLAS; Liger's SwiGLU writes its
+gradients over what its forward saved, so that only its first backward of a graph is right, and its
+head makes the gradients in the forward. *quack* is QuACK's functions put together by hand, *paper*
+the paper's own kernels. Neither tries its configurations unless the command says `--tune`, and coda
+measures none. Rendered by `python -m benchmarks paper FILE --render`; do not edit.
 """
 _ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
 
@@ -45,6 +51,8 @@ def markdown(found: dict[str, Any], source: str) -> str:
     """The page."""
     results, where = found["results"], found["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v)
+    if own := where.get("versions of the paper's kernels"):
+        versions += f" (the paper's kernels: quack-kernels {own['quack-kernels']})"
     run = f"{where['gpu']}, {where['date'][:10]}, commit {where['commit']}, {versions}"
     lines = [_HEAD, f"`{source}`: one {run}: `{where['command']}`.", ""]
     lines.append("![Speed over torch.compile](paper.svg)")
@@ -58,7 +66,8 @@ def markdown(found: dict[str, Any], source: str) -> str:
             if key == "median_ms":
                 ours, best = facts[names.index("coda")], baseline(result, mode)
                 row.append(number(best / ours if ours and best else None, ".2f"))
-            own.append(row)
+            if any(each is not None for each in facts):
+                own.append(row)
         return own
 
     for mode, title in TITLES.items():
@@ -75,26 +84,30 @@ def markdown(found: dict[str, Any], source: str) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Bars: speed relative to cuBLAS with torch.compile, forward above backward."""
+    """Bars: speed relative to cuBLAS with torch.compile, forward above backward. Of a head, whose
+    gradients some make in the forward, forward and backward stand for the latter."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     results = found["results"]
     figure = Figure(figsize=(13, 7), layout="constrained")
-    for axes, mode in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
-        for place, result in enumerate(results.values()):
+    bars: dict[str, Any] = {}
+    for axes, title in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
+        for place, (case, result) in enumerate(results.items()):
+            mode = "step" if title == "backward" and case.startswith("head") else title
             best = baseline(result, mode)
             shown = [name for name in COLORS if best and mode in result["variants"].get(name, {})]
             for k, name in enumerate(shown):
-                speed = best / result["variants"][name][mode]["median_ms"]  # type: ignore[operator]
-                x, width = place + (k - len(shown) / 2 + 0.5) * 0.13, 0.12
-                axes.bar(x, speed, width, color=COLORS[name], label=name)
-                axes.text(x, speed, f"{speed:.2f}", ha="center", va="bottom", fontsize=5.5)
+                speed = best / result["variants"][name][mode]["median_ms"]
+                x = place + (k - len(shown) / 2 + 0.5) * 0.13
+                bars[name] = axes.bar(x, speed, 0.12, color=COLORS[name])
+                if name == "coda":
+                    axes.text(x, speed, f"{speed:.2f}", ha="center", va="bottom", fontsize=8)
         axes.axhline(1, color="#444444", linewidth=0.8)
-        axes.set_xticks(range(len(results)), results, fontsize=7, rotation=15)
-        axes.set_ylabel(f"{mode}: times torch.compile's speed", fontsize=8)
+        axes.set_xticks(range(len(results)), results, fontsize=7.5, rotation=15)
+        heads = " (heads: forward and backward)" if title == "backward" else ""
+        axes.set_title(f"{title}{heads}: speed relative to torch.compile", fontsize=9.5, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(handles.values(), handles, fontsize=7, ncols=len(COLORS), frameon=False)
+    figure.legend(bars.values(), bars, fontsize=8, ncols=len(bars), loc="outside upper right")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):
         figure.savefig(path, metadata={"Date": None})
