@@ -26,6 +26,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "transformers",
     "liger-kernel",
+    "flashinfer-python",
     "torchao",
     "coda-inductor",
 )

@@ -143,7 +143,6 @@ class Case:
         with torch.no_grad():
             outputs = cut.function(self.kit, cut, *self.leaves)
         self.plain = tuple(torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs)
-        self.given = self.plain
         self.functions: dict[str, Call] = {}
         self.modes: dict[str, list[str]] = {}
         self.variants = measure.Variants(Path(os.devnull))
@@ -152,7 +151,7 @@ class Case:
             if function is None:
                 continue
             self.functions[variant], self.modes[variant] = function, []
-            self.given = self.kit.pack(cut, self.plain)
+            self.refresh()
             for mode in MORE if cut.name in ("layer", "head") else MODES:
                 run = functools.partial(self._once, variant, mode)
                 if self.variants.attempt(f"{variant}, {mode}", run) is None:
@@ -188,6 +187,10 @@ class Case:
             found["flashinfer"] = lambda: kit(paper_cuts.FlashInfer)
         return found
 
+    def refresh(self) -> None:
+        """Gradients of the outputs that no variant has written over, as Liger's rotation does."""
+        self.given = self.kit.pack(self.cut, tuple(each.clone() for each in self.plain))
+
     def _once(self, variant: str, mode: str) -> bool:
         self.call(variant, mode)()
         if measure.device() == "cuda":
@@ -218,6 +221,7 @@ class Case:
         found: dict[str, dict[str, Any]] = {}
         for variant, modes in self.modes.items():
             for mode in modes:
+                self.refresh()
                 call = self.call(variant, mode)
                 errors = (
                     measure.relative_error(value.detach().reshape(truth.shape), truth)
