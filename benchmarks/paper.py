@@ -12,6 +12,7 @@ writes docs/results/paper.md.
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import functools
 import json
@@ -20,11 +21,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from . import environment, headline, measure, paper_cuts, paper_page, worth
 from .paper_cuts import Cut, Torch
@@ -47,6 +49,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
     parser.add_argument("--seconds", type=float, default=0.15, help="of a sample")
+    parser.add_argument("--skip", default="", help="variants to leave out, comma-separated")
     parser.add_argument("--tune", action="store_true", help="QuACK tries its configurations")
     parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
     parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
@@ -72,7 +75,8 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
     log, began = options.file.with_suffix(".log"), time.monotonic()
     # There are many processes, each with compile workers of its own.
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="4", CODA_COMPILE_WORKERS="2")
-    more = ["--seconds", str(options.seconds), *["--tune"] * options.tune, "--part"]
+    more = ["--seconds", str(options.seconds), "--skip", options.skip]
+    more += [*["--tune"] * options.tune, "--part"]
     parts = {"all": "", "paper": options.coda_kernels}
     running = {
         name: [headline.start(["paper", str(log), "--only", name, *more, part], log, folder)
@@ -115,7 +119,8 @@ def answer(name: str, options: argparse.Namespace) -> None:
     os.environ.setdefault("CODA_TUNE", "never")
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
-    case = Case(Cut(*CASES[name]), options.tune, options.part == "paper")
+    skip = options.skip.split(",")
+    case = Case(Cut(*CASES[name]), options.tune, options.part == "paper", skip)
     for line in sys.stdin:
         question = json.loads(line)
         said: Any = None
@@ -136,7 +141,7 @@ class Case:
         variants: has the errors of what does not.
     """
 
-    def __init__(self, cut: Cut, tune: bool, paper: bool):
+    def __init__(self, cut: Cut, tune: bool, paper: bool, skip: Sequence[str] = ()):
         self.cut, self.kit, self.paper = cut, Torch(), paper
         self.leaves = [each.requires_grad_() for each in cut.inputs]
         self.wanted = [*self.leaves, *(w for w in cut.parameters() if w.requires_grad)]
@@ -147,7 +152,7 @@ class Case:
         self.modes: dict[str, list[str]] = {}
         self.variants = measure.Variants(Path(os.devnull))
         for variant, make in self.makers(tune).items():
-            function = self.variants.attempt(variant, make)
+            function = None if variant in skip else self.variants.attempt(variant, make)
             if function is None:
                 continue
             self.functions[variant], self.modes[variant] = function, []
@@ -182,7 +187,8 @@ class Case:
             "quack": lambda: kit(lambda: paper_cuts.Quack(tune)),
         }
         if cut.name == "head":
-            found["linear_cross_entropy"] = lambda: kit(paper_cuts.Fused)
+            fused = "linear_cross_entropy"  # torch 2.13 has it
+            found["torch_fused"] = lambda: lambda x: (getattr(F, fused)(x, cut.head, cut.target),)
         elif cut.name != "rotary":
             found["flashinfer"] = lambda: kit(paper_cuts.FlashInfer)
         return found
@@ -210,7 +216,7 @@ class Case:
     def facts(self) -> dict[str, Any]:
         """Errors and versions; variant -> mode -> the worst relative error of its results, and
         peak MiB of a call."""
-        exact = self.cut.exact()
+        exact = copy.deepcopy(self.cut).float()
         leaves = [each.detach().float().requires_grad_() for each in self.leaves]
         wanted = [*leaves, *(w for w in exact.parameters() if w.requires_grad)]
         outputs = exact.function(Torch(), exact, *leaves)

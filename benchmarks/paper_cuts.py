@@ -8,7 +8,6 @@ A cut is written once, over a *kit* of operations. ``x0`` (rows, d) is the resid
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import math
@@ -61,13 +60,6 @@ class Torch:
 
     def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
-
-
-class Fused(Torch):
-    """PyTorch's own head with loss, in chunks."""
-
-    def loss(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.linear_cross_entropy(x, weight, target)
 
 
 class Liger(Torch):
@@ -296,7 +288,3 @@ class Cut(nn.Module):
                 self.register_buffer(name, getattr(angles, name)().bfloat16())
             self.target = torch.randint(vocabulary, (rows,))
             self.inputs = [torch.randn(rows, d).bfloat16() for _ in range(inputs)]
-
-    def exact(self) -> Cut:
-        """The same in float32."""
-        return copy.deepcopy(self).float()

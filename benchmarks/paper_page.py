@@ -13,7 +13,7 @@ PAGE = REPOSITORY / "docs" / "results" / "paper.md"
 TITLES = {"forward": "Forward", "backward": "Backward", "step": "Forward and backward"}
 BASELINE = ("compile", "max_autotune")
 COLORS = {"eager": "#c9ced6", "liger": "#e3b673", "flashinfer": "#b7a5d3", "quack": "#93c59b",
-          "paper": "#e08a8a", "linear_cross_entropy": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
+          "paper": "#e08a8a", "torch_fused": "#d9c58a", "coda": "#4f8fd0"}  # fmt: skip
 _HEAD = """# The paper's kernels
 
 CODA (arXiv 2605.19269) cuts a Llama layer into kernels. This page times the same cuts, which coda
@@ -25,11 +25,12 @@ heads of 128, no grouped heads, vocabulary 32768, no gradients of weights. Only
 
 A time is the median of samples in which one variant runs back to back, A B B A. A backward is
 `autograd.grad` of a graph that is kept. *compile* and *max_autotune* are torch.compile; the faster
-one is the baseline. *liger* and *flashinfer* stand around cuBLAS; Liger's SwiGLU writes its
-gradients over what its forward saved, so that only its first backward of a graph is right, and its
-head makes the gradients in the forward. *quack* is QuACK's functions put together by hand, *paper*
-the paper's own kernels. Neither tries its configurations unless the command says `--tune`, and coda
-measures none. Rendered by `python -m benchmarks paper FILE --render`; do not edit.
+one is the baseline. *torch_fused* is `F.linear_cross_entropy`. *liger* and *flashinfer* stand
+around cuBLAS; Liger's SwiGLU writes its gradients over what its forward saved, so that only its
+first backward of a graph is right, and its head makes the gradients in the forward. *quack* is
+QuACK's functions put together by hand, *paper* the paper's own kernels. Neither tries its
+configurations unless the command says `--tune`, and coda measures none. Rendered by
+`python -m benchmarks paper FILE --render`; do not edit.
 """
 _ERROR = "Worst Frobenius norm of a result's difference from float32, over float32's:"
 
