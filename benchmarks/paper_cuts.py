@@ -108,7 +108,11 @@ class FlashInfer(Torch):
         return x, h
 
     def gated(self, h: Any, cut: Cut) -> Tensor:
-        return self.gates.silu_and_mul(F.linear(h, cut.stacked))
+        return self.gates.silu_and_mul(F.linear(h, self.stacked(cut)))
+
+    @functools.cache  # noqa: B019  prepared once a process
+    def stacked(self, cut: Cut) -> Tensor:
+        return torch.cat([cut.gate, cut.up]).detach()
 
 
 class Quack(Torch):
@@ -253,7 +257,7 @@ def _layer(kit: Torch, w: Cut, y: Tensor, x0: Tensor) -> Outputs:
 
 #: Name -> function, inputs, weights.
 CUTS: dict[str, tuple[Callable[..., Outputs], int, str]] = {
-    "residual": (_residual, 2, "o norm1 gate up"),
+    "residual": (_residual, 2, "o norm1 alternating"),
     "swiglu": (_swiglu, 1, "norm1 gate up"),
     "rotary": (_rotary, 1, "q k"),
     "head": (_head, 1, "head"),
@@ -269,7 +273,7 @@ class Cut(nn.Module):
         self.name = name
         f = -(-(8 * d // 3) // 256) * 256
         shapes = dict.fromkeys("oqkv", (d, d)) | {"gate": (f, d), "up": (f, d), "down": (d, f)}
-        shapes |= {"head": (vocabulary, d), "norm1": (d,), "norm2": (d,)}
+        shapes |= {"head": (vocabulary, d), "norm1": (d,), "norm2": (d,), "alternating": (2 * f, d)}
         self.function, inputs, names = CUTS[name]
         torch.manual_seed(0)
         with torch.device(device()):
@@ -279,9 +283,8 @@ class Cut(nn.Module):
                     weight = 1 + 0.1 * torch.randn(d)
                 self.register_parameter(each, nn.Parameter(weight.bfloat16(), training))
             if "gate" in names:
-                pair = torch.stack([self.gate, self.up]).detach()
-                self.register_buffer("stacked", pair.flatten(0, 1))
-                self.register_buffer("alternating", pair.transpose(0, 1).flatten(0, 1))
+                pair = torch.stack([self.gate, self.up], 1).detach()
+                self.register_buffer("alternating", pair.flatten(0, 1))
             angles = torch.arange(rows)[:, None] / 1e4 ** (torch.arange(0, HEAD, 2) / HEAD)
             angles = torch.cat([angles, angles], 1)[None]
             for name in ("cos", "sin"):
