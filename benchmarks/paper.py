@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -120,16 +121,31 @@ def answer(name: str, options: argparse.Namespace) -> None:
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a graph is used again and again
     skip = options.skip.split(",")
-    case = Case(Cut(*CASES[name]), options.tune, options.part == "paper", skip)
+    cut = patient(lambda: Cut(*CASES[name]))
+    case = Case(cut, options.tune, options.part == "paper", skip)
     for line in sys.stdin:
         question = json.loads(line)
         said: Any = None
         if question == "facts":
             said = case.facts()
         elif question != "compiled":
-            said = worth.sustained(case.call(*question), SETTLE, options.seconds)
+            call = functools.partial(case.call, *question)
+            said = patient(lambda: worth.sustained(call(), SETTLE, options.seconds))  # noqa: B023
         torch.cuda.empty_cache()
         print(json.dumps(said), file=out, flush=True)
+
+
+def patient(work: Callable[[], Any]) -> Any:
+    """``work()``, again as long as other processes have the memory that it takes."""
+    for _ in range(40):
+        try:
+            return work()
+        except RuntimeError as error:
+            if not re.search("out of memory|ALLOC_FAILED", str(error)):
+                raise
+        torch.cuda.empty_cache()
+        time.sleep(3)
+    return work()
 
 
 class Case:
@@ -145,8 +161,7 @@ class Case:
         self.cut, self.kit, self.paper = cut, Torch(), paper
         self.leaves = [each.requires_grad_() for each in cut.inputs]
         self.wanted = [*self.leaves, *(w for w in cut.parameters() if w.requires_grad)]
-        with torch.no_grad():
-            outputs = cut.function(self.kit, cut, *self.leaves)
+        outputs = patient(torch.no_grad()(lambda: cut.function(self.kit, cut, *self.leaves)))
         self.plain = tuple(torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs)
         self.functions: dict[str, Call] = {}
         self.modes: dict[str, list[str]] = {}
@@ -158,10 +173,11 @@ class Case:
             self.functions[variant], self.modes[variant] = function, []
             self.refresh()
             for mode in MORE if cut.name in ("layer", "head") else MODES:
-                run = functools.partial(self._once, variant, mode)
-                if self.variants.attempt(f"{variant}, {mode}", run) is None:
+                run = functools.partial(patient, functools.partial(self._twice, variant, mode))
+                if self.variants.attempt(f"{variant}, {mode}", run):
+                    self.modes[variant].append(mode)
+                elif mode == "forward":
                     break
-                self.modes[variant].append(mode)
 
     def makers(self, tune: bool) -> dict[str, Callable[[], Call]]:
         """Variant -> what makes its function."""
@@ -197,8 +213,12 @@ class Case:
         """Gradients of the outputs that no variant has written over, as Liger's rotation does."""
         self.given = self.kit.pack(self.cut, tuple(each.clone() for each in self.plain))
 
-    def _once(self, variant: str, mode: str) -> bool:
-        self.call(variant, mode)()
+    def _twice(self, variant: str, mode: str) -> bool:
+        """As a sample does. Some have one backward a graph."""
+        call = self.call(variant, mode)
+        call()
+        call()
+        del call
         if measure.device() == "cuda":
             torch.cuda.empty_cache()
         return True
@@ -216,25 +236,33 @@ class Case:
     def facts(self) -> dict[str, Any]:
         """Errors and versions; variant -> mode -> the worst relative error of its results, and
         peak MiB of a call."""
+        truths = patient(self._truths)
+        found: dict[str, dict[str, Any]] = {}
+        for variant, modes in self.modes.items():
+            for mode in modes:
+                of = functools.partial(self._facts, variant, mode, truths[mode])
+                run = functools.partial(patient, of)
+                if facts := self.variants.attempt(f"{variant}, {mode}", run):
+                    found.setdefault(variant, {})[mode] = facts
+        name = "versions of the paper's kernels" if self.paper else "versions"
+        versions = {name: environment.describe([])["versions"]}
+        return {"versions": versions, "variants": found, "errors": self.variants.errors}
+
+    def _facts(self, variant: str, mode: str, truths: Sequence[torch.Tensor]) -> dict[str, Any]:
+        self.refresh()
+        call = self.call(variant, mode)
+        errors = (
+            measure.relative_error(value.detach().reshape(truth.shape), truth)
+            for value, truth in zip(call(), truths, strict=True)
+        )
+        return {"error": max(errors), "peak_mib": measure.peak_mib(call)}
+
+    def _truths(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Mode -> its results in float32."""
         exact = copy.deepcopy(self.cut).float()
         leaves = [each.detach().float().requires_grad_() for each in self.leaves]
         wanted = [*leaves, *(w for w in exact.parameters() if w.requires_grad)]
         outputs = exact.function(Torch(), exact, *leaves)
         grads = torch.autograd.grad(outputs, wanted, [each.float() for each in self.plain])
         packed = self.kit.pack(self.cut, tuple(y.detach() for y in outputs))
-        truths = {"forward": packed, "backward": grads, "step": grads}
-        del exact, outputs, leaves, wanted
-        found: dict[str, dict[str, Any]] = {}
-        for variant, modes in self.modes.items():
-            for mode in modes:
-                self.refresh()
-                call = self.call(variant, mode)
-                errors = (
-                    measure.relative_error(value.detach().reshape(truth.shape), truth)
-                    for value, truth in zip(call(), truths[mode], strict=True)
-                )
-                facts = {"error": max(errors), "peak_mib": measure.peak_mib(call)}
-                found.setdefault(variant, {})[mode] = facts
-        name = "versions of the paper's kernels" if self.paper else "versions"
-        versions = {name: environment.describe([])["versions"]}
-        return {"versions": versions, "variants": found, "errors": self.variants.errors}
+        return {"forward": packed, "backward": grads, "step": grads}

@@ -56,6 +56,23 @@ def test_a_cut_is_as_exact_as_bfloat16_and_what_fails_says_why(name, monkeypatch
     assert "RuntimeError" in facts["errors"]["forward only, backward"]
 
 
+def test_work_waits_for_memory_that_others_have_and_for_nothing_else(monkeypatch):
+    waits, answers = [], [torch.OutOfMemoryError("CUDA out of memory"), 3]
+
+    def work():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(paper.time, "sleep", waits.append)
+    assert paper.patient(work) == 3
+    assert len(waits) == 1
+    answers.append(RuntimeError("another"))
+    with pytest.raises(RuntimeError, match="another"):
+        paper.patient(work)
+
+
 def test_the_papers_rotary_gets_its_own_layout_and_turns_as_ours():
     def gemm_rope(x, weight, positions, frequencies):
         """As coda-kernels says of its epilogue: pairs, and turns as a number and its rest."""
