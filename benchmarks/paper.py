@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 #: What most cuts are timed in, and what a layer and a head.
 MODES, MORE = ("forward", "backward"), ("forward", "backward", "step")
 #: Samples of a variant and mode, and seconds before one.
-TURNS, SETTLE = 2, 0.05
+TURNS, SETTLE = 4, 0.05
 Call = Callable[..., Any]
 
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks paper", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="cases, comma-separated shell patterns")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of a sample")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a sample")
     parser.add_argument("--skip", default="", help="variants to leave out, comma-separated")
     parser.add_argument("--tune", action="store_true", help="QuACK tries its configurations")
     parser.add_argument("--coda-kernels", default="", metavar="FOLDER")
