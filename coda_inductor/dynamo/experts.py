@@ -36,7 +36,7 @@ from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.nodes import Put
 from coda_inductor.dynamo.packed import cut_in_halves
-from coda_inductor.dynamo.summed_pairs import Pairs, summed
+from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
 from coda_inductor.graph.nodes import erased, place
 from coda_inductor.graph.read import Call, read, target_name
 from coda_inductor.graph.sizes import same
@@ -50,8 +50,6 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up
 #: Of torch, and of transformers where it does not ask torch for them.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 _ARGUMENTS = {"self": "input", "mat_a": "input", "mat_b": "mat2", "weight": "mat2"}
-#: What only names the same numbers, of indices or of weights.
-_SAME = ("view", "reshape", "flatten", "contiguous", "to", "long", "int", "type", "detach")
 #: What may come before a weight that is made of parameters.
 _MADE = ("transpose", "mT", "to", "bfloat16", "half", "float", "permute", "contiguous", "type_as")
 
@@ -131,7 +129,9 @@ def _rows_of(product: Node) -> tuple[Node, Node, Node, Pairs] | None:
     between = [n for n in chain(a, lambda n: n is not gather) if not is_cast(n)][:-1]
     if not all(map(pairs.empties, between)):
         return None
-    rows = same(value(x).shape[0] * pairs.top_k, value(pairs.ids).shape[0])
+    m = value(pairs.ids).shape[0]
+    rows = same(value(x).shape[0] * pairs.top_k, m)
+    rows = rows and same(value(a).shape, (m, value(x).shape[1]))
     return (product, gather, x, pairs) if counted and rows else None
 
 
@@ -140,12 +140,8 @@ def _gathered(call: Call) -> tuple[Node, Node] | None:
     index = call.get("index")
     if call.op == "getitem" and isinstance(index, Node):
         return call["input"], index
-    if call.op == "index_select" and call["dim"] in (0, -2):
-        return call["input"], index
-    if call.op == "gather" and call["dim"] in (0, -2):
-        return call["input"], base(
-            index, lambda n: target_name(n) in (*_SAME, "expand", "unsqueeze")
-        )
+    if call.op in ("index_select", "gather") and call["dim"] in (0, -2):
+        return (call["input"], index) if by_row(index, call.node) else None
     return None
 
 

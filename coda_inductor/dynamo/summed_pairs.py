@@ -122,15 +122,23 @@ class Pairs:
 
 
 def tokens(index: Any) -> tuple[Any, int]:
-    """(perm, top_k) of what may be ``perm // top_k``; of anything else itself, and 1."""
-    call = read(base(index, _name))
+    """(perm, top_k) of what may be ``perm // top_k``, repeated along rows (:func:`by_row`); of
+    anything else itself, and 1."""
+    index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
+    call = read(index)
     if call is None or call.op not in ("floordiv", "floor_divide", "div"):
-        return base(index, _name), 1
+        return index, 1
     left, right = list(call.args.values())[:2]
     whole = isinstance(right, int) and not isinstance(right, bool)
     if not whole or (call.op == "div" and call.get("rounding_mode") != "floor"):
-        return base(index, _name), 1
+        return index, 1
     return base(left, _name), right
+
+
+def by_row(index: Node, rows: Node) -> bool:
+    """Has ``index`` one number for each row of ``rows`` (M, d): is it (M,), or that repeated?"""
+    known = value(index)
+    return known.dim() == 1 or (same(known.shape, value(rows).shape) and known.stride(1) == 0)
 
 
 def _index(call: Call) -> Any:
@@ -288,8 +296,7 @@ class _Follower:
 
     def _added(self, onto: Node, index: Node, rows: Node, dim: int) -> bool:
         """Rows added where their token is."""
-        index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
-        if self.back or rows is not self.node or dim not in (0, -2):
+        if self.back or rows is not self.node or dim not in (0, -2) or not by_row(index, rows):
             return False
         if tokens(index) != (self.pairs.perm, self.pairs.top_k):
             return False

@@ -349,3 +349,33 @@ def test_ends_that_change_between_products_stay():
             return y + plain(x, self.w, offs)
 
     check(Alone(), randn(9, D), torch.tensor([3, 6], dtype=torch.int32))
+
+
+def half(y, w, perm, x, k):
+    return torch.zeros_like(x).scatter_add(0, (perm // k)[:, None].expand(-1, D // 2), y)
+
+
+def across(y, w, perm, x, k):
+    return torch.zeros_like(x).scatter_add(0, (perm // k).expand(D, -1), y)
+
+
+@pytest.mark.parametrize("sum_", [half, across])
+def test_a_sum_of_other_elements_stays(sum_):
+    """An index of less columns, or of one number a column."""
+    harness = check(Block(sum=sum_), *(t.detach() for t in given(D // 2)))
+    assert "experts-sum" in codes(harness)
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda i: i[:, None].expand(-1, D // 2), lambda i: i.expand(D, -1)]
+)
+def test_rows_of_other_elements_stay(pick):
+    class Picked(Block):
+        def forward(self, x, ids, w):
+            k, perm = ids.shape[1], torch.argsort(ids.reshape(-1))
+            offs = torch.cumsum(histogram_of_all(ids.reshape(-1), perm), 0, dtype=torch.int32)
+            rows = torch.gather(x, 0, pick(perm // k))
+            a = halves(rows, offs, self.mm, self.w13[..., : rows.shape[1]])
+            return scattered(self.mm(a, self.w2.mT, offs), w, perm, x, k)
+
+    assert count(check_gradients(Picked(), *given(D // 2)), ROUTE) == 0
