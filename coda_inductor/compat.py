@@ -217,6 +217,10 @@ TORCH: dict[str, Private] = {
         "torch._dynamo.exc.Unsupported", "tells explain of a graph break",
         "explain takes no model with graph breaks", _NeverRaised,
     ),
+    "UserError": Private(
+        "torch._dynamo.exc.UserError", "tells explain of one that depends on data",
+        "explain takes no model with such graph breaks", _NeverRaised,
+    ),
     "dynamo_config": Private("torch._dynamo.config", "has its errors and static sizes",
                              "explain may show symbolic sizes", _NO_CONFIG),
     "functorch_config": Private("torch._functorch.config", "keeps explain out of torch's caches",

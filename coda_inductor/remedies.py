@@ -134,6 +134,8 @@ _DO = {
     # experts
     "experts-sum": "Sum the rows of a token with a view and sum(1), index_add, scatter_add or bmm, "
     "and weight them after the last product.",
+    "experts-loop": "Let experts be grouped products, which compile: in transformers 5, "
+    'model.set_experts_implementation("grouped_mm").',
     # attention
     "mask-size": "Compile with dynamic=False, pad sequences to a few fixed lengths, or pass "
     "is_causal=True in place of a causal mask.",

@@ -61,6 +61,9 @@ def raise_experts(graph: Graph, record: Record) -> None:
     for body in bodies(graph):
         products = [node for node in body.graph.nodes if target_name(node) in _PRODUCTS]
         if not products:
+            for node in filter(_loops, body.graph.nodes):
+                text = "a Python loop over experts breaks the graph: each runs by itself"
+                record.refuse("experts", place(node), refuse("experts-loop", text))
             continue
         hazards = Hazards(body.graph)
         routed: list[_Routed] = []
@@ -77,6 +80,20 @@ def raise_experts(graph: Graph, record: Record) -> None:
         for node in products:
             if not erased(node) and node.users:
                 _raise_alone(node, offsets, hazards)
+
+
+def _loops(node: Node) -> bool:
+    """Is ``node`` a mask of pairs, which the graph leaves to a loop over the experts that have some
+    (the ``eager`` ones of transformers)? It ends in the midst of ::
+
+        mask = one_hot(ids, E).permute(2, 1, 0)
+        for expert in torch.greater(mask.sum((-1, -2)), 0).nonzero(): ...
+    """
+    if target_name(node) != "permute" or target_name(node.all_input_nodes[0]) != "one_hot":
+        return False
+    sums = [n for n in node.users if target_name(n) == "sum"]
+    asked = [n for each in sums for n in each.users if target_name(n) == "greater"]
+    return all(any(u.op == "output" for u in n.users) for n in (node, *asked)) and bool(asked)
 
 
 class _Routed:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from coda_inductor.compat import (
     BackendCompilerFailed,
     Unsupported,
+    UserError,
     dynamo_config,
     functorch_config,
     pgo,
@@ -97,7 +98,7 @@ def capture(
         except BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, _Enough):
                 raise error.inner_exception from None
-        except Unsupported as error:
+        except (Unsupported, UserError) as error:
             again = _Backend(options, stop=False, as_if=as_if)
             return _broken(function, args, kwargs, again, str(error))
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checking import check, check_gradients, randn
 from experts import (
     Block,
@@ -379,3 +380,13 @@ def test_rows_of_other_elements_stay(pick):
             return scattered(self.mm(a, self.w2.mT, offs), w, perm, x, k)
 
     assert count(check_gradients(Picked(), *given(D // 2)), ROUTE) == 0
+
+
+def test_who_has_tokens_is_no_loop():
+    """Without a loop that the mask is left to."""
+
+    def hit(x, ids, w):
+        mask = F.one_hot(ids, E + 1).permute(2, 1, 0)
+        return torch.greater(mask.sum(dim=(-1, -2)), 0), w.sum() * mask.float().mean()
+
+    assert not codes(check(hit, *(t.detach() for t in given())))

@@ -7,7 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import Harness
+from passes import codes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import coda_inductor
 
 LAYERS = 1  # test_families counts more
 FAMILIES = (
@@ -32,20 +35,36 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixture(family):
-    kind = CONFIG_MAPPING[family]
-    config = kind(**{name: size for name, size in SIZES.items() if name in kind().to_dict()})
+def made(family, experts, **sizes):
+    """A model, with tokens."""
+    kind, sizes = CONFIG_MAPPING[family], SIZES | sizes
+    config = kind(**{name: size for name, size in sizes.items() if name in kind().to_dict()})
     how = {"attn_implementation": "eager" if family == "gpt_oss" else "sdpa"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm", **how)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=experts, **how)
     model = model.to(torch.bfloat16).train()  # what torch's grouped product takes
-    ids = torch.randint(3, 128, (2, 32))
+    return model, torch.randint(3, 128, (2, 32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture(family):
+    model, ids = made(family, "grouped_mm")
 
     harness = Harness()
     loss = harness.train(model, input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     assert harness.counts["experts"] == harness.counts["experts_backward"] == LAYERS
+    assert "experts-loop" not in codes(harness)
     eager = model(input_ids=ids, labels=ids, use_cache=False).loss
     torch.testing.assert_close(loss, eager, rtol=1e-3, atol=0)
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_loop_over_experts_is_named_with_its_remedy(family):
+    """All layers share its graph."""
+    model, ids = made(family, "eager", num_hidden_layers=2)
+    found = coda_inductor.explain(model, input_ids=ids, labels=ids, use_cache=False)
+    (loop,) = found.advised["experts-loop"]
+    assert loop.what == "experts"
+    assert 'model.set_experts_implementation("grouped_mm")' in str(found)
