@@ -172,6 +172,7 @@ _NOTHING = {
     "torch._inductor.config._micro_pipeline_tp it may be fused",
     "layer-norm-no-mean": "without a mean at hand the operand would round worse than eager's. The "
     "first LayerNorm of a model, and one that follows an activation, stay with Inductor",
+    "norm-experts": "kernels of experts read rows that are normalized already",
     "operand-depends": "the operand is computed from this GEMM's own result over a full row or "
     "column, which is only known when all tiles are done",
     "heads-tile": "an epilogue reads tiles and tables at their own place only, and so rotates once",

@@ -234,6 +234,8 @@ class _Planner:
         choice = self.record.plan.judge(planned, fake(gemm_inputs(region.anchors[0])[0]))
         if choice.how == "unfused":
             return site, choice
+        if region.program.grouped and not _OF_SITE.intersection(patterns):
+            patterns = ["experts", *(name for name in patterns if name != "epilogue")]
         before, after = bytes_moved(region, choice.config)
         site = replace(
             site,

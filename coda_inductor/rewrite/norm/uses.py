@@ -19,6 +19,7 @@ from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain, parts
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
 
 
@@ -104,6 +105,8 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
                 if not same(fake(user).shape[-1], width):
                     return refuse("norm-reshaped", f"{user.name} reshapes its rows")
                 todo.append(user)
+            elif user.target is grouped_mm:
+                return refuse("norm-experts", f"experts ({user.name}) read its rows")
             else:
                 text = f"{user.name} ({user.target}) reads it and is not a GEMM"
                 return refuse("norm-read-elsewhere", text)
