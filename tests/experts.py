@@ -103,8 +103,8 @@ def halves(x, offs, mm, w13, *_):
 
 
 def two_weights(x, offs, mm, _w13, w1, w3):
-    gate = F.silu(mm(x, w1.transpose(1, 2), offs))
-    return gate * mm(x, w3.transpose(1, 2), offs)
+    gate = F.silu(mm(x, w1.mT, offs))
+    return gate * mm(x, w3.mT, offs)
 
 
 def no_gate(x, offs, mm, _w13, w1, _w3):
