@@ -12,6 +12,7 @@ import signal
 import time
 
 import checks_ddp
+import checks_experts
 import checks_four
 import checks_fsdp
 import checks_inductor
@@ -21,7 +22,7 @@ import ranks
 
 #: Modules whose checks run in the same processes, how many, and seconds: several times what a
 #: machine takes that has nothing else to do.
-TWO = [checks_ddp, checks_fsdp, checks_tensor, checks_inductor]
+TWO = [checks_ddp, checks_experts, checks_fsdp, checks_tensor, checks_inductor]
 if importlib.util.find_spec("torchao") is not None:
     import checks_float8
 
