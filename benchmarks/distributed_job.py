@@ -7,11 +7,11 @@ collectives would not meet.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -113,23 +113,15 @@ def _parts(profile: dict) -> dict:
 
 
 def main() -> None:
-    """One case; rank 0 writes its result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("size")
-    parser.add_argument("tokens", type=int)
-    parser.add_argument("rounds", type=int)
-    parser.add_argument("variants")
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args()
+    """One case, the arguments of :func:`run` as JSON; rank 0 writes its result to a file."""
+    given, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     if device() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device() == "cuda" else "gloo")
     try:
-        names = options.variants.split(",")
-        found = run(options.way, options.size, options.tokens, options.rounds, names)
+        found = run(*given)
         if dist.get_rank() == 0:
-            options.out.write_text(json.dumps(found))
+            out.write_text(json.dumps(found))
         dist.barrier()
     finally:
         with contextlib.suppress(Exception):  # of a group that another rank has left

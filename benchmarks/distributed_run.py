@@ -69,8 +69,8 @@ def _case(options: argparse.Namespace, name: str, case: tuple, seconds: float) -
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             f"--nproc-per-node={options.ranks}",
-            *("-m", "benchmarks.distributed_job", way, size, str(tokens)),
-            *(str(options.rounds), ",".join(options.variants), str(out)),
+            *("-m", "benchmarks.distributed_job"),
+            *(json.dumps([way, size, tokens, options.rounds, options.variants]), str(out)),
         ]
         with (options.out / "log.txt").open("a") as log:
             print(f"== {name}", file=log, flush=True)

@@ -5,13 +5,13 @@ shapes of OLMoE, Qwen3-30B-A3B and Mixtral, under routing at random and by Zipf'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .worth_models import Step, Workload
+from .worth_models import Workload
 
 #: Name -> tokens, d, f, experts, top_k.
 SHAPES = {
@@ -45,11 +45,6 @@ class Experts(Workload):
         w = (w / w.sum(-1, keepdim=True)).bfloat16()
         self.given = x.requires_grad_(training), ids, w.requires_grad_(training)
         super().__init__(model, {}, training)
-
-    def step(self, disable: Sequence[str], backend: str = "coda") -> Step:
-        options = {"disable": list(disable)} if backend == "coda" else {}
-        function = torch.compile(self.model, backend=backend, dynamic=False, options=options)
-        return functools.partial(self._run, function)
 
     def _run(self, function: Callable[..., Any]) -> None:
         with torch.set_grad_enabled(self.training):

@@ -13,6 +13,7 @@ has is not measured again. ``python -m benchmarks worth render OUT.json`` writes
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import fcntl
 import functools
 import hashlib
@@ -81,28 +82,30 @@ def measure(options: argparse.Namespace, names: list[str]) -> int:
     found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.worth")
     folder = options.file.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in found["workloads"].items():
-        _write(folder / f"{name}.json", part)
-    waiting, running, failed = list(names), {}, 0
-    while waiting or running:
-        while waiting and len(running) < options.jobs and time.monotonic() < end - 40:
-            name = waiting.pop(0)
-            path = folder / f"{name}.json"
-            _write(path, found["workloads"].get(name, {}))
-            command = [sys.executable, "-m", "benchmarks", "worth", "part", str(path)]
-            command += ["--workloads", name, "--seconds", str(end - time.monotonic())]
-            log = (folder / f"{name}.log").open("w")
-            running[name] = subprocess.Popen(command, stdout=log, stderr=log)
-        if time.monotonic() > end + 20:
-            for process in running.values():
-                process.kill()
-        for name in [name for name, process in running.items() if process.poll() is not None]:
-            failed += bool(running.pop(name).returncode)
-            found["workloads"][name] = json.loads((folder / f"{name}.json").read_text())
+    paths = {name: folder / f"{name}.json" for name in {**found["workloads"], **WORKLOADS}}
+    for name, path in paths.items():
+        _write(path, found["workloads"].get(name, {}))
+
+    def one(name: str) -> int:
+        left = end - time.monotonic()
+        if left < 40:
+            return 0
+        command = [sys.executable, "-m", "benchmarks", "worth", "part", str(paths[name])]
+        command += ["--workloads", name, "--seconds", str(left)]
+        with paths[name].with_suffix(".log").open("w") as log:
+            try:
+                return subprocess.call(command, stdout=log, stderr=log, timeout=left + 20) != 0
+            except subprocess.TimeoutExpired:
+                return 1
+
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+        running = {threads.submit(one, name): name for name in names}
+        for done in concurrent.futures.as_completed(running):
+            failed += done.result()
+            name = running[done]
+            found["workloads"][name] = json.loads(paths[name].read_text())
             options.file.write_text(json.dumps(found, indent=1))
-        if waiting and not running and time.monotonic() > end - 40:
-            break
-        time.sleep(0.5)
     return failed
 
 

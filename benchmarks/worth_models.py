@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import models
+from . import fp8, models
 
 Step = Callable[[], Any]
 #: Of a step or a prompt.
@@ -85,13 +85,8 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
     """Torchao's FP8 training of all linear layers but the head."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     workload = stock(name, layers)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(
-        workload.model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
-    )
+    workload.model = fp8.converted(workload.model, recipe, training=True)
     return workload
 
 
