@@ -11,13 +11,13 @@ in bf16; in "8B 16 float32" as peft makes them of a model in bf16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from coda_inductor.runtime.op import OP
 
-from . import account, environment, families, headline, worth, worth_models
+from . import account, families, headline, worth, worth_models
 
 CASES = tuple(f"{size} {rank}" for size in ("1B", "8B") for rank in (0, 16, 64))
 KINDS = ("GEMMs of rank r", "others of rank r", *account.KINDS, account.REST)
@@ -34,31 +34,22 @@ TURNS, LISTED = 4, 24
 
 def main(arguments: list[str]) -> None:
     """Measure and print; or, as one of the processes, be measured."""
-    parser = argparse.ArgumentParser("python -m benchmarks adapters", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--case", dest="cases", action="append", help="e.g. '8B 16'; repeatable")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = headline.parser_of("adapters", __doc__, "case").parse_args(arguments)
     if options.part:
         answer(options.part, options.file.with_suffix(".lock"))
         return
-    about = environment.describe(sys.argv[1:], options.commit, "benchmarks.adapters")
-    names = [f"{case} {b}" for case in options.cases or CASES for b in ("compile", "coda")]
-    log = options.file.with_suffix(".log")
-    running = {n: headline.start(["adapters", str(options.file), "--part", n], log) for n in names}
-    found = headline.in_turn(running, TURNS)
+    names = [f"{case} {b}" for case in options.names or CASES for b in ("compile", "coda")]
+    found = headline.measured("adapters", names, options, TURNS)["results"]
     rows = []
     for name, result in found.items():
-        result["ms"] = statistics.median(result["samples"])
+        if not result["samples"]:
+            continue
         kinds = [f"{result['kinds'].get(kind, 0.0):.2f}" for kind in KINDS]
-        rows.append([name, f"{result['ms']:.2f}", f"{result['peak']:.2f}", *kinds])
-        result["kernels"].sort(key=lambda kernel: -kernel["us"])
+        rows.append([name, statistics.median(result["samples"]), result["peak"], *kinds])
         for kernel in result["kernels"][:LISTED] if " 0 " not in name else ():
             print("{us:8.0f} us {calls:4.0f} x {kind}: {name} {dims}".format(**kernel))
         print(f"^ {name}\n")
-    options.file.write_text(json.dumps({"environment": about, "results": found}, indent=1))
-    print(tabulate(rows, ("", "ms", "peak GiB", *KINDS), "github"))
+    print(tabulate(rows, ("", "ms", "peak GiB", *KINDS), "github", floatfmt=".2f"))
 
 
 def answer(name: str, lock: Path) -> None:
@@ -91,22 +82,15 @@ def kinds(events: Iterable[dict], rank: int) -> list[dict[str, Any]]:
     found: dict[tuple, list[float]] = defaultdict(list)
     for event, launch in account.launched(events):
         kind = account.of_name(account.KINDS, event["name"], account.REST)
-        dims = tuple(matrices(launch.get("Input Dims", [])))
+        pairs = re.findall(r"\[(\d+), (\d+)\]", json.dumps(launch.get("Input Dims")))
+        dims = tuple((int(rows), int(columns)) for rows, columns in pairs)
         wide = (1, 2, 3) if kind == "GEMMs" else (1,)
         if rank and kind != "attention" and {m * rank for m in wide} & {s for d in dims for s in d}:
             kind = KINDS[0] if kind == "GEMMs" else KINDS[1]
         found[kind, event["name"][:70], dims].append(event["dur"])
-    return [
+    kernels = [
         {"kind": kind, "name": name, "dims": dims, "us": sum(each) / account.CALLS,
          "calls": len(each) / account.CALLS}
         for (kind, name, dims), each in found.items()
     ]  # fmt: skip
-
-
-def matrices(dims: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of two dimensions in what a launch says of its inputs, in lists of them too."""
-    for shape in dims if isinstance(dims, list) else ():
-        if isinstance(shape, list) and len(shape) == 2 and all(isinstance(s, int) for s in shape):
-            yield tuple(shape)
-        else:
-            yield from matrices(shape)
+    return sorted(kernels, key=lambda kernel: -kernel["us"])

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,10 @@ NO_CAUSAL = ("packed", "window", "FP8 rowwise", *experts.CASES)
 
 def main(arguments: list[str]) -> None:
     """Measure; or, as one of the processes, be measured."""
-    parser = argparse.ArgumentParser("python -m benchmarks headline", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--case", dest="cases", action="append", choices=CASES, help="repeatable")
+    parser = parser_of("headline", __doc__, "case", choices=CASES)
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    names = options.cases or list(CASES)
+    names = options.names or list(CASES)
     if options.part:
         answer(names[0], options.part)
         return
@@ -63,6 +59,41 @@ def main(arguments: list[str]) -> None:
         now, names = names[:TOGETHER], names[TOGETHER:]
         found["results"] |= together(now, trees, options.file)
         options.file.write_text(json.dumps(found, indent=1))
+
+
+def parser_of(command: str, about: str | None, what: str, **more: Any) -> argparse.ArgumentParser:
+    """The arguments of a benchmark whose processes take turns; ``names`` are those of ``what``."""
+    parser = argparse.ArgumentParser(f"python -m benchmarks {command}", description=about)
+    parser.add_argument("file", type=Path)
+    parser.add_argument(f"--{what}", dest="names", action="append", help="repeatable", **more)
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    return parser
+
+
+def measured(
+    command: str, names: Iterable[str], options: argparse.Namespace, samples: int = SAMPLES
+) -> dict[str, Any]:
+    """The environment, and the results of a process for each name, which take turns; added to those
+    in the file after each answer."""
+    out, found = options.file, {"results": {}}
+    if out.exists():
+        found = json.loads(out.read_text())
+    found["environment"] = environment.describe(
+        sys.argv[1:], options.commit, f"benchmarks.{command}"
+    )
+    log = out.with_suffix(".log")
+
+    def keep(results: dict[str, Any]) -> None:
+        found["results"] |= results
+        out.write_text(json.dumps(found, indent=1))
+
+    running = {name: start([command, str(out), "--part", name], log) for name in names}
+    ended = running.keys() - in_turn(running, samples, keep)
+    keep({name: {"error": f"it ended: see {log.name}", "samples": []} for name in ended})
+    for process in running.values():
+        process.kill()
+    return found
 
 
 def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, Any]:

@@ -10,11 +10,11 @@ adamw"``; OUT.json keeps those that it has. ``--render`` writes docs/results/who
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -35,71 +35,25 @@ MODEL = "8B-32"
 LAYERS, WIDTH = (models.LLAMAS[MODEL][name] for name in ("num_hidden_layers", "hidden_size"))
 #: Samples of a variant, FLOP/s of an H100's or H200's tensor cores in bf16, dense.
 TURNS, PEAK = 2, 989e12
-_HEAD = """# A whole model
-
-For readers who ask what one GPU makes of Llama 3.1 8B.
-
-All 32 layers, random bf16 weights, one sequence of 8192 tokens unless a row says otherwise (rows x
-tokens), forward and backward, called as users call it: no mask, labels given, the loss in the
-graph. FP8 is torchao's training recipe on all linear layers but the head. Steps run back to back,
-A B B A. The peak has weights (15 GiB) and gradients (15 GiB) in it. TFLOP/s: 6 FLOP for each token
-and parameter, the embedding's left out, and 6 T^2 d a layer and sequence for the causal half of
-attention over T tokens of width d. The share is of 989 TFLOP/s, bf16's, also in FP8. *First* is
-seconds until the first step is done, all rows compiling at once. Written by `python -m benchmarks
-whole OUT.json --render`.
-"""
-_PUBLISHED = """
-Published, a GPU of eight H100s, sequences of 8192 tokens. Both have communication and AdamW in
-them, which here only rows with adamw have, and shard their states.
-
-| | tokens a second | what differs |
-| --- | --- | --- |
-| [Megatron-Bridge 25.11]\
-(https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) \
-| 14,451 | FP8 by tensor, Transformer Engine; a step of AdamW every 16 sequences; 744 TFLOP/s by \
-the formula above |
-| [torchtitan, end of 2024]\
-(https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md) \
-| 8,532 | FP8 by tensor, FSDP2, torch.compile, two sequences, some activations recomputed; \
-H100s of 500 W |
-"""
+PAGE = environment.REPOSITORY / "docs" / "results" / "whole.md"
+BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 
 
 def main(arguments: list[str]) -> None:
     """Measure, render; or, as one of the processes, be measured."""
-    parser = argparse.ArgumentParser("python -m benchmarks whole", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--variant", dest="variants", action="append", help="repeatable")
-    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    parser = headline.parser_of("whole", __doc__, "variant")
     parser.add_argument("--render", action="store_true")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:
         answer(options.part, options.file.with_suffix(".lock"))
-        return
-    found: dict[str, Any] = {"results": {}}
-    if options.file.exists():
-        found = json.loads(options.file.read_text())
-    if options.render:
-        path = environment.REPOSITORY / "docs" / "results" / "whole.md"
-        path.write_text(page(found))
-        return
-    found["environment"] = environment.describe(sys.argv[1:], options.commit, "benchmarks.whole")
-    names = options.variants or list(VARIANTS)
-    for name in names:
-        parsed(name)
-    command, log = ["whole", str(options.file), "--part"], options.file.with_suffix(".log")
-
-    def keep(results: dict[str, Any]) -> None:
-        found["results"] |= results
-        options.file.write_text(json.dumps(found, indent=1))
-
-    running = {name: headline.start([*command, name], log) for name in names}
-    ended = running.keys() - headline.in_turn(running, TURNS, keep)
-    keep({name: {"error": f"it ended: see {log.name}"} for name in ended})
-    for process in running.values():
-        process.kill()
-    print(page(found))
+    elif options.render:
+        text = table(json.loads(options.file.read_text()))
+        PAGE.write_text(BLOCK.sub(lambda _: text, PAGE.read_text()))
+    else:
+        names = options.names or list(VARIANTS)
+        for name in names:
+            parsed(name)
+        print(table(headline.measured("whole", names, options, TURNS)))
 
 
 def parsed(variant: str) -> tuple[str, str, int, int, str]:
@@ -181,28 +135,26 @@ def give_back(workload: worth_models.Workload, sizes: dict[Any, int]) -> None:
         weight.untyped_storage().resize_(0)
 
 
-def page(found: dict[str, Any]) -> str:
-    """docs/results/whole.md."""
+def table(found: dict[str, Any]) -> str:
+    """What stands between the marks of docs/results/whole.md."""
     rows, about, errors = [], found["environment"], []
     for name, result in found["results"].items():
-        samples = [each for each in result.get("samples", ()) if "ms" in each]
+        samples = [each for each in result["samples"] if "ms" in each]
         if not samples:
-            errors.append(f"- {name}: {result.get('error', 'it ended')}")
+            errors.append(f"\n{name} did not run: {result.get('error', 'it ended')}\n")
             continue
         _, _, batch, length, _ = parsed(name)
-        ms = statistics.median(each["ms"] for each in samples)
-        tokens, seconds = batch * length, ms / 1e3
-        flop = 6 * tokens * (result["parameters"] + LAYERS * WIDTH * length)
+        tokens, ms = batch * length, statistics.median(each["ms"] for each in samples)
+        flops = 6e3 * tokens * (result["parameters"] + LAYERS * WIDTH * length) / ms
         joules = [each["joules"] / tokens for each in samples if "joules" in each]
         rows.append([
-            name, f"{ms:.0f}", f"{tokens / seconds:,.0f}", f"{flop / seconds / 1e12:.0f}",
-            f"{flop / seconds / PEAK:.1%}", f"{result['peak']:.1f}",
+            name, f"{ms:.0f}", f"{1e3 * tokens / ms:,.0f}", f"{flops / 1e12:.0f}",
+            f"{flops / PEAK:.1%}", f"{result['peak']:.1f}",
             f"{1e3 * statistics.mean(joules):.1f}" if joules else "-", f"{result['first_s']:.0f}",
         ])  # fmt: skip
     heads = ("variant", "ms", "tokens a second", "TFLOP/s", "of the peak", "peak GiB",
              "mJ a token", "first")  # fmt: skip
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    where = f"\nMeasured on one {about['gpu']}: {versions}; commit {about['commit']}.\n"
-    table = tabulate(rows, heads, "github", disable_numparse=True)
-    lost = "\nWhat did not run:\n\n" + "\n".join(errors) + "\n" if errors else ""
-    return f"{_HEAD}{where}\n{table}\n{lost}{_PUBLISHED}"
+    where = f"Measured on one {about['gpu']}: {versions}; commit {about['commit']}."
+    text = tabulate(rows, heads, "github", disable_numparse=True)
+    return f"{where}\n\n{text}\n{''.join(errors)}"

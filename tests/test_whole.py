@@ -18,14 +18,14 @@ def test_a_variant_is_parsed_or_refused():
             whole.parsed(wrong)
 
 
-def test_the_page_says_tokens_flops_and_what_did_not_run():
+def test_the_table_says_tokens_flops_and_what_did_not_run():
     samples = [{"ms": 990.0, "joules": 81.92}, {"ms": 1010.0, "joules": 81.92}]
     fits = {"parameters": 1e9, "peak": 60.0, "first_s": 9.0, "samples": samples}
     found = {
         "bf16 coda 2x4096": fits,
         "bf16 eager": {"error": "OutOfMemoryError: no", "samples": []},
     }
-    text = whole.page({"environment": _ABOUT, "results": found})
+    text = whole.table({"environment": _ABOUT, "results": found})
 
     # 6 FLOP x 8192 tokens x (1e9 parameters + 32 layers x 4096 wide x 4096 tokens) in a second
     row = next(line for line in text.splitlines() if line.startswith("| bf16 coda 2x4096"))
@@ -50,7 +50,7 @@ def test_the_page_says_tokens_flops_and_what_did_not_run():
         "9",
         "|",
     ]
-    assert "- bf16 eager: OutOfMemoryError: no" in text
+    assert "bf16 eager did not run: OutOfMemoryError: no" in text
 
 
 def test_processes_take_turns_and_one_that_ended_is_left_out(monkeypatch):
