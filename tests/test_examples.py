@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch._dynamo.utils import counters
 
 from coda_inductor.report import GraphReport, SiteReport
@@ -22,7 +21,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
-import demo_run  # noqa: E402
 
 
 def found(**fields):
@@ -31,8 +29,8 @@ def found(**fields):
 
 
 def text_of(results, monkeypatch, capsys) -> str:
-    """What the demo prints when its measurements find ``results``, by their arguments."""
-    monkeypatch.setattr(demo, "measure", lambda console, folder, what, *args, **_: results(*args))
+    """What the demo prints when its measurements find ``results``, by what they are of."""
+    monkeypatch.setattr(demo, "measure", lambda what, *_: results(what))
     demo.main([])
     return capsys.readouterr().out
 
@@ -40,7 +38,7 @@ def text_of(results, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize("how", ["kernel", "reference", "unfused"])
 def test_what_is_saved_is_said_of_kernels_only(how):
     site = SiteReport("mlp.up", (8, 8, 8), how=how, bytes_before=4_000_000, bytes_after=1_000_000)
-    text = demo_run._graph(GraphReport("g", [site]))["text"]
+    text = demo.told(GraphReport("g", [site]))["text"]
     assert ("traffic saved: 3.0 MB" in text) == (how == "kernel")
     assert ("would move 3.0 MB less" in text) == (how == "reference")
 
@@ -48,28 +46,23 @@ def test_what_is_saved_is_said_of_kernels_only(how):
 def test_each_backend_is_compiled_in_a_process_of_its_own(monkeypatch, capsys):
     asked = []
 
-    def results(*args):
-        asked.append(args)
-        if args[0] == "speed":
+    def results(what):
+        asked.append(what)
+        if what == "speed":
             return {"torch.compile": 3.0, "coda": 2.0}
-        return found(cuda=True, seconds={"coda": 76.0}.get(args[1], 61.0))
+        return found(cuda=True, seconds={"coda": 76.0}.get(what, 61.0))
 
     text = text_of(results, monkeypatch, capsys)
-    assert [args[:2] for args in asked[:2]] == [("compile", "torch.compile"), ("compile", "coda")]
-    assert asked[2][0] == "speed"
-    assert len(asked) == 3
+    assert asked == ["torch.compile", "coda", "speed"]
     assert "torch.compile      61.0 s" in text
-    assert 'backend="coda"     76.0 s' in text
+    assert "coda               76.0 s" in text
     assert "1.500x" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
 def test_a_real_run(tmp_path):
     """The smallest model through the child process, as the demo starts it."""
-    console = Console(width=100)
-    ours = demo.measure(
-        console, tmp_path, "compiling", "compile", "coda", "--size", "tiny", cache="c"
-    )
+    ours = demo.measure("coda", tmp_path, "--size", "tiny")
     assert ours["seconds"] > 0
     assert 0 < ours["error"] < 0.1 > ours["eager error"] > 0
     assert ours["matched"]["swiglu"] == 1
@@ -77,14 +70,14 @@ def test_a_real_run(tmp_path):
     assert ": legal, runs as plain ops here (device cpu" in graph["text"]
     assert "No kernel runs here" in graph["text"]
     assert max(map(len, graph["text"].splitlines()[:-1])) <= 100
-    assert any((tmp_path / "c").iterdir())  # its caches were empty, and are not the user's
+    assert any((tmp_path / "coda").iterdir())  # its caches were empty, and are not the user's
     json.dumps(ours)
 
 
 def test_a_failure_shows_what_the_process_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "RUN", tmp_path / "gone.py")
-    with pytest.raises(SystemExit, match=r"compiling failed:\n.*gone\.py"):
-        demo.measure(Console(), tmp_path, "compiling")
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "gone.py"))
+    with pytest.raises(SystemExit, match=r"coda failed:\n.*gone\.py"):
+        demo.measure("coda", tmp_path)
 
 
 #: What fires in each, on a CPU (masks of packed rows stay there).
