@@ -22,7 +22,6 @@ from .measure import Call, Variants, device, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from .cases import Case, Way
 
@@ -89,8 +88,6 @@ def run(
     case: Case,
     named: dict[str, Way],
     effort: tuple[float, float],
-    progress: Path,
-    skip: dict[str, str] | None = None,
 ) -> dict:
     """Measure one case.
 
@@ -99,8 +96,6 @@ def run(
         case: one of its cases.
         named: its variants.
         effort: seconds of timing, all variants together, and of each one's energy (0 for none).
-        progress: as :class:`benchmarks.measure.Variants` takes it.
-        skip: variants left out, with the reason.
 
     Returns:
         what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"energy": {variant:
@@ -109,7 +104,7 @@ def run(
     """
     seconds, energy_s = effort
     forget()
-    variants = Variants(progress, skip)
+    variants = Variants()
     found = {}
     with torch.set_grad_enabled(case.training):
         work = SUITES[suite].work(case)

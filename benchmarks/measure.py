@@ -13,15 +13,12 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .environment import scrub
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Call = Callable[[], Any]
 Result = TypeVar("Result")
@@ -173,10 +170,6 @@ def register(backend: str) -> None:
 class Variants:
     """The calls of one comparison. A variant that fails leaves its error text; the others go on.
 
-    The name of the variant in preparation stands in the file `progress`, so that the parent process
-    knows whom to leave out when this process dies (a segfault, or a CUDA error after which the
-    context is lost).
-
     Attributes:
         calls: name -> a callable that works.
         errors: name -> why there is none.
@@ -184,24 +177,18 @@ class Variants:
             pools).
     """
 
-    def __init__(self, progress: Path, skip: dict[str, str] | None = None):
-        self.progress = progress
+    def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
-        self.skip = skip or {}
         self.errors: dict[str, str] = {}
         self.held_mib: dict[str, float] = {}
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """`work()`, or None with the reason in `errors`; None also for a name that is to be skipped
-        or has an error.
+        """`work()`, or None with the reason in `errors`; None also for a name that has one.
 
         Raises what the device raises if the failure also broke the CUDA context.
         """
-        if name in self.skip:
-            self.errors[name] = self.skip[name]
         if name in self.errors:
             return None
-        self.progress.write_text(name)
         result = None
         try:
             result = work()
@@ -210,7 +197,6 @@ class Variants:
             traceback.print_exc()
             self.errors[name] = _reason(error)
             synchronize()
-        self.progress.write_text("")
         return result
 
     def add(self, name: str, make: Callable[[], Call]) -> None:

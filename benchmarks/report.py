@@ -147,23 +147,6 @@ def short(results: dict) -> str:
     return "\n\n".join([*parts, *(f"NOT MEASURED {line}" for line in failures(results))])
 
 
-def profiles(results: dict) -> str:
-    """Device time by kernel of every profiled variant, then what our backend reports."""
-    blocks = []
-    for suite in filter(results.__contains__, TITLES):
-        for case, result in complete(results, suite):
-            for name, found in result["profile"].items():
-                rows = [
-                    [f"{k['us']:.1f}", f"{k['calls']:.1f}", k["name"]] for k in found["kernels"]
-                ]
-                title = f"{suite} {case}: {name}, {found['total_us']:.0f} us on the device a call"
-                blocks.append(f"{title}\n{table(rows, ['us', 'calls', 'kernel'], 'plain')}")
-            for name, said in result.get("decisions", {}).items():
-                fused = f"{said['fused']} of {said['gemms']} GEMMs fused"
-                blocks.append(f"{suite} {case}: {name}, {fused}\n{said['report']}")
-    return "\n\n".join(blocks) + "\n"
-
-
 def merged(parts: list[dict]) -> dict[str, Any]:
     """One results dict out of several runs; ValueError if they are of different GPUs."""
     if len(gpus := {str(part["environment"]["gpu"]) for part in parts}) > 1:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of a suite: ``python -m benchmarks families --out DIR``.
 
-Each case has a process of its own; one that dies while it prepares a variant is started again
-without that variant. Into DIR, after every case: ``results.json``, ``tables.txt``, ``profiles.txt``
-(kernels, and what our backend reports) and ``log.txt`` (all that the processes printed).
+Each case has a process of its own, so that one that dies costs nothing else. Into DIR, after every
+case: ``results.json``, ``tables.txt`` and ``log.txt`` (all that the processes printed).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from .environment import REPOSITORY
 CACHE_VARIABLES = (
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR"),
 )
-#: Share of a case's time after which no further variant is prepared.
 
 
 def _list(text: str) -> list[str]:
@@ -70,35 +68,30 @@ def _variants(suite: str, case: Case, options: argparse.Namespace) -> dict[str, 
 def measure(
     suite: str, case: Case, options: argparse.Namespace, caches: Path, until: float
 ) -> dict:
-    """The result of a case, in processes of its own, or ``{"error": why there is none}``."""
+    """The result of a case, in a process of its own, or ``{"error": why there is none}``."""
     named = {n: dataclasses.asdict(way) for n, way in _variants(suite, case, options).items()}
-    skip: dict[str, str] = {}
     variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
-    while (left := min(options.timeout, until - time.monotonic())) > 0:
-        with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
-            folder = Path(name)
-            order = {"suite": suite, "case": case.name, "ways": named, "skip": skip, "left": left}
-            order |= {"seconds": options.seconds, "energy_s": options.energy}
-            (folder / "order.json").write_text(json.dumps(order))
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.run", name],
-                cwd=REPOSITORY, env={**os.environ, **variables},
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(left)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return {"error": f"killed after {left:.0f} s"}
-            if code == 0:
-                return json.loads((folder / "result.json").read_text())
-            progress = folder / "progress"
-            culprit = progress.read_text() if progress.exists() else ""
-        if not culprit or culprit in skip:
+    if (left := min(options.timeout, until - time.monotonic())) <= 0:
+        return {"error": "no time was left"}
+    with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
+        folder = Path(name)
+        order = {"suite": suite, "case": case.name, "ways": named}
+        order |= {"seconds": options.seconds, "energy_s": options.energy}
+        (folder / "order.json").write_text(json.dumps(order))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.run", name],
+            cwd=REPOSITORY, env={**os.environ, **variables},
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return {"error": f"killed after {left:.0f} s"}
+        if code:
             return {"error": f"exit status {code}; the log says why"}
-        skip[culprit] = "the process died while preparing it"
-    return {"error": "no time was left"}
+        return json.loads((folder / "result.json").read_text())
 
 
 def work(folder: Path) -> None:
@@ -107,8 +100,7 @@ def work(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
     named = {name: Way(**way) for name, way in order["ways"].items()}
     effort = (order["seconds"], order["energy_s"])
-    case, progress = Case.parse(order["case"]), folder / "progress"
-    result = contest.run(order["suite"], case, named, effort, progress, order["skip"])
+    result = contest.run(order["suite"], Case.parse(order["case"]), named, effort)
     result["seconds"] = time.monotonic() - start
     (folder / "result.json").write_text(json.dumps(result))
 
@@ -144,7 +136,6 @@ def main(suite: str, arguments: list[str]) -> None:
             result = results[suite][case.name] = measure(suite, case, options, caches, until)
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
             (out / "tables.txt").write_text(report.short(results) + "\n")
-            (out / "profiles.txt").write_text(report.profiles(results))
             print(f"{suite} {case.name}: {_line(result)}", flush=True)
     print("\n" + report.short(results))
 
