@@ -165,7 +165,7 @@ class Case:
         self.plain = tuple(torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs)
         self.functions: dict[str, Call] = {}
         self.modes: dict[str, list[str]] = {}
-        self.variants = measure.Variants(Path(os.devnull))
+        self.variants = measure.Variants()
         for variant, make in self.makers(tune).items():
             function = None if variant in skip else self.variants.attempt(variant, make)
             if function is None:
