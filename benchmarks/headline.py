@@ -100,21 +100,14 @@ def together(names: list[str], trees: dict[str, str], out: Path) -> dict[str, An
     """Case -> variant -> figures, of processes that are all alive and take turns."""
     running = {
         (case, variant): start(
-            [
-                "headline",
-                str(out),
-                "--case",
-                case,
-                "--part",
-                "coda" if variant in trees else variant,
-            ],
-            out.with_suffix(f".{variant}.log"),
-            tree=trees.get(variant, ""),
+            ["headline", str(out), "--case", case,
+             "--part", "coda" if variant in trees else variant],
+            out.with_suffix(f".{variant}.log"), tree=trees.get(variant, ""),
         )
         for case in names
         for variant in (*VARIANTS, *trees)
         if case not in NO_CAUSAL or variant != "compile_causal"
-    }
+    }  # fmt: skip
     found: dict[str, Any] = {}
     for case in names:
         found[case] = in_turn({v: process for (c, v), process in running.items() if c == case})

@@ -51,17 +51,8 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 _ARGUMENTS = {"self": "input", "mat_a": "input", "mat_b": "mat2", "weight": "mat2"}
 #: What may come before a weight that is made of parameters.
-_MADE = (
-    "transpose",
-    "getattr",
-    "to",
-    "bfloat16",
-    "half",
-    "float",
-    "permute",
-    "contiguous",
-    "type_as",
-)
+_MADE = ("transpose", "getattr", "to", "bfloat16", "half", "float", "permute", "contiguous",
+         "type_as")  # fmt: skip
 
 
 def raise_experts(graph: Graph, record: Record) -> None:
