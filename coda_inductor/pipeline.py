@@ -42,6 +42,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
 from coda_inductor.remedies import REMEDIES
 from coda_inductor.report import record as keep_report
+from coda_inductor.rewrite.adapters import unburden
 from coda_inductor.rewrite.borders import save_borders
 from coda_inductor.rewrite.collectives import merge_collectives
 from coda_inductor.rewrite.decompose import decompose, decompose_most
@@ -139,6 +140,7 @@ ON_ATEN = (
     Pass("collectives", merge_collectives, counts=("collective",)),
     Pass("loss", slice_loss_gradient, _fuses, ("cross_entropy_backward",), stage="2_traced"),
     Pass("embedding", gather_lookup_gradients, _fuses_gradients, ("embedding_backward",)),
+    Pass("adapters", unburden, _fuses),
     Pass("norm", defer_norms),
     Pass("heads", rotate_rows, _fuses),
     Pass("fp8_casts", expand_quantizations),

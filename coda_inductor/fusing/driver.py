@@ -22,6 +22,7 @@ from coda_inductor.graph.gemms import (
     GEMMS,
     WEIGHT_GRADIENT,
     gemm_inputs,
+    low_rank,
     producer,
     routes_of,
 )
@@ -104,7 +105,9 @@ def _fused(graph: Graph, record: Record) -> _Fused:
     sites: list[SiteReport] = []
     first = len(record.report.sites)
     planner = _Planner(graph, record)
-    for anchor in [n for n in graph.nodes if n.target in GEMMS]:
+    # A product of low rank takes as long as its stores: what it has in common with another is the
+    # other's.
+    for anchor in sorted((n for n in graph.nodes if n.target in GEMMS), key=low_rank):
         if anchor in done:
             continue
         region, site, choice = planner.plan(anchor)

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from coda_inductor.compat import scaled_mm as aten_scaled_mm
 from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, renames
-from coda_inductor.graph.sizes import same
+from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal
 from coda_inductor.semantic.experts import grouped_mm
@@ -26,6 +26,10 @@ TRACED = (*GEMMS, aten_scaled_mm)
 #: In the meta of a scaled product that makes a weight's gradient: its factors do not tell.
 WEIGHT_GRADIENT = "coda_weight_gradient"
 
+#: Up to so many multiplications an element take less than its stores; and so many times as large
+#: are M and N, so that other products of the graph are larger.
+LOW_RANK, LOW_RANK_RATIO = 256, 8
+
 #: From a GEMM node to the reason why its epilogue cannot or should not be fused, or None.
 Legal = Callable[[Node], Refusal | None]
 
@@ -35,6 +39,13 @@ def gemm_inputs(gemm: Node) -> tuple[Node, Node]:
     from: M and N are those of the node itself."""
     first = 1 if gemm.target is aten.addmm.default else 0
     return gemm.args[first], gemm.args[first + 1]
+
+
+def low_rank(gemm: Node) -> bool:
+    """Is K of ``gemm`` so small that its stores take longer than its multiplications?"""
+    m, n = (hint(size) for size in fake(gemm).shape[-2:])
+    k = hint(fake(gemm_inputs(gemm)[0]).shape[-1])
+    return k <= LOW_RANK and LOW_RANK_RATIO * k <= min(m, n)
 
 
 def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:

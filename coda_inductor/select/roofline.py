@@ -3,7 +3,9 @@
 cuBLAS's large products, bytes at that of Inductor's elementwise kernels, and a start.
 
 A fused kernel multiplies like cuBLAS, but for what its tiles leave idle. Its stores hide behind
-the next tile's multiplications, unless they take longer; its loads of tiles do not.
+the next tile's multiplications, unless they take longer; its loads of tiles do not. Nor is it
+faster than its operands are read, by as many processors as it has tiles: cuBLAS splits K of a
+product with fewer (an adapter's of rank 16: 65 us for 29 of cuBLAS's, 8192 x 4096, an H100).
 
 That is rough, so that a kernel must win by ``MARGIN``. Of the 825 measured sites that ship and
 whose programs are known (H100 and H200, 16 bits and FP8), 612 win by more than 3 %: 570 of them
@@ -41,7 +43,7 @@ GROUPED = 1.05
 
 def product_us(m, n: int, k: int, gpu: Gpu, *, fp8: bool = False) -> float:
     """Expected microseconds of one product (m, k) x (k, n) through cuBLAS."""
-    return START_US + _multiplying_us(hint(m), n, k, gpu, fp8)
+    return START_US + max(_multiplying_us(hint(m), n, k, gpu, fp8), _reading_us(m, n, k, gpu, fp8))
 
 
 def fused_us(site: Site, gpu: Gpu) -> float:
@@ -52,7 +54,9 @@ def fused_us(site: Site, gpu: Gpu) -> float:
     stores = sum(WIDTHS[s.dtype] for s in program.stores)
     multiplying = len(program.accs) * _multiplying_us(hint(site.m), n, site.k, gpu, program.fp8)
     multiplying *= 1 + IDLE * _idle(hint(site.m), n * len(program.accs), gpu)
-    us = START_US + max(multiplying, elements * stores / gpu.bytes_per_us)
+    reading = _reading_us(site.m, n * len(program.accs), site.k, gpu, program.fp8)
+    reading *= max(1.0, gpu.processors / _tiles(hint(site.m), n * len(program.accs)))
+    us = START_US + max(multiplying, elements * stores / gpu.bytes_per_us, reading)
     loads += EXCHANGED * bool(program.head)
     us += elements * (loads + table_traffic(program, n)) / gpu.bytes_per_us
     if site.copied:  # read and written
@@ -104,8 +108,16 @@ def table_traffic(program: EpilogueProgram, n: int) -> float:
 
 def _idle(m: int, columns: int, gpu: Gpu) -> float:
     """Processors without a tile of 128 x 192 in the last wave of them, for each tile."""
-    tiles = math.ceil(m / 128) * math.ceil(columns / 192)
+    tiles = _tiles(m, columns)
     return -tiles % gpu.processors / tiles
+
+
+def _tiles(m: int, columns: int) -> int:
+    return max(1, math.ceil(m / 128) * math.ceil(columns / 192))
+
+
+def _reading_us(m, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+    return (hint(m) + n) * k * (1 if fp8 else 2) / gpu.bytes_per_us
 
 
 def _multiplying_us(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:

@@ -51,11 +51,21 @@ def test_a_kernel_is_a_product_with_stores_hidden_and_loads_not():
     assert short == pytest.approx(START_US + 2 * loads + loads)
 
 
+@pytest.mark.parametrize(("n", "processors"), [(16, 66), (192, 66), (193, 132)])
+def test_no_kernel_is_faster_than_its_tiles_read(n, processors):
+    """An adapter's product: cuBLAS reads by all processors."""
+    k, m = 8192, 128 * 66
+    read = 2 * (m + n) * k / BYTES
+    assert product_us(m, n, k, H100) == pytest.approx(START_US + read)
+    one = fused_us(site("scale", m, n, k), H100)
+    assert one == pytest.approx(START_US + read * 132 / processors)
+
+
 def test_what_idles_at_the_end_shows_in_part():
-    """Of 2 x 132 tiles 131 are none."""
-    m, n = 128, 192 * 133
+    """Of 3 x 132 tiles 131 are none."""
+    m, n = 128 * 5, 192 * 53
     one = fused_us(site("scale", m, n, K), H100)
-    idle = 1 + IDLE * 131 / 133
+    idle = 1 + IDLE * 131 / 265
     assert one - START_US == pytest.approx((product_us(m, n, K, H100) - START_US) * idle)
 
 

@@ -14,10 +14,17 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.graph.gemms import DENSE, gemm_inputs, producer, terms
-from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames_or_casts
+from coda_inductor.graph.nodes import (
+    arguments,
+    aten,
+    fake,
+    is_transpose,
+    renames,
+    renames_or_casts,
+)
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
-from coda_inductor.graph.walk import chain, parts
+from coda_inductor.graph.walk import base, chain, parts, readers
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
@@ -49,8 +56,14 @@ class Uses:
 
     @property
     def early(self) -> bool:
-        """Does a GEMM make every dz, so that its epilogue can scale it?"""
-        return all(producer(gemm_inputs(dgrad)[0]) is not None for dgrad in self.dgrads)
+        """Does a GEMM make every dz, so that its epilogue can scale it? Not where others (adapters)
+        multiply dz too: it would be stored twice."""
+        own = {*self.dgrads, *self.wgrads}
+        for dz in (gemm_inputs(dgrad)[0] for dgrad in self.dgrads):
+            _, users = readers(base(dz), lambda n: renames(n) or is_transpose(n))
+            if producer(dz) is None or any(u.target in DENSE and u not in own for u in users):
+                return False
+        return True
 
     def gradients(self) -> dict[Node, Node] | None:
         """Forward GEMM -> the gradient dz of its product z, for every GEMM whose product has one.
@@ -58,8 +71,8 @@ class Uses:
         found: dict[Node, Node] = {}
         for dgrad in self.dgrads:
             dz, weight = gemm_inputs(dgrad)
-            base, turned = _matrix(weight)
-            wanted = (base, not turned)
+            matrix, turned = _matrix(weight)
+            wanted = (matrix, not turned)
             same_weight = [g for g in self.gemms if _matrix(gemm_inputs(g)[1]) == wanted]
             if len(same_weight) != 1 or same_weight[0] in found:
                 return None

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: what products of low rank take from those beside which they run.
+
+Before (``r`` the rank of A (r, K) and B (N, r), s a number)::
+
+    t = dy * s;  dh = t @ B;  dB = t.T @ h                        # t is as large as dy
+    dx = ((dh_u @ A_u + du @ W_u) + dh_g @ A_g) + dg @ W_g        # of two layers that read one x
+
+After::
+
+    dh = (dy @ B) * s;  dB = (dy.T @ h) * s
+    dx = ((du @ W_u + dg @ W_g) + dh_u @ A_u) + dh_g @ A_g
+
+Why it is valid: a number commutes with a product, terms with one another. Both round as often as
+before, elsewhere.
+
+Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
+whose epilogue adds the others; between them stood a term that no kernel reads with them.
+
+Leaves alone: a number times what anything but a small product reads; sums whose terms of full rank
+stand first already, or lie on two sides of the graph.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from coda_inductor.graph.edit import insert, prune
+from coda_inductor.graph.gemms import is_sum, low_rank
+from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
+from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import base, readers
+from coda_inductor.record import Record
+
+#: So many times as large as a product must be what is no longer scaled.
+_SMALLER = 8
+
+
+def unburden(graph: Graph, record: Record) -> None:
+    """Apply both rewrites to an aten graph, in place."""
+    del record
+    for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
+        _scale_products(graph, node)
+    scope = Scope(graph)
+    for node in [n for n in graph.nodes if is_sum(n)]:
+        _full_rank_first(graph, node, scope)
+
+
+def _renames_or_turns(node: Node) -> bool:
+    return renames(node) or is_transpose(node)
+
+
+def _scale_products(graph: Graph, scaled: Node) -> None:
+    """Scale the products of ``scaled``, a tensor times a number, in its stead."""
+    x, number = scaled.args
+    if not isinstance(number, (int, float)):
+        return
+    names, products = readers(scaled, _renames_or_turns)
+    if fake(x).dtype != fake(scaled).dtype or not products:
+        return
+    if not all(_reads_once(p, names) and _smaller(p, scaled) for p in products):
+        return
+    scaled.replace_all_uses_with(x)
+    for product in products:
+        with graph.inserting_after(product):
+            times = insert(graph, aten.mul.Tensor, (product, number), like=product)
+        product.replace_all_uses_with(times, delete_user_cb=lambda user, own=times: user is not own)
+    prune([scaled])
+
+
+def _reads_once(product: Node, names: list[Node]) -> bool:
+    return product.target is aten.mm.default and sum(a in names for a in product.args) == 1
+
+
+def _smaller(product: Node, scaled: Node) -> bool:
+    return hint(fake(product).numel()) * _SMALLER <= hint(fake(scaled).numel())
+
+
+def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:
+    """Let ``total`` begin with its terms of full rank."""
+    users = [*total.users]
+    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0], scope):
+        return  # a part of a longer sum
+    terms = _terms(total, total, scope)
+    products = {t: base(t) for t in terms if base(t).target is aten.mm.default}
+    full = [t for t, product in products.items() if not low_rank(product)]
+    if len(full) < 2 or len(full) == len(products) or terms[: len(full)] == full:
+        return
+    first, *rest = full + [t for t in terms if t not in full]
+    with graph.inserting_before(total):
+        for term in rest:
+            first = insert(graph, aten.add.Tensor, (first, term), like=total)
+    total.replace_all_uses_with(first)
+    prune([total])
+
+
+def _terms(node: Node, total: Node, scope: Scope) -> list[Node]:
+    """What is summed in ``node``, from left to right."""
+    found: list[Node] = []
+    for term in node.args:
+        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total, scope)
+        found += _terms(term, total, scope) if inner else [term]
+    return found
+
+
+def _alike(part: Node, total: Node, scope: Scope) -> bool:
+    """May the sum ``part`` be made anywhere in ``total``?"""
+    one, other = fake(part), fake(total)
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and scope.same_side(part, total) and checkpoint(part) == checkpoint(total)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of low rank (LoRA) take nothing from those of full rank beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check_gradients, randn
+from passes import aten_graph, run_pass
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor import pipeline
+from coda_inductor.graph.gemms import GEMMS, low_rank
+
+(ADAPTERS,) = (each.run for each in pipeline.ON_ATEN if each.name == "adapters")
+aten = torch.ops.aten
+M, D, WIDE, RANK = 32, 16, 24, 2
+
+
+def adapted(x, w, a, b, scale=0.7):
+    """As peft writes it."""
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+
+def of_mlp(x, gate, gate_a, gate_b, up, up_a, up_b, down, down_a, down_b):
+    hidden = F.silu(adapted(x, gate, gate_a, gate_b)) * adapted(x, up, up_a, up_b)
+    return x + adapted(hidden, down, down_a, down_b)
+
+
+def of_normed_mlp(x, gamma, first, *weights):
+    x = x + F.linear(x.tanh(), first)
+    return x + of_mlp(F.rms_norm(x, (D,), gamma, 1e-6), *weights)
+
+
+def in_a_checkpoint(*args):
+    return checkpoint(of_mlp, *args, use_reentrant=False)
+
+
+ADAPTED = ((WIDE, D), (RANK, D), (WIDE, RANK))
+MLP = (*ADAPTED, *ADAPTED, (D, WIDE), (RANK, WIDE), (D, RANK))
+
+
+def weights(function, shapes, frozen=True):
+    """Only adapters, whose rank is a side, are trained."""
+    made = Weights(function, *(randn(*s) / s[-1] ** 0.5 for s in shapes))
+    for parameter, shape in zip(made.parameters(), shapes, strict=True):
+        parameter.requires_grad_(not frozen or RANK in shape)
+    return made
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [(of_mlp, MLP), (of_normed_mlp, ((D,), (D, D), *MLP)), (in_a_checkpoint, MLP)],
+)
+def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, frozen, dynamic):
+    model = weights(function, shapes, frozen)
+    harness = check_gradients(model, randn(2, M // 2, D).requires_grad_(), dynamic=dynamic)
+    (both,) = [s for s in harness.fused if s.shape[1:] == (D, 2 * WIDE)]  # gate and up
+    assert both.absorbed.count("add") >= 2
+    # The gate's gradient is made where the product of full rank is.
+    made = [s for s in harness.fused if s.shape[1] == WIDE and s.role == "input gradient"]
+    assert [s.shape[2] for s in made if "sigmoid" in str(s.program)] == [D]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(trained):
+    """Else dz would be stored twice: with adapters, the dgrads' epilogue scales."""
+    shapes = ((D,), (D, D), *MLP)
+    model = weights(of_normed_mlp, shapes)
+    if trained:  # no adapters
+        model = Weights(
+            lambda x, gamma, first, gate, up, down: (
+                (y := x + F.linear(x.tanh(), first))
+                + F.linear(
+                    F.silu(F.linear(n := F.rms_norm(y, (D,), gamma, 1e-6), gate)) * F.linear(n, up),
+                    down,
+                )
+            ),
+            *(randn(*s) / s[-1] ** 0.5 for s in (*shapes[:2], (WIDE, D), (WIDE, D), (D, WIDE))),
+        )
+    harness = check_gradients(model, randn(2, M // 2, D).requires_grad_())
+    (made,) = [s for s in harness.fused if "sigmoid" in str(s.program) and s.role != "forward"]
+    assert any(o.kind == "col" for o in made.program.operands) == trained
+
+
+def small(x, *matrices, number=0.5):
+    """Products of ``x * number``, all small."""
+    return tuple((x * number).reshape(-1, D) @ m for m in matrices)
+
+
+def shown_too(x, m):
+    return (x * 0.5 @ m, x * 0.5)
+
+
+NUMBERS = {
+    "one product": (small, True),
+    "two products": (lambda x, m: small(x, m, m + 1), True),
+    "transposed": (lambda x, m: ((x * 0.5).t() @ x[:, :RANK],), True),
+    "an integer": (lambda x, m: small(x, m, number=3), True),
+    "a large product": (lambda x, m: ((y := x * 0.5) @ m, y @ x.t()), False),
+    "another reader": (lambda x, m: ((y := x * 0.5) @ m, y.sin()), False),
+    "an output": (lambda x, m: ((y := x * 0.5) @ m, y), False),
+    "both factors": (lambda x, m: ((y := x[:, :1] * 0.5).t() @ y,), False),
+    "a tensor": (lambda x, m: ((x * x[:1]) @ m,), False),
+    "another dtype": (lambda x, m: ((x.half() * torch.tensor(0.5).item()).double() @ m,), False),
+    "no reader that is a product": (lambda x, m: ((x * 0.5).sin() @ m,), False),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_waits_until_after_small_products(name):
+    function, moves = NUMBERS[name]
+    args = randn(M, D), randn(D, RANK)
+    graph = aten_graph(function, *args, decomposed=True)
+    before = str(graph)
+    run_pass(ADAPTERS, graph)
+    assert (str(graph) != before) == moves
+    if moves:
+        sizes = [n.meta["val"].numel() for n in graph.nodes if n.target is aten.mul.Tensor]
+        assert sizes
+        assert max(sizes) * 8 <= M * D
+    have = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*args)
+    for mine, theirs in zip(have, function(*args), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    again = str(graph)
+    run_pass(ADAPTERS, graph)
+    assert str(graph) == again
+
+
+def mm(x, n):
+    """A product (M, n) of rank RANK, or n."""
+    return x[:, :n] @ x[:n]
+
+
+SUMS = {
+    "of low rank between": (lambda x: mm(x, 2) + mm(x, 12) + mm(x, 1) + mm(x, 13), True),
+    "nested": (lambda x: (mm(x, 2) + mm(x, 12)) + (x + mm(x, 13)), True),
+    "through views": (lambda x: (mm(x, 2).view(8, 4, -1) + mm(x, 12).view(8, 4, -1))
+                      + mm(x, 13).view(8, 4, -1), True),
+    "in order": (lambda x: mm(x, 12) + mm(x, 13) + mm(x, 2), False),
+    "none of low rank": (lambda x: x + mm(x, 12) + mm(x, 13), False),
+    "one of full rank": (lambda x: x + mm(x, 2) + mm(x, 12), False),
+    "a part is read": (lambda x: ((y := mm(x, 2) + mm(x, 12)) + mm(x, 13)) * y.sin(), False),
+    "a part is wider": (lambda x: (mm(x, 2) + mm(x, 12))[:1] + mm(x, 13)[:1], False),
+    "in another dtype": (lambda x: (mm(x, 2) + mm(x, 12)).float() + mm(x, 13).float(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_terms_of_full_rank_come_first(name):
+    function, moves = SUMS[name]
+    x = randn(M, M)
+    graph = aten_graph(lambda x: (function(x),), x)
+    before = str(graph)
+    run_pass(ADAPTERS, graph)
+    assert (str(graph) != before) == moves
+    (have,) = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(x)
+    torch.testing.assert_close(have, function(x), rtol=1e-10, atol=1e-10)
+    again = str(graph)
+    run_pass(ADAPTERS, graph)
+    assert str(graph) == again
+
+
+def test_the_forward_pass_keeps_its_own_sums():
+    """What it adds up alone is one tensor to keep, not two."""
+
+    def function(x, w, a, b):
+        return (adapted(x, w, a, b) * x.sin()).sum()
+
+    model = weights(function, ((D, D), (RANK, D), (D, RANK)))
+    check_gradients(model, randn(M, D).requires_grad_())
+
+
+def test_what_is_of_low_rank():
+    def ranks(m, n, k):
+        graph = aten_graph(lambda a, b: (a @ b,), randn(m, k), randn(k, n))
+        return [low_rank(node) for node in graph.nodes if node.target in GEMMS]
+
+    assert ranks(64, 64, 8) == [True]
+    assert ranks(64, 64, 9) == ranks(64, 56, 8) == ranks(56, 64, 8) == [False]
+    assert ranks(2056, 2056, 256) == [True]
+    assert ranks(2056, 2056, 257) == [False]
