@@ -171,7 +171,7 @@ class Case:
             if function is None:
                 continue
             self.functions[variant], self.modes[variant] = function, []
-            self.refresh()
+            patient(self.refresh)
             for mode in MORE if cut.name in ("layer", "head") else MODES:
                 run = functools.partial(patient, functools.partial(self._twice, variant, mode))
                 if self.variants.attempt(f"{variant}, {mode}", run):
@@ -249,7 +249,7 @@ class Case:
         return {"versions": versions, "variants": found, "errors": self.variants.errors}
 
     def _facts(self, variant: str, mode: str, truths: Sequence[torch.Tensor]) -> dict[str, Any]:
-        self.refresh()
+        patient(self.refresh)
         call = self.call(variant, mode)
         errors = (
             measure.relative_error(value.detach().reshape(truth.shape), truth)

@@ -87,7 +87,7 @@ GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attent
     ],
 )
 def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
-    """``masks`` have lists of their blocks made, four sorts each; one of causal order is left to
+    """``masks`` have lists of their blocks made, four permutations each; one of causal order is left to
     SDPA. Whatever the positions, also where each row has its own, projections rotate by them."""
     given, made = batch(), model(name, **settings)
     if "attention_mask" in given and name == "Llama":
@@ -101,7 +101,7 @@ def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
     constant = {"constant_mask": 1} if settings is GEMMA and batch is plain else {}
     blocks = LAYERS - len(constant)
     assert counts == {"block_mask": blocks, "grouped_heads": blocks, **constant}
-    assert sum(n.target == "argsort" for n in harness.raised.nodes) == 4 * masks
+    assert sum(n.target == "scatter" for n in harness.raised.nodes) == 4 * masks
     if name == "Llama":
         assert fired["rotary"] == 2 * LAYERS
         forward = [site for site in harness.report.sites if site.role == "forward"]

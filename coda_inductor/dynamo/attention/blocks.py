@@ -93,13 +93,19 @@ def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Ten
 def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """How many each row has, and which: (batch, rows, columns) bool to the shapes of a BlockMask.
 
+    A stable argsort would say which; Triton takes 25 s to compile the four of it (an H100).
+
     Kernels find a mask of the batch by the stride of the dimension of heads. Its size is 1, so
     that Inductor may give it any stride; of ``unsqueeze`` it makes 0, by which all read the first
     mask's blocks. ``as_strided`` says it, and Inductor lays its input out as recorded.
     """
-    counts = blocks.sum(-1, dtype=torch.int32).contiguous()
-    order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
-    order, size = order.to(torch.int32).contiguous(), rows * columns
+    before = blocks.cumsum(-1, dtype=torch.int32)
+    counts = before[..., -1].contiguous()
+    column = torch.arange(columns, device=blocks.device)
+    place = torch.where(blocks, before - 1, before[..., -1:] + column - before)
+    named = column.to(torch.int32).expand(batch, rows, columns)
+    order = torch.zeros_like(place).to(torch.int32).scatter(-1, place.to(torch.int64), named)
+    size = rows * columns
     return (
         counts.as_strided((batch, 1, rows), (rows, rows, 1)),
         order.as_strided((batch, 1, rows, columns), (size, size, columns, 1)),
