@@ -20,9 +20,10 @@ import math
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 MODES, MORE = ("forward", "backward"), ("forward", "backward", "step")
 #: Samples of a variant and mode, and seconds before one.
 TURNS, SETTLE = 4, 0.05
+#: Cases that compile at a time: more of them want more memory than there is.
+TOGETHER = 6
 Call = Callable[..., Any]
 
 
@@ -73,21 +76,13 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
     """Fill the file, case by case."""
     found = environment.describe(sys.argv[1:], options.commit, "benchmarks.paper")
     results: dict[str, Any] = {}
-    log, began = options.file.with_suffix(".log"), time.monotonic()
+    log = options.file.with_suffix(".log")
     # There are many processes, each with compile workers of its own.
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="4", CODA_COMPILE_WORKERS="2")
     more = ["--seconds", str(options.seconds), "--skip", options.skip]
     more += [*["--tune"] * options.tune, "--part"]
     parts = {"all": "", "paper": options.coda_kernels}
-    running = {
-        name: [headline.start(["paper", str(log), "--only", name, *more, part], log, folder)
-               for part, folder in parts.items() if part == "all" or folder]
-        for name in names
-    }  # fmt: skip
-    for process in (process for each in running.values() for process in each):
-        headline.ask(process, "compiled")
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    for name, processes in running.items():
+    for name, processes in _running(names, ["paper", str(log), *more], parts, log):
         result = results[name] = {"errors": {}, "variants": {}}
         able = []
         for process in processes:
@@ -112,6 +107,23 @@ def measured(names: list[str], options: argparse.Namespace) -> None:
         times = {v: [round(f["median_ms"], 3) for f in each.values()]
                  for v, each in result["variants"].items()}  # fmt: skip
         print(name, times, result["errors"], flush=True)
+
+
+def _running(
+    names: list[str], command: list[str], parts: dict[str, str], log: Path
+) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """A case and its processes, which have compiled, ``TOGETHER`` cases at a time."""
+    for first in range(0, len(names), TOGETHER):
+        began = time.monotonic()
+        running = {
+            name: [headline.start([*command, part, "--only", name], log, folder)
+                   for part, folder in parts.items() if part == "all" or folder]
+            for name in names[first:first + TOGETHER]
+        }  # fmt: skip
+        for process in (process for each in running.values() for process in each):
+            headline.ask(process, "compiled")
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+        yield from running.items()
 
 
 def answer(name: str, options: argparse.Namespace) -> None:
