@@ -258,7 +258,7 @@ KERNELS: tuple[str, ...] = tuple(
         "RowVecLoad RowVecReduce Scalar TileLoad VecReduce _mask_oob _mask_oob_active _reduce_dim "
         "_vec_reduce_combine",
         "quack.epilogue.rotary": "RotaryCosSinTMALoad",
-        "quack.gemm": "gemm",
+        "quack.gemm": "_compile_gemm _gemm_plan_cache gemm get_max_active_clusters launch_gemm",
         "quack.gemm_runtime.host": "GemmEpiPlan _compile_gemm_epi get_max_active_clusters "
         "run_gemm_epi_plan",
         "quack.gemm_runtime.identity": "TORCH_OP_EPI_MODS",

@@ -19,9 +19,10 @@ from coda_inductor.log import warn_once
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
 from coda_inductor.report import SiteReport
-from coda_inductor.runtime import pool
+from coda_inductor.runtime import experts, pool
 from coda_inductor.runtime.launch import requests
 from coda_inductor.runtime.op import OP
+from coda_inductor.semantic.experts import WGRAD
 
 #: On a GEMM's node, or the call that took its place: the number of its report in the list.
 SITE = "coda_site"
@@ -38,6 +39,7 @@ def lower(graph: Graph, calls: dict[Node, int], record: Record) -> None:
     _announce(sites, strict=record.options.strict)
     kernels = [call for call, i in calls.items() if sites[i].how == "kernel"]
     plain = [call for call, i in calls.items() if sites[i].how == "reference"]
+    kernels += graph.find_nodes(op="call_function", target=WGRAD)
     if record.later:
         pool.submit([request for call in kernels for request in _requests(call)])
     else:
@@ -53,7 +55,7 @@ def settle(graph: Graph, record: Record) -> bool:
     Raises:
         FallbackError: with ``options["strict"]``, if there are any.
     """
-    return _settle(graph, [node for node in graph.nodes if node.target is OP], record)
+    return _settle(graph, [node for node in graph.nodes if node.target in (OP, WGRAD)], record)
 
 
 def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
@@ -69,6 +71,8 @@ def _settle(graph: Graph, calls: list[Node], record: Record) -> bool:
         why = refuse("defect", f"its kernel does not compile: {error}", failure=True)
         if record.options.strict:
             raise FallbackError(f"{name}: {why.text}")
+        if call.target is WGRAD:  # which falls back by itself
+            continue
         warn_once(name, why.text)
         if i is not None:
             sites[i] = replace(sites[i], how="reference", refusal=why)
@@ -93,6 +97,9 @@ def _announce(sites: list[SiteReport], *, strict: bool) -> None:
 def _requests(call: Node) -> list[pool.KernelRequest]:
     """The kernels that a call may launch."""
     given = arguments(call)
+    if call.target is WGRAD:
+        a, rows, *bs = (x and fake(x) for x in (given["a"], given["rows"], *given["bs"]))
+        return experts.requests(a, rows, bs, given["turned"])
     left, right = ([fake(x) for x in given[name]] for name in ("as_", "bs"))
     return requests(left, right, given["program"], given["config"])
 

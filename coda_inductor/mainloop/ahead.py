@@ -26,13 +26,15 @@ def cache_folder() -> str | None:
     return quack.cache.CACHE_DIR
 
 
-def kernel_file(program: EpilogueProgram, config: Any, *how: str) -> Path:
+def kernel_file(program: EpilogueProgram | str, config: Any, *how: str) -> Path:
     """Where a kernel is kept; ``how`` as ``mod.kernel_name`` takes it."""
     own = store.place(kernel_name(program, config, *how))
     return own if own.exists() else store.read_only(own) or own
 
 
-def compile_to_disk(program: EpilogueProgram, config: Any, folder: str | None, *how: str) -> Path:
+def compile_to_disk(
+    program: EpilogueProgram | str, config: Any, folder: str | None, *how: str
+) -> Path:
     """Compile a kernel into ``folder``, unless it is there by now; returns its file. ``how`` as
     ``mod.kernel_name`` takes it, of the architecture of this process.
 
@@ -47,6 +49,11 @@ def compile_to_disk(program: EpilogueProgram, config: Any, folder: str | None, *
     host.get_max_active_clusters = lambda *_, **__: 0
     # A kernel that this worker has in memory would not be saved again.
     *reading, _ = how
+    if isinstance(program, str):
+        from coda_inductor.mainloop.experts import compile_gradient
+
+        compile_gradient(program, config, reading[-1])
+        return path
     load(program, reading[-1])._plan_cache.clear()
     host._compile_gemm_epi.cache_clear()
     build(program, config, *reading)

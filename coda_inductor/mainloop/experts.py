@@ -9,15 +9,20 @@ stand before it in the block. It is stable, and the same at every run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import quack.gemm
 import torch
 import triton
 import triton.language as tl
-from quack.gemm import gemm
+from quack.cute_dsl_utils import get_device_capacity
 from torch import Tensor
 
-from coda_inductor.semantic.experts import wgrad_result
+from coda_inductor.mainloop import store
+from coda_inductor.mainloop.mod import kernel_name
+from coda_inductor.program.dtypes import dtype_name
+from coda_inductor.semantic.experts import WGRAD, wgrad_result
 
 #: Pairs of a block times experts, at most: a thread has 64 of these counts.
 _COUNTS = 32768
@@ -26,7 +31,7 @@ _MOST_EXPERTS = 1024
 _COLUMNS = 2048
 #: (tile_m, tile_n, cluster_m, ping-pong) of gradients of weights, the fastest of seven on an H100
 #: but for 6 %, and from how many columns a part on the second is.
-_FEW, _MANY, _MANY_COLUMNS = (128, 256, 2, False), (128, 192, 2, True), 4096
+_TILES, _MANY_COLUMNS = {"few": (128, 256, 2, False), "many": (128, 192, 2, True)}, 4096
 
 
 @triton.jit
@@ -159,10 +164,44 @@ def grouped_wgrad(
     with torch.cuda.device(a.device):
         for b in bs:
             n = b.shape[1]
-            tile_m, tile_n, cluster, pingpong = _MANY if n >= _MANY_COLUMNS else _FEW
-            gemm(
-                a.mT, b.mT, out[:, :, start : start + n], None, None,
-                tile_m, tile_n, cluster, 1, pingpong=pingpong, cu_seqlens_k=offsets, A_idx=rows,
-            )  # fmt: skip
+            _gradient(a, rows, b, offsets, out[:, :, start : start + n], columns(n))
             start += n
     return out
+
+
+def columns(n: int) -> str:
+    """What kernel gradients of weights with ``n`` columns have: "few" or "many"."""
+    return "many" if n >= _MANY_COLUMNS else "few"
+
+
+def _gradient(
+    a: Tensor, rows: Tensor | None, b: Tensor, offsets: Tensor, out: Tensor, how: str
+) -> None:
+    tile_m, tile_n, cluster, pingpong = _TILES[how]
+    turned = "turned" if out.stride(1) == 1 else ""
+    with store.named(
+        _gradient_name(f"{WGRAD.name()} {dtype_name(a.dtype)}", how, turned, a.device)
+    ):
+        quack.gemm.gemm(
+            a.mT, b.mT, out, None, None, tile_m, tile_n, cluster, 1,
+            pingpong=pingpong, cu_seqlens_k=offsets, A_idx=rows,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _gradient_name(program: str, how: str, variant: str, device: torch.device) -> str:
+    arch = "".join(map(str, get_device_capacity(device)))
+    return kernel_name(program, how, "m", "n", variant, arch)
+
+
+def compile_gradient(program: str, how: str, variant: str) -> None:
+    """Compile the kernel of a gradient of weights, in a process that launches nothing. Arguments
+    are those of its request (``runtime.experts.requests``)."""
+    quack.gemm.get_max_active_clusters = lambda *_, **__: 0
+    quack.gemm.launch_gemm = lambda *_: None
+    quack.gemm._gemm_plan_cache.clear()
+    quack.gemm._compile_gemm.cache_clear()
+    dtype = getattr(torch, program.rpartition(" ")[2])
+    a, b = (torch.empty(64, 64, dtype=dtype, device="meta") for _ in range(2))
+    offsets, rows = (torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 64))
+    _gradient(a, rows, b, offsets, wgrad_result(a, [b], offsets, bool(variant)), how)

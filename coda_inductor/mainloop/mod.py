@@ -117,12 +117,14 @@ def source_path(program: EpilogueProgram, variant: str = "") -> Path:
 
 
 def kernel_name(
-    program: EpilogueProgram, config: Any, a_major: str, b_major: str, variant: str, arch: str
+    program: EpilogueProgram | str, config: Any, a_major: str, b_major: str, variant: str, arch: str
 ) -> str:
-    """What the file of a kernel is called; arguments as ``build`` takes them, ``arch`` is the
-    compute capability, e.g. "90". ``swizzle`` is an argument of its launches."""
-    config = dataclasses.replace(config, swizzle=1)
-    key = program.key, str(config), a_major, b_major, variant, arch, codegen_hash()
+    """What the file of a kernel is called; arguments as ``build`` takes them, or of a kernel that
+    is no program's, texts; ``arch`` is the compute capability, e.g. "90". ``swizzle`` is an
+    argument of its launches."""
+    if isinstance(program, EpilogueProgram):
+        program, config = program.key, dataclasses.replace(config, swizzle=1)
+    key = program, str(config), a_major, b_major, variant, arch, codegen_hash()
     return hashlib.sha256(repr(key).encode()).hexdigest()
 
 

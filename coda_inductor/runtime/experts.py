@@ -10,7 +10,8 @@ from typing import Any
 
 from coda_inductor.log import warn_once
 from coda_inductor.mainloop import availability
-from coda_inductor.program.dtypes import HALF
+from coda_inductor.program.dtypes import HALF, dtype_name
+from coda_inductor.runtime.worker import KernelRequest
 from coda_inductor.select.device import arch_of
 from coda_inductor.semantic import experts
 from coda_inductor.semantic.define import LIB
@@ -37,17 +38,27 @@ _combine = _kernel("combine", experts.combine)
 _gradient = _kernel("grouped_wgrad", experts.grouped_wgrad)
 
 
-def _wgrad(a, rows, bs, offsets, turned):
+def _takes(a, rows, bs) -> bool:
     """QuACK's GEMM takes 16 bits and rows of 16 bytes, on Hopper; rows that lie in order, where it
     was not measured, are torch's."""
     sizes = (a.shape[1], *(b.shape[1] for b in bs))
-    fits = (
-        rows is not None
-        and a.dtype in HALF
-        and not any(size % 8 for size in sizes)
-        and bs[0].shape[0] > 0
-    )
-    if fits and availability.kernel_stack(a.device) is None and arch_of(a.device) == 9:
+    fits = rows is not None and a.dtype in HALF and a.is_cuda
+    fits = fits and all(isinstance(size, int) and size % 8 == 0 for size in sizes)
+    return fits and availability.kernel_stack(a.device) is None and arch_of(a.device) == 9
+
+
+def requests(a, rows, bs, turned: bool) -> list[KernelRequest]:
+    """The kernels that a gradient of weights launches, as ``runtime.launch.requests``."""
+    if not _takes(a, rows, bs):
+        return []
+    from coda_inductor.mainloop.experts import columns
+
+    program, variant = f"{WGRAD.name()} {dtype_name(a.dtype)}", "turned" * turned
+    return [KernelRequest(program, columns(b.shape[1]), "m", "n", variant) for b in bs]
+
+
+def _wgrad(a, rows, bs, offsets, turned):
+    if bs[0].shape[0] and _takes(a, rows, bs):
         bs = [b.contiguous() for b in bs]
         return _gradient(a.contiguous(), rows, bs, offsets, turned)
     return experts.grouped_wgrad(a, rows, bs, offsets, turned)

@@ -14,6 +14,7 @@ class KernelRequest:
     ``program`` and ``config`` are texts, as the op takes them. ``a_major``/``b_major``: which
     dimension of A (M x K) and B (K x N) has stride 1. ``variant``: of their reading
     (``mainloop.readings``). ``arch``: compute capability, e.g. "90"; None is this machine's.
+    What is no program says so in its own words (``runtime.experts.requests``).
     """
 
     program: str
@@ -49,7 +50,9 @@ def compile_kernel(request: KernelRequest, folder: str | None) -> str | None:
 
 
 def parsed(request: KernelRequest) -> tuple[Any, Any]:
-    """The program and the config of a request."""
+    """The program and the config of a request; of what is no program, its texts."""
+    if not request.program.startswith("{"):
+        return request.program, request.config
     from coda_inductor.program import EpilogueProgram
     from coda_inductor.select.config import Config
 
