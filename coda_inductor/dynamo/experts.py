@@ -57,8 +57,6 @@ _MADE = ("transpose", "getattr", "to", "bfloat16", "half", "float", "permute", "
 
 def raise_experts(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its regions, in place; counts each block of experts."""
-    if not record.enabled("experts"):
-        return
     for body in bodies(graph):
         products = [node for node in body.graph.nodes if target_name(node) in _PRODUCTS]
         if not products:
