@@ -119,7 +119,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             inductor[key] = _check_inductor(key, value)
         else:
             raise OptionError(
-                f"unknown option {key!r} for backend='coda'{_meant(key, _OWN)}. Its own options "
+                f"unknown option {key!r} for backend='coda'{meant(key, _OWN)}. Its own options "
                 f"are {', '.join(sorted(_OWN))}; Inductor's (torch._inductor.list_options()) are "
                 "accepted too"
             )
@@ -155,11 +155,11 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
     known = list_mode_options()
     if mode not in known:
         names = ", ".join(dict.fromkeys(("default", *known)))
-        raise OptionError(f"unknown mode {mode!r}{_meant(mode, known)}; known modes are {names}")
+        raise OptionError(f"unknown mode {mode!r}{meant(mode, known)}; known modes are {names}")
     return known[mode]
 
 
-def _meant(name: Any, known: Iterable[str]) -> str:
+def meant(name: Any, known: Iterable[str]) -> str:
     """Did the user mean one of ``known``?"""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -191,7 +191,8 @@ def _check(key: str, value: Any, name: str = "") -> Any:
                 name or f"option {key!r}",
                 ", ".join(word or "''" for word in _CHOICES[key]),
             )
-            raise OptionError(f"{what} is one of {known}, got {value!r}")
+            hint = meant(value, _CHOICES[key])
+            raise OptionError(f"{what} is one of {known}, got {value!r}{hint}")
         return value
     if key == "tune_seconds":
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

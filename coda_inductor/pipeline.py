@@ -37,6 +37,7 @@ from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
+from coda_inductor.options import meant
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse
@@ -172,10 +173,10 @@ def check_names(record: Record) -> None:
         if any(each.needed and each.name == name for each in passes):
             raise OptionError(f"option 'disable': the pass {name!r} cannot be done without")
     names |= {each.name for each in passes if not each.needed}
-    if unknown := set(record.options.disable) - names:
+    if unknown := sorted(set(record.options.disable) - names):
+        said = ", ".join(f"{name!r}{meant(name, names)}" for name in unknown)
         raise OptionError(
-            f"option 'disable': nothing is called {', '.join(map(repr, sorted(unknown)))}; "
-            f"known are {', '.join(sorted(names))}"
+            f"option 'disable': nothing is called {said}; known are {', '.join(sorted(names))}"
         )
 
 

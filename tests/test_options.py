@@ -70,6 +70,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
         (None, {"strict": 1}, "'strict' takes True or False, got 1"),
         (None, {"reference": None}, "'reference' takes True or False, got None"),
         (None, {"gate": "sometimes"}, "'gate' is one of auto, always, never, got 'sometimes'"),
+        (None, {"gate": "allways"}, r"got 'allways' \(did you mean 'always'\?\)"),
         (None, {"tune": False}, "'tune' is one of auto, always, never, got False"),
         *((None, {"tune_seconds": wrong}, f"'tune_seconds' takes a positive .*, got {wrong!r}")
           for wrong in (0, -1, True, "x", None, float("inf"), float("nan"))),

@@ -212,7 +212,8 @@ def test_a_wrong_option_changes_nothing():
         before = hooks()
         for options, said in (
             ({"speed": 11}, "unknown option 'speed'"),
-            ({"disable": ["nothing"]}, "nothing is called 'nothing'"),
+            ({"disable": ["nothing"]}, "nothing is called 'nothing'; known"),
+            ({"disable": ["zzz", "swigul"]}, r"'swigul' \(did you mean 'swiglu'\?\), 'zzz'; known"),
             ({"gate": "open"}, "'gate' is one of"),
             ({"max_autotune": True}, "'max_autotune' is Inductor's: give it to torch.compile"),
         ):
