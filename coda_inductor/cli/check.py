@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -68,5 +69,15 @@ def _lines(path: Path, results: list[Result], *, quiet: bool) -> Iterator[str]:
     for r in results:
         name = f"{r.pattern}  " if several else ""
         yield f"{name}{r.check:<{width}}  {r.outcome}  {' '.join(r.detail.split())}\n"
-    failed = sum(r.outcome == "fail" for r in results)
-    yield f"{failed} failed\n\n" if failed else "all passed\n\n"
+    yield f"{_total(results)}\n\n"
+
+
+def _total(results: list[Result]) -> str:
+    """``all passed`` where nothing was skipped, and the pattern was tried, not only proven."""
+    counts = Counter(r.outcome for r in results)
+    if not counts["fail"] and not any(r.check.startswith("match") for r in results):
+        return f"{counts['pass']} passed, {counts['skip']} skipped: proven, but never tried"
+    if counts.keys() == {"pass"}:
+        return "all passed"
+    words = {"fail": "failed", "pass": "passed", "skip": "skipped"}
+    return ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])

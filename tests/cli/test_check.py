@@ -82,7 +82,8 @@ def test_pattern_that_never_matches_fails(tmp_path, monkeypatch):
     assert found["match mish_glu"].outcome == "fail"
     assert found["fires mish_glu"].outcome == "fail"
     assert found["kernel source"].outcome == "fail"
-    assert found["float64 mish_glu"].outcome == "pass"
+    assert found["float64 mish_glu"].outcome == "skip"  # nothing was rewritten
+    assert found["plan"].outcome == "skip"
 
 
 def test_rewriting_that_changes_a_number_fails(tmp_path, monkeypatch):
@@ -143,6 +144,17 @@ def test_a_pipe_has_one_line_a_result(tmp_path, capsys):
     assert all(line == line.rstrip() for line in text.splitlines())
     assert "1 failed" in text
     assert "\x1b" not in text  # no colours, no cursor movements
+
+
+def test_what_was_skipped_is_said(tmp_path, capsys):
+    """All passed is only said of what was tried."""
+    for name, said in (
+        ("swiglu", "all passed"),
+        ("rotary_complex", "1 passed, 1 skipped: proven, but never tried"),
+        ("rms_norm", "30 passed, 2 skipped"),  # the idiom of F.rms_norm, and the plan
+    ):
+        assert main(["check", "--quiet", f"{patterns.builtin_folder()}/{name}.py"]) == 0
+        assert capsys.readouterr().out.splitlines()[-2:] == [said, ""]
 
 
 def test_a_folder_stands_for_its_files(tmp_path, capsys):
