@@ -24,6 +24,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
+from coda_inductor.dynamo.shared_inputs import share_inputs
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
@@ -125,6 +126,7 @@ ON_DYNAMO = (
     Pass("in_place", change_copies),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
+    Pass("shared_inputs", share_inputs),
     Pass("experts", raise_experts, counts=("experts",)),
     Pass("idioms", raise_idioms),
     Pass("attention", attention.simplify_attention, counts=attention.NAMES),

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of low rank that read one input (LoRA's ``A`` of q, k and v, of gate and up) become
+one.
+
+Before (A_i (r_i, K))::
+
+    h = linear(x, A_0);  g = linear(x, A_1)
+
+After::
+
+    h, g = linear(x, cat([A_0, A_1])).split([r_0, r_1], -1)
+
+Why it is valid: a product's columns are those of its right factor, one by one.
+
+Why it pays: each of them, and each gradient of theirs, takes as long as reading x. Their gradients
+of x are one product too.
+
+Leaves alone: layers with a bias; weights that are made in the graph; more than ``MOST`` columns
+together; few rows; what is changed in place, leaves the graph, or has a change or a mode between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from operator import getitem
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from coda_inductor.dynamo.nodes import Put
+from coda_inductor.graph.gemms import LOW_RANK as MOST
+from coda_inductor.graph.gemms import LOW_RANK_RATIO
+from coda_inductor.graph.nodes import arguments
+from coda_inductor.graph.sizes import hint
+from coda_inductor.matching import Hazards, bodies, changes, memory, target_name, value
+from coda_inductor.record import Record
+
+#: Rows of x that take longer to read than a kernel to start.
+LEAST = 1024
+
+
+def share_inputs(graph: Graph, _record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
+    for body in bodies(graph):
+        found: dict[object, list[Node]] = defaultdict(list)
+        for node in body.graph.nodes:
+            if target_name(node) == "linear" and _small(node):
+                weight = value(arguments(node)["weight"])
+                alike = weight.dtype, weight.device, value(node).dtype
+                found[arguments(node)["input"], alike].append(node)
+        groups = [nodes for nodes in found.values() if len(nodes) > 1]
+        if not groups:
+            continue
+        hazards, last = Hazards(body.graph), body.graph.output_node().all_input_nodes
+        shared = {s for n in (*changes(body.graph), *last) for s in memory(n) or ()}
+        for nodes in groups:
+            own = [memory(node) for node in nodes]
+            apart = all(each is not None and shared.isdisjoint(each) for each in own)
+            if apart and _fit(nodes) and not hazards.between(nodes):
+                _merge(nodes)
+
+
+def _small(node: Node) -> bool:
+    """Is ``node`` a layer of low rank whose weight is there from the start?"""
+    x, weight, bias = arguments(node).values()
+    known = value(weight)
+    if bias is not None or weight.op not in ("placeholder", "get_attr"):
+        return False
+    if not all(hasattr(each, "fake_mode") for each in (value(x), value(node), known)):
+        return False
+    if known.dim() != 2:
+        return False
+    rank, width = map(hint, known.shape)
+    return rank > 0 and hint(value(x).numel()) >= LEAST * width and LOW_RANK_RATIO * rank <= width
+
+
+def _fit(nodes: list[Node]) -> bool:
+    """Are all of ``nodes`` together of low rank?"""
+    weights = [value(arguments(node)["weight"]) for node in nodes]
+    rank, width = sum(hint(w.shape[0]) for w in weights), hint(weights[0].shape[1])
+    return rank <= MOST and LOW_RANK_RATIO * rank <= width
+
+
+def _merge(nodes: list[Node]) -> None:
+    """Put one layer in front of the first of ``nodes``."""
+    put = Put(nodes[0])
+    weights = [arguments(node)["weight"] for node in nodes]
+    product = put(F.linear, arguments(nodes[0])["input"], put(torch.cat, weights))
+    cut = put(torch.split, product, [value(w).shape[0] for w in weights], -1)
+    parts = [put(getitem, cut, i) for i in range(len(nodes))]
+    for node, part in zip(nodes, parts, strict=True):
+        node.replace_all_uses_with(part)
+        node.graph.erase_node(node)

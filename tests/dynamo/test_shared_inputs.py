@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of low rank that read one input are one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import Weights, check, check_gradients, randn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.dynamo import shared_inputs
+from coda_inductor.matching import bodies, target_name
+
+ROWS, K = 48, 32
+
+
+@pytest.fixture(autouse=True)
+def few_rows_are_enough(monkeypatch):
+    monkeypatch.setattr(shared_inputs, "LEAST", ROWS)
+
+
+def both(x, a, b):
+    return F.linear(x, a).sin() + F.linear(x, b).cos().sum(-1, keepdim=True)
+
+
+def three(x, a, b, c):
+    return both(x, a, b) * F.linear(x, c).tanh().mean()
+
+
+def in_a_checkpoint(x, a, b):
+    return checkpoint(both, x, a, b, use_reentrant=False)
+
+
+def of_two_inputs(x, a, b):
+    y = x.sin()
+    return both(x, a, b) + both(y, a, b)
+
+
+def with_autocast(x, a, b):
+    with torch.autocast("cpu", torch.bfloat16):
+        return both(x, a, b).float()
+
+
+def biased(x, a, b):
+    return F.linear(x, a, b[:, 0]) + F.linear(x, b, a[:, 0])
+
+
+def made(x, a, b):
+    return both(x, a * 1.5, b)
+
+
+def returned(x, a, b):
+    return F.linear(x, a), F.linear(x, b).sin()
+
+
+def a_view_is_returned(x, a, b):
+    return F.linear(x, a)[:2], F.linear(x, b).sin()
+
+
+def changed(x, a, b):
+    return F.linear(x, a).sin_() + F.linear(x, b)
+
+
+def written_between(x, a, b):
+    y = x.sin()
+    first = F.linear(y, a)
+    y.mul_(2)
+    return first * F.linear(y, b).mean()
+
+
+def graded_apart(x, a, b):
+    with torch.no_grad():
+        first = F.linear(x, a)
+    return first * F.linear(x, b).mean()
+
+
+TWO, ONE = ((2, K), (2, K)), 1
+CASES = {
+    "two": (both, TWO, ONE),
+    "three": (three, ((2, K), (1, K), (1, K)), ONE),
+    "in a checkpoint": (in_a_checkpoint, TWO, ONE),
+    "of two inputs": (of_two_inputs, TWO, 2),
+    "biases": (biased, ((2, K), (2, K)), 2),
+    "of made weights": (made, TWO, 2),
+    "returned": (returned, TWO, 2),
+    "a view is returned": (a_view_is_returned, TWO, 2),
+    "changed in place": (changed, TWO, 2),
+    "a mode between": (graded_apart, TWO, 2),
+    "one too wide": (both, ((5, K), (1, K)), 2),
+    "too wide together": (both, ((3, K), (2, K)), 2),
+}  # fmt: skip
+
+
+def linears(harness):
+    return [
+        node for body in bodies(harness.raised) for node in body.graph.nodes
+        if target_name(node) == "linear"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_what_becomes_one_layer(name, dynamic):
+    function, shapes, left = CASES[name]
+    x = randn(2, ROWS // 2, K).requires_grad_()
+    model = Weights(function, *(randn(*shape) / K**0.5 for shape in shapes))
+    harness = check_gradients(model, x, dynamic=dynamic)
+    assert len(linears(harness)) == left
+
+
+def test_under_autocast():
+    weights = (randn(2, K).float() for _ in range(2))
+    x = randn(ROWS, K).float().requires_grad_()
+    harness = check_gradients(Weights(with_autocast, *weights), x, tolerance=3e-2)
+    assert len(linears(harness)) == 1
+
+
+def test_what_changes_between_them():
+    harness = check(Weights(written_between, randn(2, K), randn(2, K)), randn(ROWS, K))
+    assert len(linears(harness)) == 2
+
+
+@pytest.mark.parametrize(("rows", "left"), [(ROWS, 1), (ROWS - 1, 2)])
+def test_few_rows_stay(rows, left):
+    harness = check_gradients(
+        Weights(both, randn(2, K), randn(2, K)), randn(rows, K).requires_grad_()
+    )
+    assert len(linears(harness)) == left
+
+
+def test_dtypes_do_not_mix():
+    def mixed(x, a, b, c):
+        y = F.linear(x, b).sum() + F.linear(x, c).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, a).float() * y
+
+    weights = (randn(1, K).float() for _ in range(3))
+    x = randn(ROWS, K).float().requires_grad_()
+    harness = check_gradients(Weights(mixed, *weights), x, tolerance=3e-2)
+    assert len(linears(harness)) == 2
+
+
+def test_it_can_be_disabled():
+    harness = check_gradients(
+        Weights(both, randn(2, K), randn(2, K)),
+        randn(ROWS, K).requires_grad_(),
+        disable=["shared_inputs"],
+    )
+    assert len(linears(harness)) == 2
