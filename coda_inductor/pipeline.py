@@ -24,13 +24,13 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from coda_inductor import patterns
 from coda_inductor.compat import virtualized, without_saved_tensors_hooks
 from coda_inductor.dynamo import attention, late_gradients
-from coda_inductor.dynamo.shared_inputs import share_inputs
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
 from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
+from coda_inductor.dynamo.shared_inputs import share_inputs
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
 from coda_inductor.errors import CodaError, FallbackError, OptionError
 from coda_inductor.fusing.driver import fuse_gemms

@@ -259,15 +259,16 @@ class _Planner:
 
     def _read_after(self, region: Region) -> frozenset[str]:
         """The stores of the region that an elementwise kernel of the same pass reads, which no
-        later GEMM will absorb."""
+        other GEMM will absorb: the last before it is the region's, or is read by the region."""
         inside = {*region.values, *region.reduces}
+        last = {*region.anchors, *(producer(x) for x, _ in region.operands)}
         return frozenset(
             f"out{i}"
             for i, nodes in enumerate(region.stored().values())
             if any(
                 elementwise(user)
                 and self.scope.same_side(user, region.anchors[0])
-                and producer(user) in region.anchors
+                and producer(user) in last
                 for node in nodes
                 for user in readers(node)[1]
                 if user not in inside

@@ -243,6 +243,25 @@ def test_the_driver_sees_what_stays_behind(head, monkeypatch):
     assert ((16, 8), not head) in seen
 
 
+def test_what_reads_a_sum_stays_behind_whichever_term_is_fused(monkeypatch):
+    """The other term is later in the graph, and no GEMM that could absorb what reads the sum."""
+    seen = []
+    judge = Plan.judge
+
+    def spy(self, site, a):
+        seen.append(((site.n, site.k), bool(site.after)))
+        return judge(self, site, a)
+
+    monkeypatch.setattr(Plan, "judge", spy)
+
+    def function(x, w, y, v, residual):
+        p = F.linear(x, w) + F.linear(y, v)
+        return p - residual * (p * residual).mean(-1, keepdim=True)
+
+    check(function, *(randn(*shape) for shape in ((6, 8), (16, 8), (6, 4), (16, 4), (6, 16))))
+    assert seen[0] == ((16, 8), True)
+
+
 def test_explains_estimate_is_the_gates_own_verdict():
     """A regression: it compared the times and forgot the gate's other reason."""
 
