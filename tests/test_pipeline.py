@@ -6,7 +6,11 @@ one warning."""
 from __future__ import annotations
 
 import copy
+import importlib
 import shutil
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,11 @@ from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.options import parse
 from coda_inductor.patterns import loading
 from coda_inductor.record import Record
+from coda_inductor.remedies import REMEDIES
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+rules_page: Any = importlib.import_module("rules_page")
 
 #: What the model does to every rewrite.
 COUNTERS = [
@@ -62,6 +71,14 @@ def train(**options):
     compare(harness)
     harness.counts = torch._dynamo.utils.counters["coda"]
     return harness
+
+
+def test_the_page_of_rules_is_what_the_code_says():
+    assert (ROOT / "docs" / "rules.md").read_text() == rules_page.page()
+
+
+def test_every_reason_stands_on_the_page():
+    assert set(REMEDIES) == set().union(*map(rules_page.codes, rules_page.HOMES.values()))
 
 
 def test_the_model_fires_every_counter():

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All GEMMs of a graph, in order: grow, judge, emit, report."""
+"""All GEMMs of a graph, in order: grow, judge, emit, report.
+
+Before::
+
+    y = mm(x, w);  z = gelu(y + bias) * scale
+
+After::
+
+    z = gemm_epilogue(x, w, [bias, scale], program)       # all but the product is the program's
+"""
 
 from __future__ import annotations
 
