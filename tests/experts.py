@@ -130,6 +130,7 @@ class Block(nn.Module):
     experts: int = E
     masked: bool = False
     biased: bool = False
+    biased_up: bool = False
 
     def __post_init__(self):
         super().__init__()
@@ -137,11 +138,16 @@ class Block(nn.Module):
                   "w3": (self.experts, H, D), "w2": (self.experts, D, H)}  # fmt: skip
         if self.biased:
             shapes["bias"] = (self.experts, D)
+        if self.biased_up:
+            shapes |= {f"bias{n}": (self.experts, n) for n in (H, 2 * H)}
         for name, shape in shapes.items():
             weight = torch.randn(shape, dtype=torch.float64) * shape[-1] ** -0.5
             setattr(self, name, nn.Parameter(weight.to(self.dtype)))
 
     __hash__ = nn.Module.__hash__
+
+    def bias_of(self, weight):
+        return getattr(self, f"bias{weight.shape[-1]}")
 
     def forward(self, x, ids, w):
         k, flat = ids.shape[1], ids.reshape(-1)
@@ -149,12 +155,18 @@ class Block(nn.Module):
         if self.masked:
             own, perm = torch.sort(flat)
         offs = torch.cumsum(self.count(flat, perm), 0, dtype=torch.int32)
-        rows, mm, own_bias = GATHERS[self.gather](x, perm, k), self.mm, flat[perm]
+        rows, own_bias = GATHERS[self.gather](x, perm, k), flat[perm]
+        mask = None
         if self.masked:  # as transformers 5.17 does, for pairs of no expert
             mask = (own >= self.experts).unsqueeze(-1)
             own_bias = own.clamp_(max=self.experts - 1)
             rows.masked_fill_(mask, 0.0)
-            mm = lambda *args: self.mm(*args).masked_fill(mask, 0.0)  # noqa: E731
+
+        def mm(rows, weight, offs):
+            z = self.mm(rows, weight, offs)
+            z = z + self.bias_of(weight)[own_bias] if self.biased_up else z
+            return z.masked_fill(mask, 0.0) if self.masked else z
+
         a = self.up(rows, offs, mm, self.w13, self.w1, self.w3)
         y = self.mm(a, self.w2.transpose(1, 2), offs)
         if self.biased:  # gpt-oss

@@ -138,6 +138,12 @@ def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             routes, "s sigmoid acc0; act mul acc0 s; y mul act acc1", "acc0 acc1 y",
             accs=("acc0", "acc1"),
         ),
+        "experts_up_biased": made(
+            f"{routes} b0:row b1:row",
+            "z add acc0 b0; u add acc1 b1; s sigmoid z; act mul z s; y mul act u",
+            "acc0 u y", accs=("acc0", "acc1"),
+        ),
+        "experts_plain_biased": made("groups:groups:int32 b0:row", "z add acc b0; y relu z", "y"),
         "experts_down": made("groups:groups:int32", "", "acc"),
         "experts_dgrad": made(
             f"{routes} w:col:float32 g:tile u:tile",

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.dynamo.nodes import Put
-from coda_inductor.dynamo.packed import cut_in_halves
+from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
 from coda_inductor.graph.nodes import erased, place
 from coda_inductor.graph.read import Call, read, target_name
@@ -45,7 +45,7 @@ from coda_inductor.matching import Hazards, bodies, is_cast, memory, mutates, va
 from coda_inductor.matching.guards import written
 from coda_inductor.record import Record
 from coda_inductor.refusal import refuse
-from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up
+from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, group_rows
 
 #: Of torch, and of transformers where it does not ask torch for them.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
@@ -184,6 +184,8 @@ def _raise_up(
         routed.append(own)
     put = Put(product)
     x = x if value(x).dtype == value(a).dtype else put("to", x, value(a).dtype)
+    for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
+        _open_bias(each, own, offs, hazards, whole=whole)
     for user in [u for u in product.users if whole and pairs.empties(u) and _hidden(u, offs)]:
         user.replace_all_uses_with(product)
         user.graph.erase_node(user)
@@ -199,6 +201,34 @@ def _raise_up(
         node.replace_all_uses_with(parts[i])
         _erase(node)
     own.pairs.offs.add(offs)
+
+
+def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, whole: bool) -> None:
+    """A bias of each expert that is added to ``product`` is added to what is taken of its columns,
+    as rows of its groups: where a gate reads both, they are of one tile. ``whole`` as
+    :func:`_raise_up` takes it."""
+    call = read(next(iter(product.users))) if len(product.users) == 1 else None
+    if call is None or call.op != "add" or call.get("alpha") not in (None, 1):
+        return
+    total, rows = call.node, call["other"] if call["input"] is product else call["input"]
+    found = own.pairs.bias(rows)
+    if found is None or not own.offsets < rows:
+        return
+    for user in [u for u in total.users if whole and own.pairs.empties(u) and _hidden(u, ends)]:
+        user.replace_all_uses_with(total)
+        _erase(user)
+    taken = cut_in_columns(total)
+    if _changed({product, total}, hazards) or hazards.between((product, total, *taken)):
+        return
+    early = Put(rows)
+    for node, columns in (taken or {total: slice(None)}).items():
+        put, which = Put(node), (slice(None), columns)
+        part, bias = product, found[0]
+        if taken:
+            part, bias = put(operator.getitem, part, which), early(operator.getitem, bias, which)
+        new = put(operator.add, part, early(group_rows, bias, found[1], own.offsets))
+        node.replace_all_uses_with(new)
+        _erase(node)
 
 
 def _hidden(node: Node, ends: Node) -> bool:

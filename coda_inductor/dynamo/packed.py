@@ -104,24 +104,36 @@ def _halves(product: Node) -> dict[Node, int]:
     """Nodes that take the lower (0) or the upper (1) half of the columns of ``product``, if both
     are taken."""
     half = value(product).shape[-1] // 2
-    ends = {(0, half): 0, (half, None): 1}
-    found: dict[Node, int] = {}
-    for node in _near(product):
-        canon = normalize(node) if target_name(node) == "getitem" else None
-        if canon is None or canon.op != "columns" or canon.args[0] is not product:
-            continue
-        _, start, stop, step = canon.args
-        if step == 1 and (start, stop) in ends:
-            found[node] = ends[start, stop]
+    ends = {(0, half, 1): 0, (half, None, 1): 1}
+    found = {n: ends[own] for n, own in _columns(product).items() if own in ends}
     return found if len(set(found.values())) == 2 else {}
+
+
+def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
+    """Nodes that take some columns of ``product``, each with their start, stop and step."""
+    gets = [n for n in _near(product) if target_name(n) == "getitem"]
+    canons = {n: canon for n in gets if (canon := normalize(n)) is not None}
+    return {
+        node: tuple(canon.args[1:])
+        for node, canon in canons.items()
+        if canon.op == "columns" and canon.args[0] is product
+    }
 
 
 def cut_in_halves(product: Node) -> dict[Node, int]:
     """Nodes that take a half of the columns of ``product``, each with which, if all that reads it
     does; else none."""
-    halves = _halves(product) if _product(product) else {}
-    others = [n for n in _near(product) if n not in halves]
-    return halves if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
+    return _of_all(product, _halves(product) if _product(product) else {})
+
+
+def cut_in_columns(product: Node) -> dict[Node, slice]:
+    """The same of any columns."""
+    return {node: slice(*own) for node, own in _of_all(product, _columns(product)).items()}
+
+
+def _of_all(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
+    others = [n for n in _near(product) if n not in parts]
+    return parts if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
 
 
 def _near(product: Node) -> list[Node]:

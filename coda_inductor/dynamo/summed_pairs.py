@@ -102,6 +102,15 @@ class Pairs:
             return False
         return call.get("min") is None and call.get("max") == self.experts - 1
 
+    def bias(self, node: Any) -> tuple[Node, Node] | None:
+        """(A matrix, an index) if ``node`` holds the matrix's row of the expert of each pair, in
+        order; what rows of no expert hold does not count."""
+        call = read(node)
+        if call is None or call.op != "getitem" or value(call["input"]).dim() != 2:
+            return None
+        index = base(call.get("index"), lambda n: _name(n) or self.clamps(n))
+        return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
+
     def inverts(self, node: Node) -> bool:
         """Does ``node`` say where each pair stands in the order of experts?"""
         node = base(node, _name)
@@ -226,15 +235,11 @@ class _Follower:
     def _add(self, call: Call) -> bool:
         """The bias of each row's expert, of rows that are sorted and not weighted yet. Behind a
         mask it would be that of pairs of no expert too."""
-        bias = read(call["other"] if call["input"] is self.node else call["input"])
+        bias = self.pairs.bias(call["other"] if call["input"] is self.node else call["input"])
         early = not (self.back or self.emptied or self.bias or self.weights)
         if not early or call.get("alpha") not in (None, 1):
             return False
-        if bias is None or bias.op != "getitem" or value(bias["input"]).dim() != 2:
-            return False
-        index = base(bias.get("index"), lambda n: _name(n) or self.pairs.clamps(n))
-        sorted_ = self.pairs.are_ids(index, in_order=True)
-        self.bias = bias["input"] if sorted_ else None
+        self.bias = None if bias is None else bias[0]
         return self.bias is not None
 
     def _weights(self, node: Node) -> Node | None:

@@ -120,20 +120,21 @@ def _operand(graph: Graph, node: Node, kind: str, region: Region, before: Node) 
     if kind == "col" and region.grouped and fake(node).dtype in HALF:
         to = prims.convert_element_type.default
         node = insert(graph, to, (node, torch.float32), like=region.anchors[-1])
-    sizes = {"tile": [-1, n], "row": [n], "col": [-1], "scalar": []}[kind]
+    row = [-1, n] if region.grouped else [n]
+    sizes = {"tile": [-1, n], "row": row, "col": [-1], "scalar": []}[kind]
     if kind == "row" and len(region.accs) == 2:
-        return _twice(graph, node, region)
+        return _twice(graph, node, row, region)
     if fake(node).dim() == len(sizes) and (kind != "tile" or same(fake(node).shape[1], n)):
         return node
     return insert(graph, aten.reshape.default, (node, sizes), like=region.anchors[-1])
 
 
-def _twice(graph: Graph, node: Node, region: Region) -> Node:
+def _twice(graph: Graph, node: Node, sizes: list[int], region: Region) -> Node:
     """A row vector for a paired program: every value twice, for its columns lie interleaved."""
-    like, n = region.anchors[-1], region.shape[1]
-    column = insert(graph, aten.reshape.default, (node, [n, 1]), like=like)
-    both = insert(graph, aten.expand.default, (column, [n, 2]), like=like)
-    return insert(graph, aten.reshape.default, (both, [2 * n]), like=like)
+    like = region.anchors[-1]
+    column = insert(graph, aten.reshape.default, (node, [*sizes, 1]), like=like)
+    both = insert(graph, aten.expand.default, (column, [*[-1] * len(sizes), 2]), like=like)
+    return insert(graph, aten.reshape.default, (both, [*sizes[:-1], 2 * sizes[-1]]), like=like)
 
 
 def _rewire_store(graph: Graph, region: Region, output: Node, nodes: list[Node]) -> None:

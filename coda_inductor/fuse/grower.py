@@ -15,7 +15,14 @@ from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.fuse import heads, operands
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.stores import MAX_STORES
-from coda_inductor.graph.gemms import GEMMS, bias_of, producer, routes_of, scales_of
+from coda_inductor.graph.gemms import (
+    GEMMS,
+    bias_of,
+    bias_of_groups,
+    producer,
+    routes_of,
+    scales_of,
+)
 from coda_inductor.graph.nodes import (
     arguments,
     aten,
@@ -212,6 +219,10 @@ class Grower:
         """Compute the operand ``arg`` of ``reader`` on the tile if that loads no more tiles than
         ``arg`` itself would; if it is not possible, ``arg`` stays an operand."""
         if arg in self.banned:
+            return
+        bias = bias_of_groups(arg, self.anchor)
+        if bias is not None and not self._depends(bias) and not operands.wider(bias, self.anchor):
+            self._note(arg, self.region.operand(bias, "row"), pull=True)
             return
         own = all(u is reader or self._value(u) is not None for u in arg.users)
         elsewhere = not self.scope.same_side(arg, self.anchor) or producer(arg) is not None

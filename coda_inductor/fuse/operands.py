@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from coda_inductor.graph.gemms import routes_of
 from coda_inductor.graph.nodes import fake
 from coda_inductor.graph.sizes import same
 from coda_inductor.program.dtypes import FLOATS
@@ -22,8 +23,6 @@ def too_many(kinds: Sequence[str], *, paired: bool) -> Refusal | None:
     if paired and "tile" in kinds:
         text = "a paired tile reads one value a row or a column, or scalars"
         return refuse("paired-tile-operand", text)
-    if "groups" in kinds and "row" in kinds:
-        return refuse("grouped-row", "rows of several experts share no value of a column")
     if kinds.count("tile") > MAX_TILE_OPERANDS:
         return refuse("epilogue-full", f"more than {MAX_TILE_OPERANDS} tile operands")
     if len(kinds) > MAX_TILE_OPERANDS + MAX_VECTORS:
@@ -66,7 +65,10 @@ def refusal(node: Node, full: tuple, anchor: Node) -> Refusal | None:
     if tensor.device != fake(anchor).device:
         text = f"{node.name} is on {tensor.device}, the GEMM on {fake(anchor).device}"
         return refuse("operand-device", text)
-    if classify(tensor.shape, full) is None:
+    kind = classify(tensor.shape, full)
+    if kind == "row" and routes_of(anchor)[0] is not None:
+        return refuse("grouped-row", "rows of several experts share no value of a column")
+    if kind is None:
         text = f"{node.name} broadcasts over part of the leading dimensions"
         return refuse("operand-broadcast", text)
     return None

@@ -13,7 +13,7 @@ from coda_inductor.graph.nodes import arguments, aten, fake, is_cast, renames
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import sources
 from coda_inductor.refusal import Refusal
-from coda_inductor.semantic.experts import grouped_mm
+from coda_inductor.semantic.experts import group_rows, grouped_mm
 from coda_inductor.semantic.fp8 import scaled_mm
 
 #: A scaled product of two FP8 matrices is one whose epilogue begins with its scales.
@@ -54,6 +54,15 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
         return None, None
     given = arguments(gemm)
     return given["offsets"], given["rows"]
+
+
+def bias_of_groups(x: Node, gemm: Node) -> Node | None:
+    """(E, N), of which ``x`` holds the row of each group of ``gemm``; None for another tensor."""
+    if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
+        return None
+    own, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
+    alike = same(own.shape, (b.shape[0], fake(gemm).shape[1]))
+    return arguments(x)["x"] if alike else None
 
 
 def scales_of(gemm: Node) -> tuple[Node, ...]:

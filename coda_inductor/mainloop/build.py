@@ -84,6 +84,8 @@ def dummy_arguments(program, tile_m, tile_n, m, n, device):
     lanes = len(program.accs)
     shapes = {"tile": (m, n), "row": (lanes * n,), "col": (m,), "scalar": ()}
     shapes["table"] = (m, program.head)
+    if program.grouped:  # a row of each group
+        shapes["row"] = (2, lanes * n)
     values = {
         o.name: empty(*shapes[o.kind], dtype="float32" if o.kind == "scalar" else o.dtype)
         for o in program.read

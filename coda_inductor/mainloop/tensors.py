@@ -39,8 +39,8 @@ def readable(x: Tensor, either_major: bool = False) -> bool:
 
 
 def vector(x: Tensor) -> Tensor:
-    """``x`` (length,), contiguous and 16-byte aligned; itself if it is so already."""
-    if x.stride(0) != 1 or x.data_ptr() % ALIGN:
+    """``x`` (length,), or (E, length), contiguous and 16-byte aligned; itself if it is so."""
+    if x.stride(-1) != 1 or not x.is_contiguous() or x.data_ptr() % ALIGN:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

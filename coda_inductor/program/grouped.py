@@ -29,6 +29,12 @@ def grouped_product(
     return torch.ops.coda_inductor.grouped_plain(a, b.to(wide), groups)
 
 
+def group_of(groups: Tensor, m: int) -> Tensor:
+    """The group of each of ``m`` rows, (m,) int64; the last one of those that are in none."""
+    rows = torch.arange(m, device=groups.device, dtype=groups.dtype)
+    return (rows[:, None] >= groups[None, 1:-1]).sum(1)
+
+
 def _plain(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
     """What ``torch._grouped_mm`` computes, which in a graph takes bfloat16 only."""
     out = a.new_zeros(a.shape[0], b.shape[2])

@@ -45,7 +45,8 @@ from coda_inductor.program.dtypes import FP8, FP8_PRODUCT
 
 #: How an operand covers the M x N tile: "tile" (M, N); "row" (N,), one value a column;
 #: "col" (M,), one value a row; "scalar" (), one value. Columns of a paired program lie interleaved
-#: in the kernel: its "row" is (2N,), every value twice. "table" (M, head) lies under every head.
+#: in the kernel: its "row" is (2N,), every value twice; a grouped one's has a row of each
+#: group: (E, N), (E, 2N). "table" (M, head) lies under every head.
 OPERAND_KINDS = ("tile", "row", "col", "scalar", "table", "groups", "index")
 #: Those that no step reads, int32: "groups" (E + 1,), the first row of each group, and behind the
 #: last; "index" (M,), the row of A that each row is of.

@@ -21,7 +21,7 @@ from torch import Tensor
 from coda_inductor.compat import scaled_mm
 from coda_inductor.program import OPS, EpilogueProgram
 from coda_inductor.program.dtypes import FP8, dtype_name
-from coda_inductor.program.grouped import grouped_product
+from coda_inductor.program.grouped import group_of, grouped_product
 from coda_inductor.program.heads import swap
 from coda_inductor.program.ir import ROUTES
 from coda_inductor.program.scales import scaled
@@ -70,7 +70,7 @@ def run(
     Of a grouped program, bs[j] is (E, K_j, N), or one of them holds the parts of all, and
     ``as_[j]`` (R, K_j) where its rows are gathered.
     ``operands`` follow ``program.operands``: tile (M, N), row (N,) or for a paired program (2N,),
-    every value twice, col (M,), scalar (), table (M, head).
+    every value twice, of a grouped one (E, N) and (E, 2N), col (M,), scalar (), table (M, head).
     With ``exact`` the accumulators are not rounded, which is what kernels compute; without, each
     product is rounded first, which is what an unfused graph does: to the inputs' dtype, or of FP8,
     behind its scales (``program.scales``), to bfloat16, which FP8 GEMMs are asked for.
@@ -80,16 +80,8 @@ def run(
     """
     wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
     shape = program.rows(as_, operands), bs[0].shape[-1] // _parts(program, bs)
-    env: dict[str, Tensor] = {}
-    for operand, tensor in zip(program.operands, operands, strict=True):
-        if operand.kind in ROUTES:
-            continue
-        value = tensor.to(wide)
-        if operand.kind == "row" and program.paired:
-            value = value[::2]
-        elif operand.kind == "table":
-            value = value.repeat(1, shape[1] // program.head)
-        env[operand.name] = value[:, None] if operand.kind == "col" else value
+    groups, index = (None if i is None else operands[i] for i in program.routes)
+    env = _loaded(program, operands, groups, wide, shape)
     done: set[str] = set()
     if program.fp8:
         for acc, found in scaled(program).items():
@@ -100,7 +92,7 @@ def run(
                 env[found.value] = _rounded_fp8(program, found, as_[0], b, env).to(wide)
                 done.update(found.steps)
     else:
-        env.update(_products(program, as_, bs, operands, wide, exact=exact))
+        env.update(_products(program, as_, bs, (groups, index), wide, exact=exact))
     for step in program.steps:
         if step.name in done:
             continue
@@ -121,14 +113,31 @@ def run(
     return outputs
 
 
+def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[str, Tensor]:
+    """Operands by name, as wide as they are to be computed with, on an (M, N) tile."""
+    env: dict[str, Tensor] = {}
+    for operand, tensor in zip(program.operands, operands, strict=True):
+        if operand.kind in ROUTES:
+            continue
+        value = tensor.to(wide)
+        if operand.kind == "row" and program.paired:
+            value = value[..., ::2]
+        elif operand.kind == "table":
+            value = value.repeat(1, shape[1] // program.head)
+        if operand.kind == "row" and groups is not None:
+            value = value[group_of(groups, shape[0])]
+        env[operand.name] = value[:, None] if operand.kind == "col" else value
+    return env
+
+
 def _parts(program: EpilogueProgram, bs: Sequence[Tensor]) -> int:
     """How many accumulators have their columns in one of ``bs``."""
     return len(program.accs) if len(bs) < len(program.accs) else 1
 
 
-def _products(program, as_, bs, operands, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
+def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
     """The accumulators, of operands of 16 bits and more."""
-    groups, index = (None if i is None else operands[i] for i in program.routes)
+    groups, index = routes
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         if groups is not None:

@@ -80,8 +80,8 @@ def _groups(program: EpilogueProgram) -> None:
         return
     if "groups" not in kinds or len(set(kinds)) < len(kinds):
         raise ProgramError(f"operands of the kinds {kinds}: one 'groups', and at most one 'index'")
-    if program.fp8 or program.head or any(o.kind in ("row", "table") for o in program.operands):
-        raise ProgramError("a grouped program is of 16 bits and more, without heads, rows, tables")
+    if program.fp8 or program.head or any(o.kind == "table" for o in program.operands):
+        raise ProgramError("a grouped program is of 16 bits and more, without heads and tables")
     if any(o.kind == "col" and o.dtype in HALF_NAMES for o in program.operands):
         raise ProgramError("a grouped program reads one value a row in 32 bits")
     if any(reduce.axis == "col" for reduce in program.reduces):

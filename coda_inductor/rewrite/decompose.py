@@ -24,6 +24,7 @@ from coda_inductor.graph.splice import splice
 from coda_inductor.graph.vocabulary import REDUCTIONS
 from coda_inductor.record import Record
 from coda_inductor.semantic.define import DEFINITIONS
+from coda_inductor.semantic.experts import group_rows
 from coda_inductor.semantic.rotary import rotate_heads
 
 
@@ -33,9 +34,9 @@ def decompose(graph: Graph, _record: Record) -> None:
 
 
 def decompose_most(graph: Graph, _record: Record) -> None:
-    """The same, but for reductions and rotations of heads, that an epilogue may take, and for
-    GEMMs."""
-    _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads})
+    """The same, but for reductions, rotations of heads and rows of groups, that an epilogue may
+    take, and for GEMMs."""
+    _decompose(graph, {*REDUCTIONS, *GEMMS, rotate_heads, group_rows})
 
 
 def decompose_pointwise(graph: Graph) -> None:

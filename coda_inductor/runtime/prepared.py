@@ -156,7 +156,9 @@ def _as_it_is(operand: Operand, x: Tensor, a: Tensor) -> bool:
         return x.dtype == torch.float32
     if x.dtype != getattr(torch, operand.dtype):
         return False
-    return x.stride(0) == 1 if operand.kind in ("row", "col", *ROUTES) else readable(x)
+    if operand.kind in ("row", "col", *ROUTES):
+        return x.stride(-1) == 1 and x.is_contiguous()
+    return readable(x)
 
 
 def current_device() -> int:

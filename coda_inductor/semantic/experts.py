@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coda_inductor.compat import grouped_mm as multiply
@@ -144,6 +145,30 @@ grouped_mm = define(
     "grouped_mm(Tensor a, Tensor b, Tensor offsets, Tensor? rows) -> Tensor",
     grouped_mm_definition,
     fake=_grouped_mm_fake,
+    counted_by_rewrite=True,
+)
+
+
+def group_rows_definition(x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """The row of ``x`` (E, N) of the group of each: x[ids], where ``ids`` (M,) say what ``offsets``
+    (E + 1,) do, but for rows of no expert. (M, N)."""
+    del offsets
+    return x[ids]
+
+
+def _group_rows_gradient(dy: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Sums over the rows of a group, in order: a product with ones. Rows are of 16 bytes there."""
+    del ids
+    m, n = dy.shape
+    dy = F.pad(dy, (0, -n % 8)) if n % 8 else dy
+    return WGRAD(dy.new_ones(m, 8), None, [dy], offsets, False)[:, 0, :n]
+
+
+group_rows = define(
+    "group_rows(Tensor x, Tensor ids, Tensor offsets) -> Tensor",
+    group_rows_definition,
+    gradient=_group_rows_gradient,
+    of=("x",),
     counted_by_rewrite=True,
 )
 

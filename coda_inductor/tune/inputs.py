@@ -38,8 +38,9 @@ def tensors(site: Site, device: torch.device | str, *, values: bool = True) -> G
         elif operand.kind == "tile":
             value = normal(m, n, device=device)
         elif operand.kind == "row":
-            value = 1 + 0.1 * torch.randn(n, device=device)
-            value = value.repeat_interleave(len(program.accs))
+            value = 1 + 0.1 * torch.randn(max(site.groups, 1), n, device=device)
+            value = value.repeat_interleave(len(program.accs), 1)
+            value = value if program.grouped else value[0]
         elif operand.kind == "col":  # a statistic of a row: positive, as most are
             value = 0.5 + torch.rand(m, device=device)
         elif operand.kind == "table":  # cosines and sines

@@ -31,6 +31,7 @@ from experts import (
 )
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
+from coda_inductor.semantic.experts import group_rows as GROUP_ROWS
 
 ALL = [
     *({"sort": each} for each in SORTS),
@@ -120,6 +121,66 @@ def test_a_bias_of_each_expert(sum_):
     """A token's sum of them is added behind the sum of its rows."""
     harness = check_gradients(Block(biased=True, sum=sum_), *given())
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+
+
+def row_operands(harness):
+    """How many rows of its group's each grouped program reads."""
+    programs = [s.program for s in harness.fused if s.program.grouped]
+    return [sum(o.kind == "row" for o in program.operands) for program in programs]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("up", "paired", "rows"), [(halves, "pair", 2), (two_weights, "pair", 1), (no_gate, "", 1)]
+)
+def test_a_bias_in_front_of_the_gate(up, paired, rows, masked):
+    """It is a row of each group, of the tile that gates it; no rows of it are written."""
+    x, ids, w = given(9)
+    if masked:
+        ids[::3, 1] = E
+    harness = check_gradients(Block(up=up, biased_up=True, biased=True, masked=masked), x, ids, w)
+    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
+    assert fused(harness)[0] == f"gathered {paired}"
+    assert row_operands(harness)[0] == rows
+    assert count(harness, GROUP_ROWS) == 0
+
+
+def test_a_bias_in_front_of_the_gate_may_have_no_tile():
+    """Without epilogues its rows are those that the user took."""
+    harness = check_gradients(Block(biased_up=True), *given(), gate="never")
+    assert harness.counts["experts"] == 1
+    assert count(harness, GROUP_ROWS) == 0
+
+
+@pytest.mark.parametrize("where", ["other ids", "twice", "wide", "changed", "changed later"])
+def test_what_is_no_bias_in_front_of_the_gate(where):
+    class Other(Block):
+        def bias_of(self, weight):
+            bias = super().bias_of(weight)
+            return bias.double() if where == "wide" else bias
+
+        def forward(self, x, ids, w):
+            k, flat = ids.shape[1], ids.reshape(-1)
+            perm = torch.argsort(flat)
+            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
+            z = self.mm(x[perm // k], self.w13.mT, offs)
+            total = z + self.bias_of(self.w13.mT)[flat if where == "other ids" else flat[perm]]
+            if where == "changed":
+                z.mul_(2)
+            if where == "changed later":
+                total[1:].mul_(2)
+            if where == "twice":
+                total = total * z
+            gate, up = total.chunk(2, -1)
+            y = self.mm((F.silu(gate) * up).to(z.dtype), self.w2.mT, offs)
+            return viewed(y, w, perm, x, k)
+
+    wide = where == "wide"
+    given_ = given(dtype=torch.float32 if wide else torch.float64)
+    block = Other(biased_up=True, dtype=given_[0].dtype)
+    harness = check_gradients(block, *given_, tolerance=1e-4 if wide else 1e-10)
+    assert harness.counts["experts"] == 1
+    assert row_operands(harness)[0] == 0
 
 
 def test_a_bias_behind_a_mask_stays():

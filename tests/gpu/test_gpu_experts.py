@@ -45,12 +45,15 @@ def tensors(name: str, rows, dtype, n=264, k=192, tokens=97):
         made(e, len(program.accs) * n, k).mT
     )  # fmt: skip
     bs = weight.chunk(terms, 1) if terms > 1 else weight.chunk(len(program.accs), 2)
-    by_kind = {"groups": groups, "index": index}
-    operands = [
-        by_kind[o.kind] if o.kind in by_kind
-        else made(m, n) if o.kind == "tile" else torch.rand(m, device="cuda") + 0.5
-        for o in program.operands
-    ]  # fmt: skip
+    lanes = len(program.accs)
+    by_kind = {
+        "groups": lambda: groups,
+        "index": lambda: index,
+        "tile": lambda: made(m, n),
+        "row": lambda: made(e, n).repeat_interleave(lanes, 1),
+        "col": lambda: torch.rand(m, device="cuda") + 0.5,
+    }
+    operands = [by_kind[o.kind]() for o in program.operands]
     return program, as_, list(bs), operands
 
 
@@ -138,16 +141,18 @@ def trained(block, function, x, ids, w):
 
 
 def used(block):
-    return [block.w1, block.w3, block.w2] if block.up is two_weights else [block.w13, block.w2]
+    two = block.up is two_weights
+    weights = [block.w1, block.w3, block.w2] if two else [block.w13, block.w2]
+    return weights + [block.bias_of(weights[0].mT)] * block.biased_up
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(300, False), (300, True), (1, False), (7, False)])
+@pytest.mark.parametrize("biased_up", [False, True])
 @pytest.mark.parametrize(("up", "sum_"), [(halves, None), (two_weights, scattered)])
-def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_):
+def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_, biased_up):
     torch.manual_seed(0)
-    how = {"up": up, "mm": product, "count": counted, "dtype": BF16} | (
-        {"sum": sum_} if sum_ else {}
-    )
+    how = {"up": up, "mm": product, "count": counted, "dtype": BF16, "biased_up": biased_up}
+    how |= {"sum": sum_} if sum_ else {}
     block = Block(**how).cuda()
     x, ids, w = (t.detach().cuda() for t in given(tokens, dtype=BF16))
     ids = ids * 0 + torch.tensor([1, 3], device="cuda") if skewed else ids

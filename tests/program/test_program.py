@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -93,7 +94,7 @@ ILLEGAL = [
     (program(stores="acc:bfloat16", reduces="p:acc:row:logsumexp"), "'p' reads a value that is"),
     (program(operands="i:index:int32"), "one 'groups', and at most one 'index'"),
     (program(operands=f"{GROUPS} s0:groups:int32"), "one 'groups', and at most one 'index'"),
-    (program(operands=f"{GROUPS} s0:row"), "without heads, rows, tables"),
+    (program(operands=f"{GROUPS} s0:table"), "without heads and tables"),
     (program(operands=f"{GROUPS} s0:col:bfloat16"), "one value a row in 32 bits"),
     (program(operands=GROUPS, reduces="p:acc:col"), "no sums over M"),
     (program(operands="g:groups:int64"), "dtype 'int64' is not legal"),
@@ -283,6 +284,20 @@ def test_each_product_of_a_pair_has_scales_of_its_own():
     torch.testing.assert_close(reference.run(made, [a], bs, given)[0], g * u)
     (rounded,) = reference.run(made, [a], bs, given, exact=False)
     assert torch.equal(rounded, g.bfloat16().float() * u.bfloat16().float())
+
+
+@pytest.mark.parametrize("accs", [("acc",), ("acc0", "acc1")])
+def test_a_row_of_each_group(accs):
+    """A group may have no row, and what is in none has any."""
+    steps, y = ("x add acc w", "x") if len(accs) == 1 else ("x add acc0 w; y mul x acc1", "y")
+    how = {"dtype": "float32", "accs": accs}
+    made = verify(program(steps, f"{GROUPS} w:row:float32", f"{y}:float32", **how))
+    a, w, bs = torch.randn(6, 16), torch.randn(3, 24), [torch.randn(3, 16, 24) for _ in accs]
+    groups, own = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([0, 0, 2, 2, 2])
+    given = [groups, w.repeat_interleave(len(accs), 1)]
+    products = [torch.stack([a[i] @ b[e] for i, e in enumerate(own)]) for b in bs]
+    want = functools.reduce(torch.mul, [products[0] + w[own], *products[1:]])
+    torch.testing.assert_close(reference.run(made, [a], bs, given)[0][:5], want)
 
 
 NONE = Scaled("acc")

@@ -18,6 +18,7 @@ from coda_inductor.semantic.experts import (
     WGRAD,
     experts_down,
     experts_up,
+    group_rows,
     grouped_mm,
     route,
 )
@@ -40,6 +41,15 @@ GRADED = {
     "rms_norm without a weight": (lambda x: rms_norm(x, None, EPS, x.dtype)[0], [(2, 3, D)]),
     "layer_norm": (lambda *a: layer_norm(*a, EPS, torch.float64)[0], [(2, 3, D), (D,), (D,)]),
 }
+
+
+def test_the_gradient_of_a_row_of_each_group():
+    """A sum over its rows, of any width; what rows of no group hold is in none."""
+    x, ids = randn(3, 12), torch.tensor([0, 0, 2, 2, 2, 2])
+    dy, offsets = randn(6, 12), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    dy[5] = torch.nan
+    found = torch.autograd.grad(group_rows(x.requires_grad_(), ids, offsets), x, dy)[0]
+    torch.testing.assert_close(found, torch.stack([dy[:2].sum(0), 0 * x[0], dy[2:5].sum(0)]))
 
 
 @pytest.mark.parametrize("name", GRADED)
@@ -119,6 +129,11 @@ def expert_examples(dtype):
     x, w, weight = (t.requires_grad_() for t in (x, w, weight))
     return {
         grouped_mm: (x.detach(), down.mT, offsets, rows),
+        group_rows: (
+            randn(3, 12, dtype=dtype).requires_grad_(),
+            ids.sort()[0].clamp(max=2),
+            offsets,
+        ),
         experts_up: (x, rows, inverse, offsets, [weight.mT], 2, 2),
         experts_down: (randn(8, 16, dtype=dtype), w, *sorted_, down.mT, 2),
         ROUTE: (ids, 3, 2),
