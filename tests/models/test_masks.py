@@ -87,7 +87,7 @@ GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attent
     ],
 )
 def test_attention_skips_what_a_mask_hides(name, settings, batch, masks):
-    """``masks`` have lists of their blocks made, four permutations each; one of causal order is left to
+    """``masks`` have lists of their blocks made, four scatters each; one of causal order is left to
     SDPA. Whatever the positions, also where each row has its own, projections rotate by them."""
     given, made = batch(), model(name, **settings)
     if "attention_mask" in given and name == "Llama":
