@@ -143,6 +143,10 @@ def grouped(dtype: str = "bfloat16") -> dict[str, EpilogueProgram]:
             "z add acc0 b0; u add acc1 b1; s sigmoid z; act mul z s; y mul act u",
             "acc0 u y", accs=("acc0", "acc1"),
         ),
+        "experts_alternating": made(
+            f"{routes} b0:row b1:row", "z add acc0 b0; s sigmoid z; u add acc1 b1; y mul s u",
+            "z u y", accs=("acc0", "acc1"), alternating=True,
+        ),
         "experts_plain_biased": made("groups:groups:int32 b0:row", "z add acc b0; y relu z", "y"),
         "experts_down": made("groups:groups:int32", "", "acc"),
         "experts_dgrad": made(

@@ -19,6 +19,8 @@ an operand broadcasts over part of M, or the limits on tile operands and stores 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import Node
 
 from coda_inductor.fuse.grower import Banned, Grower
@@ -31,10 +33,14 @@ __all__ = ["Banned", "grow"]
 
 
 def grow(
-    anchors: tuple[Node, ...], scope: Scope, banned: Banned | None = None, total: Node | None = None
+    anchors: tuple[Node, ...],
+    scope: Scope,
+    banned: Banned | None = None,
+    total: Node | None = None,
+    lanes: dict[Node, int] | None = None,
 ) -> Region:
     """The largest legal region around ``anchors``; with ``total``, around the sum of them that it
-    is. The sides of all anchors must be the same.
+    is; ``lanes`` as a region has them. The sides of all anchors must be the same.
 
     Raises:
         Refused: an anchor's own result would have to be stored and cannot be.
@@ -42,25 +48,25 @@ def grow(
     banned = dict(banned or {})
     known = set(banned)
     while True:
-        region = _grown(anchors, total, scope, banned)
+        region = _grown(lambda: Region(anchors, total, lanes=lanes or {}), scope, banned)
         trouble = unstorable(region)
         if trouble is None:
             region.refusals.update({n: why for n, why in banned.items() if n not in known})
             return region
         node, reason = trouble
-        if node in banned or node in anchors or node is total:
+        if node in banned or node in (*anchors, total, *region.lanes):
             raise Refused(reason.within(f"{node.name}: {{}}"))
         banned[node] = reason
 
 
-def _grown(anchors: tuple[Node, ...], total: Node | None, scope: Scope, banned: Banned) -> Region:
+def _grown(start: Callable[[], Region], scope: Scope, banned: Banned) -> Region:
     """A region; of tiles that the backward pass computes again, and that it could compute from
     others which it loads only later, none is loaded."""
-    first = Grower(Region(anchors, total), scope, banned)
+    first = Grower(start(), scope, banned)
     region, tiles = first.run(), first.tiles()
     made = {tile for tile in tiles if scope.recomputed(tile)}
     if not made:
         return region
-    second = Grower(Region(anchors, total), scope, banned, tiles - made)
+    second = Grower(start(), scope, banned, tiles - made)
     again = second.run()
     return again if len(second.tiles()) < len(tiles) else region

@@ -66,14 +66,18 @@ class Grower:
         if region.total is not None:
             self._sum(region.total)
         self._routes()
-        if region.total is None:
+        if region.lanes:
+            region.values[self.anchor] = f"{self.anchor.name} (read by columns)"
+            region.values |= {node: region.accs[lane] for node, lane in region.lanes.items()}
+        elif region.total is None:
             for anchor, acc in zip(region.anchors, region.accs, strict=True):
                 region.values[anchor] = acc
                 if (why := self._begin(anchor, acc)) is not None:
                     region.refusals[anchor] = why
                     return region
         seen: set[Node] = {region.total} if region.total is not None else set(region.anchors)
-        frontier = {user for root in seen for user in root.users}
+        seen |= {*region.lanes}
+        frontier = {user for root in seen for user in root.users} - seen
         while frontier:
             node = min(frontier)
             frontier.discard(node)
@@ -220,7 +224,7 @@ class Grower:
         ``arg`` itself would; if it is not possible, ``arg`` stays an operand."""
         if arg in self.banned:
             return
-        bias = bias_of_groups(arg, self.anchor)
+        bias = bias_of_groups(arg, self.anchor, self.n)
         if bias is not None and not self._depends(bias) and not operands.wider(bias, self.anchor):
             self._note(arg, self.region.operand(bias, "row"), pull=True)
             return

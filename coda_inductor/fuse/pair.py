@@ -25,7 +25,7 @@ from torch.fx import Node
 from coda_inductor.fuse.grow import Banned, grow
 from coda_inductor.fuse.region import Region
 from coda_inductor.graph.gemms import GEMMS, fast_accumulation, gemm_inputs, routes_of
-from coda_inductor.graph.nodes import aten, fake
+from coda_inductor.graph.nodes import arguments, aten, fake
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, closure, readers
@@ -35,6 +35,26 @@ from coda_inductor.refusal import Refused
 def pair_with(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
     """The region of ``anchor`` and a later GEMM of the same A whose values meet, if any."""
     return next((r for r in _regions(anchor, scope, banned) if _meet(r, scope)), None)
+
+
+def alternating(anchor: Node, scope: Scope, banned: Banned) -> Region | None:
+    """The region of a grouped GEMM of which only the even and the odd columns are read, where these
+    meet (gpt-oss's gate and up)."""
+    lanes = {user: _lane(user, anchor) for user in anchor.users}
+    if routes_of(anchor)[0] is None or {*lanes.values()} != {0, 1}:
+        return None
+    found = {node: lane for node, lane in lanes.items() if lane is not None}
+    region = grow((anchor,), scope, banned, lanes=found)
+    return region if _meet(region, scope) else None
+
+
+def _lane(node: Node, product: Node) -> int | None:
+    """0 if ``node`` takes the even columns of ``product``, 1 for the odd ones, None for others."""
+    if node.target is not aten.slice.Tensor or arguments(node)["step"] != 2:
+        return None
+    m, n = fake(product).shape
+    half = n % 2 == 0 and same(fake(node).shape, (m, n // 2))
+    return arguments(node)["start"] or 0 if half else None
 
 
 def _regions(anchor: Node, scope: Scope, banned: Banned) -> Iterator[Region]:

@@ -48,6 +48,8 @@ class Region:
         values: absorbed nodes, the anchors included, and their values in the program.
         pulled: nodes of which a copy runs on the tile, while they stay where they are for others.
         operands: what is read, and as what kind: one of ``OPERAND_KINDS``, or ``SWAPPED``.
+        lanes: nodes that take the even (0) or the odd (1) columns of the one anchor, each of which
+            is an accumulator, and all that reads it.
         heads: of a region that rotates heads, their columns, how many of these are rotated, and
             how far apart those of a pair are (``program.heads``).
     """
@@ -61,6 +63,7 @@ class Region:
     reduces: dict[Node, Reduce] = field(default_factory=dict)
     refusals: dict[Node, Refusal] = field(default_factory=dict)
     heads: tuple[int, int, int] | None = None
+    lanes: dict[Node, int] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[Any, int, int]:
@@ -68,7 +71,7 @@ class Region:
         terms = self.anchors if self.total is not None else self.anchors[:1]
         k = sum(fake(gemm_inputs(term)[0]).shape[1] for term in terms)
         m, n = fake(self.anchors[0]).shape
-        return m, n, k
+        return m, n // 2 if self.lanes else n, k
 
     @property
     def grouped(self) -> bool:
@@ -77,7 +80,8 @@ class Region:
 
     @property
     def accs(self) -> tuple[str, ...]:
-        return ("acc0", "acc1") if self.total is None and len(self.anchors) == 2 else ("acc",)
+        paired = self.total is None and len(self.anchors) == 2
+        return ("acc0", "acc1") if paired or self.lanes else ("acc",)
 
     @property
     def absorbed(self) -> list[Node]:
@@ -86,7 +90,7 @@ class Region:
     @property
     def work(self) -> list[Node]:
         """Absorbed nodes that compute something (views do not)."""
-        return [n for n in self.absorbed if not renames(n)]
+        return [n for n in self.absorbed if not renames(n) and n not in self.lanes]
 
     @property
     def idle(self) -> bool:
@@ -141,6 +145,7 @@ class Region:
             dtype_name(fake(b).dtype),
             fast_accumulation(self.anchors[0]),
             0 if self.heads is None else self.heads[0],
+            bool(self.lanes),
         )
         return verify(simplify(consistent(simplify(program), self._apart())))
 

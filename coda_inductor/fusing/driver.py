@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from coda_inductor.fuse.emit import check_views, emit
 from coda_inductor.fuse.fit import TOO_HEAVY, heaviest
 from coda_inductor.fuse.grow import Banned, grow
-from coda_inductor.fuse.pair import pair_with
+from coda_inductor.fuse.pair import alternating, pair_with
 from coda_inductor.fuse.region import Region
 from coda_inductor.fuse.sums import site_of, sum_with
 from coda_inductor.fuse.traffic import bytes_moved, bytes_plain
@@ -204,6 +204,7 @@ class _Planner:
         """How to grow regions around ``anchor``, the most profitable first."""
         if (found := sum_with(anchor, self.scope, self.record.plan.legal)) is not None:
             yield lambda banned: grow(found[0], self.scope, banned, found[1])
+        yield lambda banned: alternating(anchor, self.scope, banned)
         yield lambda banned: pair_with(anchor, self.scope, banned)
         yield lambda banned: grow((anchor,), self.scope, banned)
         made = anchor.graph.find_nodes(op="call_function", target=rotate_heads)

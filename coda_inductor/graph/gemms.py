@@ -56,12 +56,12 @@ def routes_of(gemm: Node) -> tuple[Node | None, Node | None]:
     return given["offsets"], given["rows"]
 
 
-def bias_of_groups(x: Node, gemm: Node) -> Node | None:
-    """(E, N), of which ``x`` holds the row of each group of ``gemm``; None for another tensor."""
+def bias_of_groups(x: Node, gemm: Node, n: int) -> Node | None:
+    """(E, ``n``), of which ``x`` holds the row of each group of ``gemm``; None for no such x."""
     if x.target is not group_rows or arguments(x)["offsets"] is not routes_of(gemm)[0]:
         return None
     own, b = fake(arguments(x)["x"]), fake(gemm_inputs(gemm)[1])
-    alike = same(own.shape, (b.shape[0], fake(gemm).shape[1]))
+    alike = same(own.shape, (b.shape[0], n))
     return arguments(x)["x"] if alike else None
 
 

@@ -113,6 +113,8 @@ class EpilogueProgram:
     fast: bool = False
     #: Columns of an attention head, of which N is a multiple; 0 for programs that ignore heads.
     head: int = 0
+    #: Of a grouped pair: are its accumulators the even and the odd columns of A @ B, B (E, K, 2N)?
+    alternating: bool = False
 
     def __post_init__(self) -> None:
         if not self.b_dtype:
@@ -155,6 +157,10 @@ class EpilogueProgram:
         index = self.routes[1]
         return (as_[0] if index is None else operands[index]).shape[0]
 
+    def columns(self, bs: Sequence[Any]) -> int:
+        """N of a call; of a grouped pair, one of ``bs`` may have the columns of both."""
+        return bs[0].shape[-1] // (len(self.accs) if len(bs) < len(self.accs) else 1)
+
     @property
     def paired(self) -> bool:
         return len(self.accs) == 2
@@ -181,6 +187,8 @@ class EpilogueProgram:
             head |= {"b_dtype": self.b_dtype, "fast": self.fast}
         if self.head:
             head["head"] = self.head
+        if self.alternating:
+            head["alternating"] = True
         text = _as_text(head, dataclasses.replace(self, steps=steps))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -188,6 +196,7 @@ class EpilogueProgram:
         factors = " | ".join(f"{acc}: {self.a_dtype} x {self.b_dtype}" for acc in self.accs)
         lines = [f"program({factors})" + ", fast accumulation" * self.fast]
         lines[0] += f", heads of {self.head}" if self.head else ""
+        lines[0] += ", of alternating columns" * self.alternating
         lines += [f"  load   {o.name:<8}: {o.kind} {o.dtype}" for o in self.operands]
         for s in self.steps:
             args = " ".join(a if isinstance(a, str) else repr(a) for a in s.args)
@@ -208,7 +217,8 @@ _FORMAT = 2  # bump when the meaning of the serialized form changes
 def _to_json(program: EpilogueProgram) -> str:
     head = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
     head |= {"b_dtype": program.b_dtype, "fast": program.fast}
-    return _as_text(head | ({"head": program.head} if program.head else {}), program)
+    head |= {"head": program.head} if program.head else {}
+    return _as_text(head | ({"alternating": True} if program.alternating else {}), program)
 
 
 def _as_text(body: dict[str, object], program: EpilogueProgram) -> str:
@@ -238,4 +248,5 @@ def _from_json(text: str) -> EpilogueProgram:
         b_dtype=body["b_dtype"],
         fast=body["fast"],
         head=body.get("head", 0),
+        alternating=body.get("alternating", False),
     )

@@ -79,7 +79,7 @@ def run(
     everything: (M, 1) for rows, (1, N) for columns, in the compute dtype.
     """
     wide = torch.float64 if as_[0].dtype == torch.float64 else compute_dtype(program)
-    shape = program.rows(as_, operands), bs[0].shape[-1] // _parts(program, bs)
+    shape = program.rows(as_, operands), program.columns(bs)
     groups, index = (None if i is None else operands[i] for i in program.routes)
     env = _loaded(program, operands, groups, wide, shape)
     done: set[str] = set()
@@ -130,11 +130,6 @@ def _loaded(program, operands, groups, wide: torch.dtype, shape: tuple) -> dict[
     return env
 
 
-def _parts(program: EpilogueProgram, bs: Sequence[Tensor]) -> int:
-    """How many accumulators have their columns in one of ``bs``."""
-    return len(program.accs) if len(bs) < len(program.accs) else 1
-
-
 def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> dict[str, Tensor]:
     """The accumulators, of operands of 16 bits and more."""
     groups, index = routes
@@ -146,7 +141,8 @@ def _products(program, as_, bs, routes, wide: torch.dtype, *, exact: bool) -> di
 
     if groups is not None and len(bs) == 1:  # one weight, whose parts they are
         whole = product(torch.cat(tuple(as_), 1), bs[0])
-        parts = whole.chunk(len(program.accs), 1)
+        lanes = len(program.accs)
+        parts = [whole[:, i::2] for i in (0, 1)] if program.alternating else whole.chunk(lanes, 1)
         return dict(zip(program.accs, parts, strict=True))
     if program.paired:
         return {name: product(as_[0], b) for name, b in zip(program.accs, bs, strict=True)}

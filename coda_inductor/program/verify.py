@@ -76,6 +76,8 @@ def _operands(program: EpilogueProgram, taken: set[str]) -> None:
 
 def _groups(program: EpilogueProgram) -> None:
     kinds = [o.kind for o in program.operands if o.kind in ROUTES]
+    if program.alternating and not (kinds and program.paired):
+        raise ProgramError("columns alternate in grouped programs of two accumulators only")
     if not kinds:
         return
     if "groups" not in kinds or len(set(kinds)) < len(kinds):

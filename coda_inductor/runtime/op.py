@@ -60,7 +60,7 @@ def gemm_epilogue(
 
 def _allocate(program: EpilogueProgram, config: Config, as_, bs, operands):
     """Uninitialised outputs. Also the fake implementation: M, N and K may be symbolic."""
-    a, m, n = as_[0], program.rows(as_, operands), bs[0].shape[-1]
+    a, m, n = as_[0], program.rows(as_, operands), program.columns(bs)
     tile_m = config.cta_tile_m(arch_of(a.device))
     # The tile of a pair holds both accumulators, side by side.
     tile_n = config.tile_n // len(program.accs)
@@ -105,9 +105,9 @@ def _cuda(as_, bs, operands, program, config, site="", strict=False):
         return prepared
     a = as_[0]
     k = sum(x.shape[1] for x in as_)
-    b, terms = bs[0], len(as_)
+    b, terms, n = bs[0], len(as_), entry.program.columns(bs)
     majors = reading_of(entry.program, terms).kernels(as_, bs)[0][:2]
-    why = _unsupported(program, b.shape[-1], k, (a.dtype, b.dtype), majors, terms, a.device)
+    why = _unsupported(program, n, k, (a.dtype, b.dtype), majors, terms, a.device)
     if why is not None:
         return _fall_back(why.text, as_, bs, operands, program, config, site, strict)
     outputs = _allocate(entry.program, entry.config, as_, bs, operands)

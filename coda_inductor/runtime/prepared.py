@@ -61,8 +61,8 @@ def prepare(
     Raises:
         UnpairableError: this call was copied; one like it may not be.
     """
-    a, b = as_[0], bs[0]
-    outputs = _outputs(program, config, a, b)
+    a = as_[0]
+    outputs = _outputs(program, config, a, program.columns(bs))
     if outputs is None or not all(map(_as_it_is, program.operands, operands, [a] * len(operands))):
         return None
     reading = reading_of(program, len(as_))
@@ -130,10 +130,9 @@ def _call(
     return call
 
 
-def _outputs(program, config, a, b) -> list[tuple[int, int, torch.dtype]] | None:
+def _outputs(program, config, a, n) -> list[tuple[int, int, torch.dtype]] | None:
     """(Rows of a tile or 0, columns, dtype) of each output: (M, columns), or with the rows of a
     tile (tiles, columns). None if one of them is copied after the launch."""
-    n = b.shape[-1]
     tile_n = config.tile_n // len(program.accs)
     found = []
     for spec in program.outputs:

@@ -16,6 +16,7 @@ from experts import (
     Block,
     D,
     E,
+    H,
     K,
     count,
     fused,
@@ -32,6 +33,7 @@ from experts import (
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
 from coda_inductor.semantic.experts import group_rows as GROUP_ROWS
+from coda_inductor.semantic.experts import grouped_mm as GROUPED
 
 ALL = [
     *({"sort": each} for each in SORTS),
@@ -54,7 +56,7 @@ def test_every_spelling(how):
 
 
 @pytest.mark.parametrize(
-    ("up", "paired"), [(two_weights, "pair"), (no_gate, ""), (interleaved, "")]
+    ("up", "paired"), [(two_weights, "pair"), (no_gate, ""), (interleaved, "pair")]
 )
 def test_every_gate(up, paired):
     harness = check_gradients(Block(up=up), *given())
@@ -131,7 +133,8 @@ def row_operands(harness):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("up", "paired", "rows"), [(halves, "pair", 2), (two_weights, "pair", 1), (no_gate, "", 1)]
+    ("up", "paired", "rows"),
+    [(halves, "pair", 2), (two_weights, "pair", 1), (no_gate, "", 1), (interleaved, "pair", 2)],
 )
 def test_a_bias_in_front_of_the_gate(up, paired, rows, masked):
     """It is a row of each group, of the tile that gates it; no rows of it are written."""
@@ -143,6 +146,44 @@ def test_a_bias_in_front_of_the_gate(up, paired, rows, masked):
     assert fused(harness)[0] == f"gathered {paired}"
     assert row_operands(harness)[0] == rows
     assert count(harness, GROUP_ROWS) == 0
+
+
+def turned(x, offs, mm, w13, *_):
+    """gpt-oss: a weight that is contiguous along its columns."""
+    z = mm(x, w13.mT.contiguous(), offs)
+    return (z[..., ::2] + 1) * torch.sigmoid(z[..., 1::2])
+
+
+def test_alternating_columns_share_a_tile():
+    """What the backward pass reads is stored apart; the weight is read as it lies, once."""
+    harness = check_gradients(Block(up=turned), *given())
+    first, down = [s.program for s in harness.fused if s.program.grouped][:2]
+    assert first.alternating
+    assert not down.alternating
+    assert len(first.stores) == 3
+    assert fused(harness) == ["gathered pair", "", "gathered ", ""]
+    harness = check(Block(up=turned), *given())
+    assert len(harness.fused[0].program.stores) == 1
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda z: z[:, ::2] * z[:, 1::2].sum(),
+        lambda z: z[:, ::2].sin() + z[:, ::2],
+        lambda z: z[:, ::2] * z[:, 1::2] + z[:, :H],
+        lambda z: z[:, 1::2] * z[:, 1::2].cos(),
+        lambda z: z[:, 0:H:2] * z[:, 1:H:2],
+        lambda z: z[:, :H] * z[:, 1 : H + 1],
+        lambda z: (z[::2] * z[1::2]).repeat(2, 1)[:, :H],
+        lambda z: (z[:, ::2].sin(), z[:, 1::2].cos()),
+    ],
+)
+def test_what_alternates_not(combine):
+    offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    x, w = randn(6, D), randn(3, D, 2 * H)
+    harness = check(lambda x, w: combine(GROUPED(x, w, offsets, None)), x, w)
+    assert not any(site.program.alternating for site in harness.fused)
 
 
 def test_a_bias_in_front_of_the_gate_may_have_no_tile():

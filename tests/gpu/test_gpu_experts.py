@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from experts import Block, E, given, halves, scattered, two_weights
+from experts import Block, E, given, halves, interleaved, scattered, two_weights
 from layers import SLACK, errors
 from oracle import ARCH, NEEDS_KERNELS, check, hold
 from programs import grouped
@@ -31,7 +31,7 @@ def routed(rows, tokens: int = 97):
     return edges, index
 
 
-def tensors(name: str, rows, dtype, n=264, k=192, tokens=97):
+def tensors(name: str, rows, dtype, n=264, k=192, tokens=97, turned=False):
     program = grouped(str(dtype).removeprefix("torch."))[name]
     groups, index = routed(rows, tokens)
     gathered, m, e = program.routes[1] is not None, sum(rows), len(rows)
@@ -44,7 +44,9 @@ def tensors(name: str, rows, dtype, n=264, k=192, tokens=97):
     weight = made(e, terms * k, n) if name in ("experts_dgrad", "experts_join") else (
         made(e, len(program.accs) * n, k).mT
     )  # fmt: skip
-    bs = weight.chunk(terms, 1) if terms > 1 else weight.chunk(len(program.accs), 2)
+    whole = [weight.contiguous() if turned else weight]
+    parts = weight.chunk(terms, 1) if terms > 1 else weight.chunk(len(program.accs), 2)
+    bs = whole if program.alternating else parts
     lanes = len(program.accs)
     by_kind = {
         "groups": lambda: groups,
@@ -62,6 +64,12 @@ def tensors(name: str, rows, dtype, n=264, k=192, tokens=97):
 @pytest.mark.parametrize("name", grouped())
 def test_ragged_rows(name, rows, dtype):
     check(*tensors(name, rows, dtype))
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=len)
+def test_alternating_columns_of_a_weight_contiguous_along_them(rows):
+    """As gpt-oss's is."""
+    check(*tensors("experts_alternating", rows, BF16, turned=True))
 
 
 @pytest.mark.parametrize("name", grouped())
@@ -148,7 +156,9 @@ def used(block):
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(300, False), (300, True), (1, False), (7, False)])
 @pytest.mark.parametrize("biased_up", [False, True])
-@pytest.mark.parametrize(("up", "sum_"), [(halves, None), (two_weights, scattered)])
+@pytest.mark.parametrize(
+    ("up", "sum_"), [(halves, None), (two_weights, scattered), (interleaved, None)]
+)
 def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_, biased_up):
     torch.manual_seed(0)
     how = {"up": up, "mm": product, "count": counted, "dtype": BF16, "biased_up": biased_up}

@@ -31,7 +31,7 @@ HOPPER = (
     "rms_partial//64x64:1x1:co:dyn:k4,rms_partial//128x208:2x1:pp:lean,"
     "fp8_swiglu_fast//128x256:2x1:co,fp8_activated,"
     "experts_up//128x256:2x1:co,experts_up_biased//128x256:2x1:co,experts_plain_biased,"
-    "experts_dgrad//128x256:2x1:co:lean,experts_join/crossed"
+    "experts_alternating//128x256:2x1:co,experts_dgrad//128x256:2x1:co:lean,experts_join/crossed"
 )
 
 COMPILE = """

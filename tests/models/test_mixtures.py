@@ -61,6 +61,17 @@ def test_a_mixture(family):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_the_gate_of_gpt_oss_is_absorbed():
+    """With its biases: gate, up and activation are stored, their product is not."""
+    model, ids = made("gpt_oss", "grouped_mm")
+    harness = Harness()
+    harness.train(model, input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    site = next(s for s in harness.fused if s.program.alternating)
+    assert site.patterns == ("experts", "clamped_swiglu")
+    assert [o.kind for o in site.program.operands] == ["groups", "index", "row", "row"]
+    assert len(site.program.stores) == 3
+
+
 def test_a_loop_over_experts_is_named_with_its_remedy():
     """All layers share its graph."""
     model, ids = made("mixtral", "eager", num_hidden_layers=2)

@@ -97,6 +97,8 @@ ILLEGAL = [
     (program(operands=f"{GROUPS} s0:table"), "without heads and tables"),
     (program(operands=f"{GROUPS} s0:col:bfloat16"), "one value a row in 32 bits"),
     (program(operands=GROUPS, reduces="p:acc:col"), "no sums over M"),
+    (program(operands=GROUPS, alternating=True), "columns alternate in grouped programs of two"),
+    (program(stores="acc0", accs=("acc0", "acc1"), alternating=True), "columns alternate"),
     (program(operands="g:groups:int64"), "dtype 'int64' is not legal"),
 ]  # fmt: skip
 
@@ -284,6 +286,15 @@ def test_each_product_of_a_pair_has_scales_of_its_own():
     torch.testing.assert_close(reference.run(made, [a], bs, given)[0], g * u)
     (rounded,) = reference.run(made, [a], bs, given, exact=False)
     assert torch.equal(rounded, g.bfloat16().float() * u.bfloat16().float())
+
+
+def test_alternating_columns():
+    made = verify(program("y mul acc0 acc1", GROUPS, accs=("acc0", "acc1"), alternating=True))
+    a, b, groups = randn(5, 16), randn(2, 16, 48), torch.tensor([0, 2, 5], dtype=torch.int32)
+    z = torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
+    torch.testing.assert_close(reference.run(made, [a], [b], [groups])[0], z[:, ::2] * z[:, 1::2])
+    assert EpilogueProgram.from_json(made.to_json()) == made
+    assert replace(made, alternating=False).key != made.key
 
 
 @pytest.mark.parametrize("accs", [("acc",), ("acc0", "acc1")])

@@ -9,7 +9,12 @@ its sites are measured with. ``plain`` says what each can be asked.
 from __future__ import annotations
 
 from coda_inductor.mainloop.readings.fp8 import Fp8, PairedFp8
-from coda_inductor.mainloop.readings.grouped import Grouped, GroupedJoin, GroupedPair
+from coda_inductor.mainloop.readings.grouped import (
+    Grouped,
+    GroupedAlternating,
+    GroupedJoin,
+    GroupedPair,
+)
 from coda_inductor.mainloop.readings.join import Join
 from coda_inductor.mainloop.readings.pair import Pair
 from coda_inductor.mainloop.readings.plain import Plain
@@ -17,7 +22,7 @@ from coda_inductor.program import EpilogueProgram
 
 #: The first that takes a program reads its operands.
 READINGS = (
-    *(GroupedPair(), GroupedJoin(), Grouped()),
+    *(GroupedAlternating(), GroupedPair(), GroupedJoin(), Grouped()),
     *(PairedFp8(), Pair(), Fp8(), Join(), Plain()),
 )
 

@@ -136,6 +136,30 @@ class GroupedPair(Grouped, Pair):
         return self.reads(as_, bs)(as_, bs)
 
 
+class GroupedAlternating(GroupedPair):
+    """A pair that lies interleaved in one B (E, K, 2N), of either major."""
+
+    variants, distances = ("",), ()
+    bind, reads = Grouped.bind, Grouped.reads
+
+    def takes(self, program: EpilogueProgram, terms: int) -> bool:
+        return program.alternating
+
+    def refuses(
+        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
+    ) -> tuple[str, str] | None:
+        return super().refuses(program, (majors[0], "k"), terms, arch)
+
+    def mixins(self, program: EpilogueProgram, variant: str) -> tuple[type, ...]:
+        return ()
+
+    def inputs(
+        self, site: Any, made: Callable[[str, float], Callable[..., Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        as_, bs = super().inputs(site, made)
+        return as_, [*self.unfused(site.program, as_, bs)[1]]
+
+
 class GroupedJoin(Grouped, Join):
     """The sum of two terms, each (M, f) times (E, f, N), rows in place."""
 

@@ -44,8 +44,8 @@ class Pair(Plain):
     """One A (M, K) times two B's (K, N), K-major, of 16 bits. The variant "swapped" is for a second
     weight at the lower address."""
 
-    variants = ("", "swapped")
-    distances = ("pair_delta",)
+    variants: tuple[str, ...] = ("", "swapped")
+    distances: tuple[str, ...] = ("pair_delta",)
 
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.paired
