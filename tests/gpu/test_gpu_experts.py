@@ -151,7 +151,7 @@ def trained(block, function, x, ids, w):
 def used(block):
     two = block.up is two_weights
     weights = [block.w1, block.w3, block.w2] if two else [block.w13, block.w2]
-    return weights + [block.bias_of(weights[0].mT)] * block.biased_up
+    return [*weights, block.bias_of(weights[0].mT)] if block.biased_up else weights
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(300, False), (300, True), (1, False), (7, False)])
