@@ -174,12 +174,13 @@ def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_, biased_
         ]
     )
     exact = trained(exactly, exactly, x.float(), ids, w.float())
-    theirs = trained(block, torch.compile(block), x, ids, w)
+    theirs = [trained(block, each, x, ids, w) for each in (block, torch.compile(block))]
     torch._dynamo.reset()
     mine = torch.compile(block, backend="coda", options={"gate": "always", "strict": True})
     ours = trained(block, mine, x, ids, w)
-    for mine, stock in zip(errors(ours, exact), errors(theirs, exact), strict=True):
-        assert mine <= SLACK * stock + 1e-4
+    stock = map(max, *(errors(each, exact) for each in theirs))
+    for mine, most in zip(errors(ours, exact), stock, strict=True):
+        assert mine <= SLACK * most + 1e-4
 
 
 def test_every_run_gives_the_same_bits():
