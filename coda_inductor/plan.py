@@ -193,8 +193,6 @@ class Plan:
     def takes(self, x: Any, w: Any, routes: Sequence[str] = ()) -> Refusal | None:
         """The same of a GEMM of ``x`` (M, K) and ``w`` (K, N), or (E, K, N) of one with operands of
         the kinds ``routes``."""
-        if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
-            return refuse("not-matrices", "its operands are not tensors")
         names = dtype_name(x.dtype), dtype_name(w.dtype)
         if (names[0] != names[1] or x.dtype not in FLOATS) and not {*names} <= {*FP8}:
             text = f"{x.dtype} times {w.dtype} has no epilogue program"

@@ -185,9 +185,9 @@ _NOTHING = {
 }
 #: The same, where the reason itself says why.
 _PLAIN = (
-    "no-neighbours", "not-matrices", "empty", "statistics-only", "fp8-terms", "no-store",
+    "no-neighbours", "empty", "statistics-only", "fp8-terms", "no-store",
     "constant-tile", "head-columns", "head-distance", "shared-memory", "norm-no-gemm",
-    "norm-squared", "not-read", "norm-statistics-read", "graph-output", "graph-input", "other-side",
+    "norm-squared", "not-read", "norm-statistics-read", "graph-output", "other-side",
     "reduction-axis", "reduction-dtype", "transposed", "reshaped", "copy", "not-elementwise",
     "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
     "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",

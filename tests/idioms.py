@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import experts as mixture
 import torch
 import torch.nn.functional as F
 
@@ -123,3 +124,53 @@ def rms_returned(x, w, gamma, a):
 
 def rms_of_no_product(x, w, gamma, a):
     return F.linear(F.rms_norm(x.sin(), (x.shape[-1],), gamma, EPS), a) + w.sum()
+
+
+def experts(x, w13, w2, router):
+    """In eager's order of choices, which autocast might change, from what no gradient reaches."""
+    x = x.flatten(0, 1)
+    ids = (x.detach().double() @ router.detach().double().T).topk(2)[1]
+    weights = (x @ router.T).sigmoid().gather(1, ids)
+    perm = torch.argsort(ids.reshape(-1))
+    offs = torch.cumsum(mixture.histogram(ids.reshape(-1), perm), 0, dtype=torch.int32)
+    a = mixture.halves(x[perm // 2], offs, mixture.plain, w13)
+    return mixture.viewed(mixture.plain(a, w2.mT, offs), weights, perm, x, 2)
+
+
+def clamped(x, gate, up):
+    gate, up = F.linear(9 * x, gate).clamp(max=7.0), F.linear(9 * x, up).clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def clamped_otherwise(x, gate, up):
+    gate, up = F.linear(9 * x, gate).clamp(max=7.0), F.linear(9 * x, up).clamp(min=-6.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def activated(x, up, down):
+    return F.linear(F.gelu(F.linear(x, up)), down)
+
+
+def layer_alone(x, w, gamma, beta, a):
+    return F.linear(F.layer_norm(F.linear(x, w), (x.shape[-1],), gamma, beta, EPS), a)
+
+
+def cast(function, dtype):
+    return lambda *args: function(*(t.to(dtype) for t in args))
+
+
+def rms_squared(x, w, gamma, a):
+    n = F.rms_norm(torch.mm(w, w), (w.shape[-1],), gamma, EPS)
+    return torch.mm(n, n) @ a.T * x.sum()
+
+
+def rms_by_hand(x, gamma):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * gamma
+
+
+def rms_of_complex(x, w, gamma, a):
+    return F.linear(rms_by_hand(torch.complex(stream(x, w), x), gamma).real, a)
+
+
+def rms_widened(x, w, gamma, a):
+    return F.linear(rms_by_hand(stream(x, w), gamma.expand(3, 1, 1, -1)), a)

@@ -125,10 +125,8 @@ class Grower:
 
     def _absorb(self, node: Node) -> Refusal | None:
         """Take ``node`` into the region; None, or why it must stay outside."""
-        if node.op != "call_function":
-            if node.op == "output":
-                return refuse("graph-output", "it is an output of the graph")
-            return refuse("graph-input", f"it is a {node.op}")
+        if node.op == "output":
+            return refuse("graph-output", "it is an output of the graph")
         if not self.scope.same_side(node, self.anchor):
             return refuse("other-side", "it belongs to the other one of forward and backward")
         if checkpoint(node) != checkpoint(self.anchor):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from checking import Weights, assert_same, check, check_gradients, leave_custom_ops, randn, reasons
 from harness import Harness
+from passes import codes
 
 K, N = 8, 10
 
@@ -94,6 +95,14 @@ def test_strided_and_expanded_inputs(name, monkeypatch):
     strided += gate.repeat_interleave(2, 0)[::2], up.t().contiguous().t()
     for own in ((w, gamma, gate, up), strided):
         check(both, LAYOUTS[name](), randn(4, 3, K), *own)
+
+
+def test_sizes_that_no_view_makes():
+    def function(x, w):
+        return F.linear(x, w).sin().unsqueeze(1).cos()
+
+    harness = check(Weights(function, randn(N, K)), randn(2, 5, K), dynamic=True)
+    assert codes(harness) == {"symbolic-shape"}
 
 
 SHARED = {

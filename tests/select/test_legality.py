@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from programs import E5M2, activated, fp8, heads, kinds, one_op, parsed, programs, rotary
+from programs import E5M2, activated, fp8, grouped, heads, kinds, one_op, parsed, programs, rotary
 from test_config import sum_of_tiles
 
 from coda_inductor.mainloop import availability
@@ -19,6 +19,7 @@ from coda_inductor.select.config import legal_configs
 from coda_inductor.select.legality import unsupported
 
 SCALE, PAIR, ROTARY = (kinds()[name] for name in ("scale", "swiglu", "rotary"))
+EXPERTS = grouped()["experts_down"]
 FP8 = activated()
 
 
@@ -53,6 +54,7 @@ def test_every_representative_program_is_supported(program):
         (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
         (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
         (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
+        (EXPERTS, 64, 64, {"a_major": "m"}, "grouped-layout", "contiguous"),
         (FP8, 64, 64, {"terms": 2}, "fp8-terms", "a sum of 2 FP8 products"),
         (ROTARY, 1096, 1024, {}, "head-columns", "N=1096 is not made of heads of 128"),
         (rotary(112), 1120, 1024, {}, "head-columns", "no kernel's tiles are made of heads of 112"),
@@ -80,6 +82,13 @@ def test_architectures_without_kernels(major, generation):
 def test_mixed_dtypes_have_no_kernel_on_data_centre_blackwell(arch, code, generation):
     generation(arch)
     why = unsupported(replace(FP8, a_dtype=E5M2), 64, 64)
+    assert (why and why.code) == code
+
+
+@pytest.mark.parametrize(("arch", "code"), [(9, None), (10, "grouped-arch"), (12, "grouped-arch")])
+def test_experts_have_kernels_on_hopper(arch, code, generation):
+    generation(arch)
+    why = unsupported(EXPERTS, 64, 64)
     assert (why and why.code) == code
 
 

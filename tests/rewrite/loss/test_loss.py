@@ -270,6 +270,16 @@ def test_a_gradient_that_is_also_returned_is_not_sliced(slices):
     assert "logits-read" in codes(harness)
 
 
+def test_logits_that_a_factor_makes_wider_are_not_sliced(slices):
+    def head(x, w, labels):
+        return hugging_face(F.linear(x, w).float() * 0.5, labels)
+
+    x, labels = inputs(torch.bfloat16)
+    harness = check_gradients(head, x, randn(V, D, dtype=x.dtype).requires_grad_(), labels)
+    assert harness.counts["cross_entropy_backward"] == 0
+    assert "logits-dtypes" in codes(harness)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_that_makes_several_rows_of_logits_is_not_sliced(frozen, slices):
     """Codebooks, or several tokens predicted at once."""
