@@ -223,6 +223,8 @@ ELSEWHERE = {
     "rewrite/fp8": "fp8 fp8_casts fp8_rest fp8_quantize fp8_product",  # no gradient in float64
     "dynamo/test_fp8_linears.py": "fp8_linears fp8_linear",  # the same
     "rewrite/test_collectives.py": "collectives collective",  # several ranks
+    "rewrite/test_adapters.py": "adapters",  # sizes of low rank
+    "dynamo/test_shared_inputs.py": "shared_inputs",  # the same
     "rewrite/test_borders.py": "borders",  # tags of two checkpoints, no other change
     "rewrite/test_experts_rest.py": "experts_rest",  # works where all of these fail
     "rewrite/test_decompose.py": "decompose decompose_rest",  # needed; each case runs it
