@@ -35,7 +35,7 @@ fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure p
 	FUZZ="$(SEED) $(N)" OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) \
 		--timeout 600 --timeout-method thread tests/fuzz/test_fuzz.py $(ARGS)
 
-bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; SUITE=layer_train)
+bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; SUITE=grid)
 	$(RUN) -m benchmarks $(SUITE) --out $(OUT) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits

@@ -3,7 +3,7 @@
 
 run           the command line of a suite, and the process of a case
 contest       one case, torch.compile and ours interleaved
-layer, families, fp8    what the suites measure; models, gradients: of what
+layer, families    what the suites measure; models, gradients: of what
 report        results -> tables
 headline, first    sustained steps, and cold first ones, under torch.compile and coda
 account       where a step goes, to the last kernel

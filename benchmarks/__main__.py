@@ -8,8 +8,7 @@ import sys
 
 #: Name -> (module, arguments before those given); imported when asked for.
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{suite: ("run", (suite,)) for suite in
-       ("layer", "layer_train", "grid", "families", "model_train", "masks", "fp8")},
+    **{suite: ("run", (suite,)) for suite in ("grid", "families")},
     "distributed": ("distributed_run", ()),
     "account": ("account", ()),
     "report": ("report", ()),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 FORWARD, TRAINING = "forward", "training"
 DTYPES = ("bf16", "fp16")
-#: torchao's recipes of FP8; the last is of training only.
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,6 @@ class Way:
     """How a variant calls torch.compile: `backend` ("" for eager), and `mode` or `options`.
 
     `causal`: the model's attention is told to be causal instead of given a mask that says so.
-    `fp8`: the recipe with which torchao converts the linear layers before; "" for none.
     `liger`: the model is patched with Liger's kernels before.
     """
 
@@ -86,7 +83,6 @@ class Way:
     mode: str | None = None
     options: dict[str, Any] | None = None
     causal: bool = False
-    fp8: str = ""
     liger: bool = False
 
     def compile(self, module: Any, **more: Any) -> Any:
@@ -110,9 +106,6 @@ def ways(given: dict[str, Any] | None = None) -> dict[str, Way]:
         "compile_causal": Way(causal=True),
         "max_autotune": Way(mode="max-autotune-no-cudagraphs"),
     }
-    for recipe in RECIPES:
-        found[f"compile_{recipe}"] = Way(fp8=recipe)
-        found[f"coda_{recipe}"] = Way("coda", fp8=recipe)
     if given:
         found["coda_options"] = Way("coda", options=given)
     return found

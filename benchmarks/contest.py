@@ -15,8 +15,7 @@ import torch
 
 from coda_inductor import report
 
-from . import energy, families, fp8, layer, models
-from .cases import FORWARD, TRAINING
+from . import energy, families, layer, models
 from .environment import scrub
 from .measure import Call, Variants, device, synchronize
 
@@ -49,15 +48,8 @@ class Suite:
 
 
 SUITES = {
-    "layer": Suite(lambda: layer.every(FORWARD), layer.widths, layer.Layer, layer.variants),
-    "layer_train": Suite(lambda: layer.every(TRAINING), layer.widths, layer.Layer, layer.variants),
-    "grid": Suite(layer.grid, layer.widths, layer.Layer, lambda case: layer.variants(case)[1:]),
+    "grid": Suite(layer.grid, layer.widths, layer.Layer, layer.variants),
     "families": Suite(families.every, models.MODELS.__getitem__, families.Model, families.variants),
-    "model_train": Suite(
-        families.steps, models.MODELS.__getitem__, families.Model, families.beside_liger
-    ),
-    "masks": Suite(families.masked, models.MODELS.__getitem__, families.Model, families.variants),
-    "fp8": Suite(fp8.every, fp8.check, fp8.work, fp8.variants),
 }
 
 

@@ -2,9 +2,9 @@
 """Suite `families`: whole, unmodified models of ``transformers``, a forward pass and a training
 step of each.
 
-Random bf16 weights, HF's own loss, no optimizer; the variants share one model. Suite `model_train`
-is a step of the Llama 1B, also in eager and with Liger's kernels, `masks` one of models whose masks
-are made of data: packed and padded sequences, a window (docs/attention.md).
+Random bf16 weights, HF's own loss, no optimizer; the variants share one model. The step of
+the Llama 1B is also taken in eager and with Liger's kernels. Models whose masks are made of data
+(packed and padded sequences, a window; docs/attention.md) take a step only.
 """
 
 from __future__ import annotations
@@ -52,29 +52,17 @@ CAUSAL = (
 
 
 def every() -> list[Case]:
-    """The cases of the suite: a forward pass and a training step of each family."""
-    return [Case(name, TOKENS, mode) for name in FAMILIES for mode in (FORWARD, TRAINING)]
+    """The cases of the suite."""
+    cases = [Case(name, TOKENS, mode) for name in FAMILIES for mode in (FORWARD, TRAINING)]
+    return cases + [Case(name, TOKENS, TRAINING) for name in models.MASKED]
 
 
 def variants(case: Case) -> tuple[str, ...]:
     """The variants that a case has, of :func:`benchmarks.cases.ways`."""
     causal = ("compile_causal",) if case.size in CAUSAL else ()
-    return ("compile", "coda", *causal, "max_autotune", "coda_options")
-
-
-def steps() -> list[Case]:
-    """The case of suite `model_train`."""
-    return [Case("1B", TOKENS, TRAINING)]
-
-
-def masked() -> list[Case]:
-    """The cases of suite `masks`."""
-    return [Case(name, TOKENS, TRAINING) for name in models.MASKED]
-
-
-def beside_liger(case: Case) -> tuple[str, ...]:
-    """The variants that a case of suite `model_train` has."""
-    return ("eager", "liger", "liger_compile", *variants(case))
+    liger = case.size in ("tiny", "1B") and case.training
+    beside = ("eager", "liger", "liger_compile") if liger else ()
+    return (*beside, "compile", "coda", *causal, "max_autotune", "coda_options")
 
 
 class Model:

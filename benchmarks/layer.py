@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites `layer`, `layer_train`, `grid`: the part of a Llama layer that is not attention.
+"""Suite `grid`: the part of a Llama layer that is not attention, at many widths and rows.
 
     x1 = x0 + o_proj(y)
     x2 = x1 + down(silu(gate(norm1(x1))) * up(norm1(x1)))
     q, k, v = q_proj(norm2(x2)), k_proj(norm2(x2)), v_proj(norm2(x2))
 
-Separate q/k/v and gate/up ``nn.Linear``, as users write it. `layer` is its forward pass,
-`layer_train` forward and backward for random gradients of the outputs, `grid` both at many widths
-and rows. The variants share weights and inputs.
+Separate q/k/v and gate/up ``nn.Linear``, as users write it: its forward pass, and forward and
+backward for random gradients of the outputs. The variants share weights and inputs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ SIZES = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INPUTS, OUTPUTS = ("x0", "y"), ("x2", "q", "k", "v")
-ROWS = 8192
 #: Of the grid: each width has four rows of its own beside the fifth, which alternates.
 FOUR = (512, 4096, 5000, 8192)
 FIFTH = {"1B": 1000, "3B": 2048, "8B": 1000, "13B": 2048, "32B": 1000, "70B": 2048}
@@ -170,11 +168,6 @@ class Layer:
         return {name: gradients.errors(labels, call(), truths) for name, call in calls.items()}
 
 
-def every(*modes: str) -> list[Case]:
-    """The cases of suites `layer` (forward) and `layer_train` (training)."""
-    return [Case(size, ROWS, mode) for size in ("1B", "8B", "70B") for mode in modes]
-
-
 def grid() -> list[Case]:
     """The cases of suite `grid`: 70 layers."""
     places = [(size, rows) for size, fifth in FIFTH.items() for rows in sorted((*FOUR, fifth))]
@@ -186,4 +179,4 @@ def grid() -> list[Case]:
 
 def variants(_case: Case) -> tuple[str, ...]:
     """The variants that a case has, of :func:`benchmarks.cases.ways`."""
-    return ("eager", "compile", "coda", "max_autotune", "coda_options")
+    return ("compile", "coda", "max_autotune", "coda_options")

@@ -35,7 +35,6 @@ from coda_inductor.tune.tuner import Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import layer
-from benchmarks.cases import RECIPES
 from benchmarks.layer import HALF
 from benchmarks.sites import asked, layers
 
@@ -50,6 +49,7 @@ LAYERS = {
     4096: _ALL,
     16384: ("1B", "3B"),
 }
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: The same in FP8, by all recipes.
 FP8_LAYERS = {8192: ("8B", "1B"), 4096: ("8B",), 2048: ("8B",)}
 #: How often the layers are planned: what one plan's sites take decides about the next one's.

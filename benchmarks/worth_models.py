@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import fp8, models
+from . import models
 
 Step = Callable[[], Any]
 #: Of a step or a prompt.
@@ -84,9 +84,15 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def float8(recipe: str, name: str = "8B", layers: int = 4) -> Workload:
-    """Torchao's FP8 training of all linear layers but the head."""
+    """Torchao's FP8 training of all linear layers but the head. torchao need not be installed: an
+    unpacked wheel on PYTHONPATH will do."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     workload = stock(name, layers)
-    workload.model = fp8.converted(workload.model, recipe, training=True)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    workload.model = convert_to_float8_training(
+        workload.model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
     return workload
 
 

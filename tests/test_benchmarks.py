@@ -60,10 +60,10 @@ def test_each_command_has_help(name, monkeypatch, capsys):
 def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     """In a process of its own; eager only, for compiling takes longest."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run.main("layer_train", ["--out", str(tmp_path), "--cases", TINY, "--variants", "eager",
+    run.main("families", ["--out", str(tmp_path), "--cases", TINY, "--variants", "eager",
                              "--seconds", "0.01"])  # fmt: skip
     results = json.loads((tmp_path / "results.json").read_text())
-    found = results["layer_train"][TINY]
+    found = results["families"][TINY]
     assert found["errors"] == {}
     assert len(found["variants"]["eager"]["samples_ms"]) >= 11
     assert all(0 < error < 0.05 for error in found["accuracy"]["eager"].values())
@@ -117,11 +117,11 @@ def test_a_case_whose_process_dies_or_hangs_is_an_error(monkeypatch, tmp_path):
     for seconds, limit, why in ((0, 60, "exit status 7"), (60, 1, "killed after 1 s")):
         command = [sys.executable, "-c", source, str(seconds)]
         monkeypatch.setattr(run.subprocess, "Popen", lambda *_, c=command, **how: start(c, **how))
-        options = run._parser("layer").parse_args(["--out", str(tmp_path)])
+        options = run._parser("grid").parse_args(["--out", str(tmp_path)])
         case = Case.parse(TINY)
-        found = run.measure("layer", case, options, tmp_path, time.monotonic() + limit)
+        found = run.measure("grid", case, options, tmp_path, time.monotonic() + limit)
         assert found["error"].startswith(why)
-    assert run.measure("layer", case, options, tmp_path, 0.0) == {"error": "no time was left"}
+    assert run.measure("grid", case, options, tmp_path, 0.0) == {"error": "no time was left"}
 
 
 # What is measured
@@ -136,12 +136,11 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize(
     ("suite", "case"),
     [
-        ("layer", "tiny-32-forward-bf16"),
+        ("grid", "tiny-32-forward-bf16"),
+        ("grid", "tiny-32-training-bf16"),
         ("families", "tiny-16-forward-bf16"),
-        ("model_train", "tiny-16-training-bf16"),
-        ("fp8", "layer:tiny-32-training-bf16"),
-        ("masks", "packed-16-training-bf16"),
-        ("masks", "padded-16-training-bf16"),
+        ("families", "packed-16-training-bf16"),
+        ("families", "padded-16-training-bf16"),
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
@@ -167,7 +166,7 @@ def test_cases_are_chosen_by_pattern_or_named():
     assert [case.name for case in found] == [
         "8B-512-forward-bf16", "8B-512-training-bf16", "64/128/32-8-training-fp16",
     ]  # fmt: skip
-    assert len(families.every()) == 2 * len(families.FAMILIES)
+    assert len(families.every()) == 2 * len(families.FAMILIES) + len(models.MASKED)
     for about in contest.SUITES.values():
         for case in about.every():
             about.check(case.size)
