@@ -7,7 +7,7 @@ layer, families    what the suites measure; models, gradients: of what
 report        results -> tables
 headline, first    sustained steps, and cold first ones, under torch.compile and coda
 account       where a step goes, to the last kernel
-distributed_run, distributed_job, wrapped    several GPUs
+distributed_job, wrapped    several GPUs, under torchrun
 sweep, sites  measure what the shipped tables hold
 measure, energy, environment    timers, joules, versions
 """

@@ -9,7 +9,6 @@ import sys
 #: Name -> (module, arguments before those given); imported when asked for.
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{suite: ("run", (suite,)) for suite in ("grid", "families")},
-    "distributed": ("distributed_run", ()),
     "account": ("account", ()),
     "report": ("report", ()),
     "worth": ("worth", ()),

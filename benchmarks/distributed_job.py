@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of suite `distributed` does; started by ``distributed_run`` with torchrun.
+"""Training steps of a stock Llama on all GPUs of a host, one way of wrapping it a call::
 
-Every rank does the same in the same order: nothing here may depend on a clock, or the ranks'
-collectives would not meet.
+    torchrun --standalone --nproc-per-node=2 -m benchmarks.distributed_job OUT.json fsdp_blocks 8B
+
+The variants are interleaved; what OUT.json has of other cases stays there. Every rank does the same
+in the same order: nothing here may depend on a clock, or the ranks' collectives would not meet.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,7 +22,7 @@ import torch.distributed as dist
 
 from coda_inductor import report
 
-from . import models
+from . import environment, models
 from .contest import decisions
 from .measure import (
     MIB,
@@ -113,15 +116,29 @@ def _parts(profile: dict) -> dict:
 
 
 def main() -> None:
-    """One case, the arguments of :func:`run` as JSON; rank 0 writes its result to a file."""
-    given, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    """One case; rank 0 writes its result to a file and prints its times."""
+    parser = argparse.ArgumentParser("benchmarks.distributed_job", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("size", choices=models.LLAMAS)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step on each rank")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each variant")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--commit", help="measured commit, where the tree is a copy without .git")
+    given = parser.parse_args()
     if device() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device() == "cuda" else "gloo")
     try:
-        found = run(*given)
+        found = run(given.way, given.size, given.tokens, given.rounds, given.variants)
         if dist.get_rank() == 0:
-            out.write_text(json.dumps(found))
+            results = json.loads(given.file.read_text()) if given.file.exists() else {}
+            described = environment.describe(sys.argv[1:], given.commit, parser.prog)
+            results["environment"] = {**described, "ranks": dist.get_world_size()}
+            name = f"{given.way} {given.size} {given.tokens}"
+            results.setdefault("distributed", {})[name] = found
+            given.file.write_text(json.dumps(results, indent=1) + "\n")
+            print(name, {key: each["median_ms"] for key, each in found["variants"].items()})
         dist.barrier()
     finally:
         with contextlib.suppress(Exception):  # of a group that another rank has left
