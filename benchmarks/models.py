@@ -229,7 +229,7 @@ def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**shape)
     config.attention_probs_dropout_prob = 0.0
-    if "moe" in kind.lower() or kind.startswith("Mixtral"):
+    if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "grouped_mm"  # the one that compiles
     with torch.device(device()):
         model = model_class(config).bfloat16()

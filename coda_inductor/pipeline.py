@@ -94,7 +94,8 @@ def _decide(graph: Graph, record: Record) -> None:
         warn_once("AOTInductor", f"{text}. {REMEDIES[why.code].text}")
         record.plan = Plan(options, unwanted=why)
         return
-    record.plan = Plan.of(options, graph, dry=record.dry, as_if=record.as_if, tuner=tuner)
+    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if, "gpu": record.gpu}
+    record.plan = Plan.of(options, graph, tuner=tuner, **how)
     if record.plan.compiles and not record.dry:
         pool.warm_up()
 

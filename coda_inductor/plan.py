@@ -103,7 +103,7 @@ class Plan:
         dry: only say what would happen, with expected times and the kernels' numerics.
         store: what was measured on the graph's GPU model; None where there is none.
         tuning: what is to be measured; None where nothing may be.
-        as_if: decide as if everything were on this CUDA device.
+        as_if: decide as if everything were on this CUDA device; "meta" is one that is not here.
     """
 
     options: Options
@@ -131,11 +131,12 @@ class Plan:
         training: bool,
         dry: bool = False,
         as_if: torch.device | None = None,
+        gpu: Gpu | None = None,
         tuner: Callable[[Store, torch.device], Tuner] | None = None,
     ) -> Plan:
         """The plan for a graph of products, each given by a tensor of M rows and B (..., K, N):
-        together they decide whether the host is the limit. ``tuner`` makes what measures, if
-        anything may be measured; a dry run measures only with ``as_if``."""
+        together they decide whether the host is the limit. ``gpu`` as in ``Record``. ``tuner``
+        makes what measures, if anything may be; a dry run measures only with ``as_if``."""
         config = inductor_config.triton
         cuda_graphs = options.inductor.get("triton.cudagraphs", config.cudagraphs)
         pairs = [(a, b) for a, b in pairs if as_if is not None or a.is_cuda]
@@ -143,7 +144,8 @@ class Plan:
             return Plan(options, dry=dry)
         shapes = [(hint(a.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for a, b in pairs]
         device = as_if or pairs[0][0].device
-        store, gpu = store_of(gpu_of(device)), gpu_of(device)
+        gpu = gpu or gpu_of(device)
+        store = store_of(gpu)
         too_small = no_kernels = tuning = None
         if not options.reference:
             no_kernels = availability.kernel_stack(device)
@@ -282,13 +284,6 @@ class Plan:
         if tuning.wants(choice):
             tuning.asked.append(site)
         return choice
-
-    def estimate(self, site: Site, choice: Choice) -> Choice | None:
-        """A kernel's ``choice``; dry, what would be chosen on the graph's GPU, on an H100 where it
-        is on none."""
-        if not self.dry:
-            return choice if choice.how == "kernel" else None
-        return select(site, gated=self.options.gate == "auto", store=self.store)
 
     def estimate_plain(self, gemm: Node) -> Choice | None:
         """Expected time of a GEMM alone, in cuBLAS; None for what no kernel is for."""

@@ -22,6 +22,7 @@ from coda_inductor.options import Options
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import GraphReport, SiteReport
+from coda_inductor.select.device import Gpu
 
 #: From a compiled function to one that is called in its place.
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -37,7 +38,8 @@ class Record:
         dry: only say what would happen: compile nothing, count nothing, warn of nothing.
         later: kernels are begun, and somebody will wait for them (``fusing.lower.settle``).
         wraps: somebody wraps what passes want around the compiled graph.
-        as_if: decide, and measure, as if all tensors were on this CUDA device.
+        as_if: decide, and measure, as if all tensors were on this CUDA device; "meta" is ``gpu``.
+        gpu: decide for this model of GPU; None for the one that ``as_if`` or the tensors are on.
         report: what people read later: GEMMs and refusals.
         plan: what may and should be fused; the first pass on an aten graph sets it.
         folder: where debug output goes.
@@ -51,6 +53,7 @@ class Record:
     name: str = "graph"
     dry: bool = False
     as_if: torch.device | None = None
+    gpu: Gpu | None = None
     later: bool = False
     wraps: bool = True
     report: GraphReport = field(init=False)

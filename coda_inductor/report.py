@@ -40,6 +40,7 @@ class Choice:
         unfused_us: the same of cuBLAS and Inductor's elementwise kernels.
         ground: what these times rest on: "here" (measured by this user), "shipped" (measured),
             "roofline", or "unknown" (a GPU of a generation without constants).
+        added_us: by how much the kernel takes longer than its products alone in cuBLAS.
     """
 
     how: str
@@ -48,6 +49,7 @@ class Choice:
     fused_us: float | None = None
     unfused_us: float = 0.0
     ground: str = "roofline"
+    added_us: float = 0.0
 
     @property
     def measured(self) -> bool:
@@ -72,8 +74,7 @@ class SiteReport:
             (``how``), which move more; equal to ``bytes_before`` when not fused.
         role: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         stops: where the epilogue ended and why, ``what`` being the op; fused sites only.
-        estimate: expected times, of its kernel; by ``coda_inductor.explain``, of what would be
-            chosen on the graph's GPU, or an H100 where it is on none.
+        estimate: expected times of its kernel; by ``coda_inductor.explain`` of any GEMM.
         how: ``"kernel"``, ``"reference"`` (expanded for Inductor) or ``"unfused"``.
         refusal: why it is not fused, or why not as a kernel; None otherwise.
         program: the epilogue program; None when not fused.
@@ -214,13 +215,15 @@ def sites_table(sites: Sequence[SiteReport], gpu: str = "") -> str:
             ": ".join(filter(None, map(", ".join, (row.site.patterns, row.site.absorbed))))
             if row.site.fused else row.site.reason,
             " ".join(traffic_words(row.site)),
-            ": ".join(filter(None, time_words(row.site))) if row.site.estimate else "",
+            time_words(row.site)[0] + "*" * (not row.site.estimate.measured)
+            if row.site.estimate else "",
         )
         for row in fold(sites)
     ]  # fmt: skip
     widths = [22, 3, 12, 10, 24, 9, 8]
     text = tabulate(rows, heads, maxcolwidths=widths, maxheadercolwidths=widths, tablefmt="simple")
-    return "\n".join([text, *idle_lines(sites)])
+    about = any(site.estimate and not site.estimate.measured for site in sites)
+    return "\n".join([text, *["* about: by a roofline, not measured"] * about, *idle_lines(sites)])
 
 
 def idle_lines(sites: Sequence[SiteReport]) -> list[str]:

@@ -25,6 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     models.arguments(parser)
     parser.add_argument("--tokens", type=models.positive,
                         help="tokens a sequence, by default 2048 (--hf)")  # fmt: skip
+    parser.add_argument("--gpu", help="a GPU that was measured, e.g. h200; by default the one here")
     parser.add_argument("--out", metavar="PAGE.html", help="write the page there")
 
 
@@ -43,7 +44,7 @@ def run(chosen: argparse.Namespace) -> int:
     model, args, kwargs = models.model_of(chosen, chosen.tokens or 2048)
     try:
         with torch.set_grad_enabled(chosen.train):
-            found = explain(model, *args, options=options, **kwargs)
+            found = explain(model, *args, options=options, gpu=chosen.gpu, **kwargs)
     except ExplainError as error:
         if chosen.hf is None or models.speaks(model):
             raise

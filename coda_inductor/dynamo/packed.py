@@ -71,7 +71,7 @@ def _plan(graph: Graph, record: Record) -> Plan:
     pairs = [pair for node in linears if (pair := _operands(node)) is not None]
     training = any(value(node).requires_grad for node in linears)
     times = 3 if training else 1  # for the gradients of its factors a layer multiplies again
-    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if}
+    how: dict[str, Any] = {"dry": record.dry, "as_if": record.as_if, "gpu": record.gpu}
     return Plan.of_products(record.options, pairs * times, training=training, **how)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``coda_inductor.explain``: what the backend would do with a model, for people.
 
-``capture`` has the graphs with and without our passes, ``build`` makes the ``result`` of them, and
-``page`` draws that.
+``capture`` has the graphs with and without our passes, ``build`` makes the ``result`` of them, with
+a ``forecast`` of their time, and ``page`` draws that.
 
 Nothing here is imported until :func:`explain` is called: torch.compile does not need it.
 """
@@ -21,6 +21,7 @@ def explain(
     model: Callable[..., Any],
     *args: Any,
     options: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """What ``torch.compile(model, backend="coda")`` does with ``model(*args, **kwargs)``.
@@ -29,8 +30,8 @@ def explain(
     model, its gradients, the random state and what else is compiled stay as they are. With
     gradients enabled and something that requires one, forward and backward are explained together;
     under ``torch.no_grad()`` the inference graph is. Tensors may be on any device, ``meta``
-    included. Off the GPU every legal fusion is shown, and a note says what the gate would decide on
-    an H100; on a GPU, times and decisions are that GPU's.
+    included. What is shown is what would run on ``gpu``, by what was measured on one: no GPU is
+    needed.
 
     A model with graph breaks is the exception: to get past them, a copy of it is run.
 
@@ -39,26 +40,33 @@ def explain(
         args: what it is called with.
         options: as for ``torch.compile(..., options=...)``, e.g. ``{"gate": "always"}``. What
             "strict" would raise is among the near misses.
-        kwargs: passed on to the model. A keyword of the model's own that is called ``options``
-            needs a wrapper: ``explain(lambda x: model(x, options=o), x)``.
+        gpu: what people call a GPU that was measured: "h100", "h200". By default the one of this
+            process, an H100 where there is none.
+        kwargs: passed on to the model. A keyword of the model's own that is called ``options`` or
+            ``gpu`` needs a wrapper: ``explain(lambda x: model(x, options=o), x)``.
 
     Returns:
         An :class:`~coda_inductor.explanation.result.Explanation`: print it, ``.save("page.html")``.
 
     Raises:
-        OptionError: unknown option or bad value.
+        OptionError: unknown option or bad value, a GPU that nothing was measured on.
         PatternError: a pattern file is missing or does not load.
         ExplainError: the model cannot be traced; the cause is chained.
     """
+    import torch
+
     from coda_inductor.errors import ExplainError
     from coda_inductor.explanation.build import build
     from coda_inductor.explanation.capture import capture
     from coda_inductor.options import parse
+    from coda_inductor.select.device import gpu_of, named
 
     if not callable(model):
         raise ExplainError(
             f"explain(model, *args) takes a module or a function, got {type(model).__name__}"
         )
-    settings = replace(parse(None, options), strict=False)
+    settings = replace(parse(None, options), strict=False, tune="never")
+    known = gpu_of() if gpu is None else named(gpu)
     title = str(getattr(model, "__name__", type(model).__name__))
-    return build(title, capture(model, args, dict(kwargs), settings), settings)
+    here = torch.device("cuda" if gpu is None and torch.cuda.is_available() else "meta")
+    return build(title, capture(model, args, dict(kwargs), settings, here, known), known)

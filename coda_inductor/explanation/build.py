@@ -10,30 +10,30 @@ import torch
 from torch.fx import Node
 
 from coda_inductor.explanation.capture import Capture, Captured
+from coda_inductor.explanation.forecast import forecast, masked
 from coda_inductor.explanation.result import Explanation, Saved
 from coda_inductor.fuse.traffic import size
-from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import fake, may_view, module_path
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base
-from coda_inductor.options import Options
-from coda_inductor.plan import as_16_bits
-from coda_inductor.select import gate
-from coda_inductor.select.device import gpu_of
+from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced
 
 
-def build(name: str, found: Capture, options: Options) -> Explanation:
-    """Put together what was captured of the model called ``name``."""
+def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
+    """Put together what was captured of the model called ``name``, as on ``gpu``."""
     graphs = found.graphs
-    device = _device(graphs)
-    result = Explanation(name, device, any(g.training for g in graphs), gpu_of(device).article)
+    result = Explanation(name, _device(graphs), any(g.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals
         result.saved_before += _saved(captured.stock)
         result.saved_after += _saved(captured.ours)
-    result.notes = _notes(result, graphs, found.breaks, options)
+    times = [forecast(g.stock.graphs, g.ours.graphs, g.report.sites, gpu) for g in graphs]
+    known = [each for each in times if each is not None]
+    if result.gemms and result.comparable and len(known) == len(graphs):
+        result.ms = sum(us for us, _ in known) / 1000, sum(us for _, us in known) / 1000
+    result.notes = _notes(result, graphs, found.breaks)
     return result
 
 
@@ -69,14 +69,20 @@ def _is_view(node: Node) -> bool:
     return may_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
-def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Options) -> list[str]:
+def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str]:
     notes = []
-    if result.device != "cuda" and result.fused:
-        text = (
-            f"The tensors are on {result.device}, where no kernels run: what is shown as a kernel "
-            "is legal, and runs as plain ops."
+    if result.device != "cuda":
+        notes.append(
+            f"The tensors are on {result.device}, where no kernels run: this is what would run on "
+            f"{result.gpu}, by what was measured on one (--gpu names another)."
         )
-        notes.append(f"{text} {_forecast(result, graphs, options)}")
+    if result.ms and any(masked(g.stock.graphs) for g in graphs):
+        notes.append(
+            "Attention reads a mask: the forecast has all its blocks, kernels skip hidden ones."
+            if any(masked(g.ours.graphs) for g in graphs)
+            else "Under torch.compile, attention reads a mask that says no more than is_causal "
+            "(transformers makes it for use_cache=False), which is much of the time saved."
+        )
     if not result.comparable:
         notes.append(
             f"Torch itself finds no gradient in this call on {result.device} tensors (it has none "
@@ -90,20 +96,3 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str, options: Op
             f"fusion. The first break: {reason}"
         )
     return notes
-
-
-def _forecast(result: Explanation, graphs: list[Captured], options: Options) -> str:
-    """What the GPU would make of it, by the costs that the gate asks for."""
-    gpu = gpu_of(result.device)
-    small = gate.host_bound(_shapes(graphs), gpu, training=result.training)
-    if options.gate == "auto" and small is not None:
-        return f"On {result.gpu} the gate would leave all of it to Inductor: {small}."
-    estimates = [s.estimate for s in result.fused if s.estimate]
-    kernels = sum(estimate.refusal is None for estimate in estimates)
-    return f"On {result.gpu} {kernels} of these {len(estimates)} would run as kernels."
-
-
-def _shapes(graphs: list[Captured]) -> list[tuple[int, int, int]]:
-    nodes = [n for captured in graphs for graph in captured.stock.graphs for n in graph.nodes]
-    pairs = [(fake(n), fake(gemm_inputs(n)[1])) for n in nodes if n.target in TRACED]
-    return [(hint(y.shape[0]), hint(b.shape[-1]), as_16_bits(b)) for y, b in pairs]

@@ -32,6 +32,7 @@ from coda_inductor.options import Options
 from coda_inductor.pipeline import on_aten, on_dynamo
 from coda_inductor.record import Record
 from coda_inductor.report import GraphReport
+from coda_inductor.select.device import Gpu
 from coda_inductor.tracing import Traced, trace
 
 
@@ -61,15 +62,16 @@ class _Enough(Exception):  # noqa: N818 (no error: the capture is complete)
 
 
 class _Backend:
-    """The torch.compile backend that captures. ``stop``: at the first graph."""
+    """The torch.compile backend that captures. ``stop``: at the first graph; ``how``: what a record
+    knows of the GPU."""
 
-    def __init__(self, options: Options, *, stop: bool, as_if: torch.device | None = None):
-        self.options, self.stop, self.as_if = options, stop, as_if
+    def __init__(self, options: Options, *, stop: bool, **how: Any):
+        self.options, self.stop, self.how = options, stop, how
         self.found: list[Captured] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stock = trace(gm, inputs)
-        record = Record(self.options, f"graph {len(self.found)}", dry=True, as_if=self.as_if)
+        record = Record(self.options, f"graph {len(self.found)}", dry=True, **self.how)
         around = on_dynamo(gm, record)
         ours = trace(gm, inputs, lambda graph: on_aten(graph, record))
         self.found.append(Captured(stock, ours, record.report))
@@ -84,14 +86,15 @@ def capture(
     kwargs: dict,
     options: Options,
     as_if: torch.device | None = None,
+    gpu: Gpu | None = None,
 ) -> Capture:
-    """Capture every graph of ``function(*args, **kwargs)``; module docstring. ``as_if``: decide as
-    on this CUDA device, and measure there what ``options`` says.
+    """Capture every graph of ``function(*args, **kwargs)``; module docstring. ``as_if`` and ``gpu``
+    as in ``Record``; measure there what ``options`` says.
 
     Raises:
         ExplainError: Dynamo finds no graph, or the model itself fails; the cause is chained.
     """
-    backend = _Backend(options, stop=True, as_if=as_if)
+    backend = _Backend(options, stop=True, as_if=as_if, gpu=gpu)
     with _undisturbed():
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
@@ -99,7 +102,7 @@ def capture(
             if not isinstance(error.inner_exception, _Enough):
                 raise error.inner_exception from None
         except (Unsupported, UserError) as error:
-            again = _Backend(options, stop=False, as_if=as_if)
+            again = _Backend(options, stop=False, as_if=as_if, gpu=gpu)
             return _broken(function, args, kwargs, again, str(error))
         except Exception as error:
             raise ExplainError(

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from coda_inductor.explanation.forecast import ERROR
 from coda_inductor.refusal import Refusal
 from coda_inductor.report import Row, SiteReport, fold, general_path, readable_bytes, sites_table
 from coda_inductor.select.device import H100
+
+#: Codes of what may be fused, and is not expected to be faster.
+SLOWER = frozenset({"expected-slower", "measured-slower", "statistics-only", "layer-norm-slower"})
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Explanation:
         name: the model's class.
         device: the type of the tensors' device.
         training: is there a backward pass in it?
-        gpu: what times and decisions are of, "an H200"; where the tensors are on none, an H100.
+        gpu: what times and decisions are of, "an H200".
         sites: a report for every GEMM (or group of GEMMs that is one kernel), in order.
         near_misses: idioms that were recognized but not rewritten, as the passes saw them.
         saved_before: what torch.compile keeps for the backward pass; empty without one.
         saved_after: the same with this backend.
+        ms: what a call or step is expected to take under torch.compile, and with this backend;
+            None where nothing is known. Without the optimizer, and the host's time.
         notes: what a reader must know to read the rest rightly.
     """
 
@@ -52,6 +58,7 @@ class Explanation:
     near_misses: list[Refusal] = field(default_factory=list)
     saved_before: list[Saved] = field(default_factory=list)
     saved_after: list[Saved] = field(default_factory=list)
+    ms: tuple[float, float] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,9 +71,18 @@ class Explanation:
         return _refusals(site for site in self.sites if not site.fused)
 
     @property
-    def plain(self) -> bool:
-        """Is nothing a kernel here, though something may be: it is legal, and runs as plain ops?"""
-        return {site.how for site in self.fused} == {"reference"}
+    def legal(self) -> int:
+        """How many GEMMs may be fused and are not, for that is not expected to be faster."""
+        left = (site for site in self.sites if site.refusal and site.refusal.code in SLOWER)
+        return sum(gemm_count(site) for site in left if not site.fused)
+
+    @property
+    def forecast(self) -> str:
+        """``143 -> 137 ms (within 13 %)``: of the call or step; empty where nothing is known."""
+        if self.ms is None:
+            return ""
+        before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
+        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %)"
 
     @property
     def gemms(self) -> int:
@@ -108,18 +124,18 @@ class Explanation:
         if not self.gemms:
             return "There is no GEMM in it, so there is nothing to fuse."
         if not self.fused:
-            return f"{self.gemms} GEMM{'s' * (self.gemms > 1)}, of which none absorbs anything."
+            text = f"{self.gemms} GEMM{'s' * (self.gemms > 1)}, of which none absorbs anything"
+            return f"{text}{self._legal}."
         ops = sum(len(site.absorbed) for site in self.fused)
         which = f"{self.gemms_fused} of {self.gemms} GEMMs"
-        text = f"{which} absorbed {ops} ops; "
-        if self.plain:
-            text = f"{which} may absorb {ops} ops: legal, runs as plain ops here. As kernels, "
+        text = f"{which} absorb {ops} ops{self._legal}; "
         gone = self.bytes_before - self.bytes_after
         step = "training step" if self.training else "call"
         before, after = map(readable_bytes, (self.bytes_before, self.bytes_after))
         if gone > 0:
-            text += f"{readable_bytes(gone)} of {before} of the GEMMs' memory traffic per {step} "
-            text += "would be gone" if self.plain else "gone"
+            text += (
+                f"{readable_bytes(gone)} of {before} of the GEMMs' memory traffic per {step} gone"
+            )
         else:
             text += f"the GEMMs' memory traffic per {step} rises from {before} to {after}"
         if self.training and self.comparable:
@@ -127,7 +143,13 @@ class Explanation:
                 f"; kept for backward {readable_bytes(self.saved_bytes_before)} -> "
                 f"{readable_bytes(self.saved_bytes_after)}"
             )
+        if self.forecast:
+            text += f"; on {self.gpu} a {step} takes about {self.forecast}"
         return f"{text}."
+
+    @property
+    def _legal(self) -> str:
+        return f" ({self.legal} more may, but are not expected to be faster)" if self.legal else ""
 
     @property
     def rows(self) -> list[Row]:
@@ -148,8 +170,7 @@ class Explanation:
         table = sites_table(self.sites, self.gpu)
         lines = [f"{self.name} on {self.device}: {self.summary}", *self.notes, "", table]
         for found in self.advised.values():
-            if found[0].remedy.possible:
-                lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
+            lines += ["", f"{places(found)}: {found[0].text}", f"  -> {found[0].remedy.text}"]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

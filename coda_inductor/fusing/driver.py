@@ -259,7 +259,7 @@ class _Planner:
             bytes_before=before,
             bytes_after=after,
             stops=tuple(_stop(n, why).at(_short(n), n.name) for n, why in region.refusals.items()),
-            estimate=self.record.plan.estimate(planned, choice),
+            estimate=choice if choice.how == "kernel" else None,
             how=choice.how,
             refusal=choice.refusal,
             program=planned.program,

@@ -23,7 +23,9 @@ ARCHS = (9, 10, 11, 12)
 @functools.lru_cache(maxsize=64)
 def kernel_stack(device: torch.device | None = None) -> Refusal | None:
     """Why no kernel can run in this process on ``device`` (None: the current CUDA device), or None
-    if they can. Imports no kernel library."""
+    if they can. Imports no kernel library. A GPU that is not here ("meta") has all it needs."""
+    if device is not None and device.type == "meta":
+        return None
     if not torch.cuda.is_available():
         why = "torch sees none, nvidia-smi and CUDA_VISIBLE_DEVICES may say why"
         if torch.version.cuda is None:
@@ -45,6 +47,8 @@ def unsupported_gpu(major: int, minor: str = "x") -> Refusal | None:
 def scales_vectors(device: torch.device) -> bool:
     """Does cuBLAS multiply FP8 products with a scale for each row and column on ``device``? From
     CUDA 12.9 on, on Hopper (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    if device.type == "meta":
+        return True
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])

@@ -58,7 +58,8 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
     if found is not None:
         return _measured(site, *found, gpu, gated=gated)
     config = str(_config(site, gpu, store))
-    unfused = roofline.products_us(site, gpu) + roofline.around_us(site, gpu)
+    plain = roofline.products_us(site, gpu)
+    unfused = plain + roofline.around_us(site, gpu)
     fused = roofline.fused_us(site, gpu) if gpu.rated else None
     if fused is not None:
         why = gate.loses(site, fused, unfused)
@@ -66,7 +67,7 @@ def _selected(site: Site, gpu: Gpu, store: Store, *, gated: bool, optimistic: bo
         why = gate.unmeasured(gpu)
     if why is not None and gated:
         return Choice("unfused", config, why, fused, unfused, ground)
-    return Choice("kernel", config, None, fused, unfused, ground)
+    return Choice("kernel", config, None, fused, unfused, ground, (fused or plain) - plain)
 
 
 def _config(site: Site, gpu: Gpu, store: Store) -> Config:
@@ -92,7 +93,7 @@ def _measured(site: Site, found: Figures, where: str, gpu: Gpu, *, gated: bool) 
         loses = refuse("measured-slower", text)
     if loses is not None and gated:
         return Choice("unfused", config, loses, us, unfused, where)
-    return Choice("kernel", config, None, us, unfused, where)
+    return Choice("kernel", config, None, us, unfused, where, us - found.plain)
 
 
 def candidates(site: Site, gpu: Gpu, near: Figures | None = None) -> list[Config]:

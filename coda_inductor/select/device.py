@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from coda_inductor.errors import OptionError
+from coda_inductor.options import meant
+
 _SHIPPED = Path(__file__).parent / "tables"
 
 
@@ -122,6 +125,19 @@ def _gpu(index: int, chosen: str | None) -> Gpu:
         getattr(found, "shared_memory_per_block_optin", H100.smem_bytes),
         tables(chosen),
     )
+
+
+def named(name: str) -> Gpu:
+    """The GPU model with a table that people call ``name``: "h200".
+
+    Raises:
+        OptionError: no table is of such a GPU.
+    """
+    found = {gpu.short.lower(): gpu for gpu in tables(os.environ.get("CODA_TABLES")).values()}
+    if (gpu := found.get(name.lower())) is None:
+        hint, names = meant(name.lower(), found), ", ".join(found)
+        raise OptionError(f"nothing was measured on a GPU {name!r}{hint}; there are {names}")
+    return gpu
 
 
 def known(

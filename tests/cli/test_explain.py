@@ -33,13 +33,13 @@ def test_a_function_of_a_file_is_explained_and_saved(target, tmp_path, capsys):
     code = main(["explain", f"{target}:make", "--option", "gate=always", "--out", str(page)])
     printed = capsys.readouterr().out
     assert code == 0
-    assert "Sequential on cpu: 1 of 2 GEMMs may absorb" in printed
+    assert "Sequential on cpu: 1 of 2 GEMMs absorb" in printed
     assert "training" not in printed
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_train_explains_both_passes(target, capsys):
-    assert main(["explain", f"{target}:make", "--train"]) == 0
+    assert main(["explain", f"{target}:make", "--train", "--option", "gate=always"]) == 0
     assert "per training step" in capsys.readouterr().out
 
 
@@ -48,12 +48,24 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
              "num_attention_heads=4", "num_key_value_heads=2")  # fmt: skip
     settings = [word for size in sizes for word in ("--set", size)]
     code = main(
-        ["explain", "--hf", "llama", *settings, "--tokens", "64", "--option", "gate=always"]
+        [
+            "explain",
+            "--hf",
+            "llama",
+            *settings,
+            "--tokens",
+            "64",
+            "--option",
+            "gate=always",
+            "--gpu",
+            "h200",
+        ]
     )
     assert code == 0
     printed = capsys.readouterr().out
-    assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs may absorb" in printed
+    assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs absorb" in printed
     assert "64 x 64 x 64" in printed
+    assert "on an H200 a call takes about" in printed
 
 
 @pytest.mark.parametrize(
@@ -77,6 +89,7 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
         (["explain", "TARGET:make", "--tokens", "64"], "--tokens is for --hf models"),
         (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
         (["explain", "TARGET:make", "--out", "."], "it is a folder"),
+        (["explain", "TARGET:make", "--gpu", "h300"], "did you mean 'h200'?"),
     ],
 )
 def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsys):

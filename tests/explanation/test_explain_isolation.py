@@ -82,8 +82,8 @@ def test_sizes_seen_do_not_become_dynamic():
 
 def test_counters_and_reports_are_for_what_is_compiled():
     reports = len(coda_inductor.reports())
-    found = explain(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(8, 16))
-    assert found.fused
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).bfloat16(), torch.randn(8, 16).bfloat16()
+    assert explain(model, x, options={"gate": "always"}).fused
     assert not counters["coda"]
     assert len(coda_inductor.reports()) == reports
 
@@ -100,7 +100,7 @@ def test_meta_tensors_hold_no_memory_and_are_explained():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.ReLU()), torch.empty(8, 1 << 20)
     with torch.no_grad():
-        found = explain(model, x)
+        found = explain(model.bfloat16(), x.bfloat16(), options={"gate": "always"})
     assert found.device == "meta"
     assert found.sites[0].absorbed == ("relu",)
 

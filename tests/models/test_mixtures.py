@@ -83,7 +83,9 @@ def test_a_loop_over_experts_is_named_with_its_remedy():
 
 def test_explain_lists_experts():
     model, ids = made("mixtral", "grouped_mm")
-    found = coda_inductor.explain(model, input_ids=ids, labels=ids, use_cache=False)
+    found = coda_inductor.explain(
+        model, input_ids=ids, labels=ids, use_cache=False, options={"gate": "always"}
+    )
     assert [(s.role, s.patterns) for s in found.sites if s.site.startswith(EXPERTS)] == [
         ("forward", ("experts", "swiglu")),
         ("forward", ("experts",)),

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a call or step is expected to take on a GPU: a roofline of its graphs.
+
+Products take what the gate expects of them, and fused ones so much more as was measured, or else is
+expected, of their site. Attention multiplies at a part of cuBLAS's rate. The rest is elementwise
+kernels, one for all that waits for the same products: it reads and writes each of its tensors once.
+
+The constants are an H200's (``benchmarks/results/h200_account*.json``), those of products and masks
+fitted to steps that were measured. The host, an optimizer and the blocks that a mask hides are not
+in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from coda_inductor.fuse.traffic import size
+from coda_inductor.graph.gemms import TRACED, gemm_inputs
+from coda_inductor.graph.nodes import arguments, aten, fake, may_view
+from coda_inductor.graph.sizes import hint
+from coda_inductor.graph.walk import base, readers
+from coda_inductor.program.dtypes import FP8, HALF
+from coda_inductor.report import SiteReport
+from coda_inductor.select.device import Gpu
+from coda_inductor.select.roofline import product_us
+
+#: By how much a forecast was off at most, of the measured steps of ``test_forecast.py``.
+ERROR = 0.15
+#: Products of step after step, in the heat, take so many times as long as each measured alone.
+_BUSY = 1.08
+#: The part of cuBLAS's rate that attention reaches, with heads of 64 columns and of more.
+_NARROW, _WIDE = 0.5, 0.62
+#: Its gradients multiply so many times as much; with a mask that it reads it takes so much longer.
+_BACKWARD, _MASKED = 2.5, 1.56
+#: Read as many bytes as they write, of a tensor of any size.
+_LOOKUPS = ("embedding", "gather", "index", "scatter")
+_LOSS = "linear_cross_entropy_backward"
+_ATTENTION = ("dot_product", "flex_attention")
+#: No elementwise work: kernels of their own.
+_KERNELS = (*_ATTENTION, "gemm_epilogue", "bmm", "grouped", "convolution", _LOSS)
+
+
+def forecast(
+    stock: Sequence[Graph], ours: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
+) -> tuple[float, float] | None:
+    """Expected microseconds of graphs without our passes, and with them, which made ``sites``; None
+    where nothing is known of the GPU or of a product's dtype, where the host is the limit, and of
+    encoders: measured ones took up to twice as long as this says."""
+    gemms = [node for graph in stock for node in graph.nodes if node.target in TRACED]
+    attention = [n for g in (*stock, *ours) for n in g.nodes if _named(n, _ATTENTION)]
+    if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in (*HALF, *FP8) for n in gemms):
+        return None
+    if not all(_mask(n) or _causal(n) for n in attention) or any(
+        site.refusal is not None and site.refusal.code == "too-small" for site in sites
+    ):
+        return None
+    products = _BUSY * sum(_product_us(node, gpu) for node in gemms)
+    added = _BUSY * sum(site.estimate.added_us for site in sites if site.fused and site.estimate)
+    before, after = (sum(_others_us(graph, gpu) for graph in graphs) for graphs in (stock, ours))
+    return products + before, products + added + after
+
+
+def _product_us(gemm: Node, gpu: Gpu) -> float:
+    a, (*batch, m, n) = fake(gemm_inputs(gemm)[0]), map(hint, fake(gemm).shape)
+    return product_us(math.prod(batch) * m, n, hint(a.shape[-1]), gpu, fp8=a.dtype in FP8)
+
+
+def _others_us(graph: Graph, gpu: Gpu) -> float:
+    """Of all but products."""
+    waits: dict[Node, int] = {}  # for how many kernels, one after the other
+    moved: defaultdict[int, dict[tuple[Node, bool], int]] = defaultdict(dict)
+    us = 0.0
+    for node in graph.nodes:
+        waits[node] = max((waits[n] + _apart(n) for n in node.all_input_nodes), default=0)
+    for node in graph.nodes:
+        if _apart(node):
+            us += _alone_us(node, gpu)
+        elif node.op == "call_function" and node.all_input_nodes and not may_view(node):
+            kernel = moved[waits[node]]
+            for read in node.all_input_nodes:
+                made = base(read, may_view)
+                if made.op == "placeholder" or waits[read] < waits[node] or _apart(made):
+                    kernel[made, False] = max(kernel.get((made, False), 0), _read(node, read))
+            if any(waits[n] != waits[node] or _apart(n) or n.op == "output"
+                   for n in readers(node, may_view)[1]):  # fmt: skip
+                kernel[node, True] = size(node)
+    return us + sum(sum(k.values()) / gpu.bytes_per_us + gpu.launch_us for k in moved.values())
+
+
+def _read(node: Node, read: Node) -> int:
+    """Bytes that ``node`` reads of ``read``."""
+    most = [size(node)] * _named(node, _LOOKUPS)
+    return min(size(read), size(base(read, may_view)) or size(read), *most)
+
+
+def _apart(node: Node) -> bool:
+    return node.target in TRACED or _named(node, _KERNELS)
+
+
+def _named(node: Node, words: Sequence[str]) -> bool:
+    return node.op == "call_function" and any(word in str(node.target) for word in words)
+
+
+def _alone_us(node: Node, gpu: Gpu) -> float:
+    """Expected microseconds of a node that is a kernel of its own, and no product of ``TRACED``."""
+    if _named(node, _ATTENTION):
+        return _attention_us(node, gpu)
+    if _LOSS in str(node.target):  # logits are read, their gradient is written and read
+        return 3 * size(arguments(node)["logits"]) / gpu.bytes_per_us
+    return _product_us(node, gpu) if node.target is aten.bmm.default else 0.0
+
+
+def masked(graphs: Sequence[Graph]) -> bool:
+    """Does attention read a mask?"""
+    return any(_mask(n) for g in graphs for n in g.nodes if _named(n, _ATTENTION))
+
+
+def _mask(node: Node) -> bool:
+    given = {} if "flex" in str(node.target) else arguments(node)
+    return not given or any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
+
+
+def _causal(node: Node) -> bool:
+    return bool(arguments(node).get("is_causal"))
+
+
+def _attention_us(node: Node, gpu: Gpu) -> float:
+    backward = "backward" in str(node.target)
+    first = int(backward and "flex" not in str(node.target))  # after the result's gradient
+    q, k = node.args[first : first + 2]
+    *batch, rows, width = map(hint, fake(q).shape)
+    work = 4.0 * math.prod(batch) * rows * hint(fake(k).shape[-2]) * width
+    work *= (_BACKWARD if backward else 1) * (_MASKED if _mask(node) else 0.5)  # half of it causal
+    moved = sum(map(size, node.all_input_nodes)) + size(q) * (3 if backward else 1)
+    rate = gpu.flops_per_us * (_NARROW if width <= 64 else _WIDE)
+    return work / rate + moved / gpu.bytes_per_us

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``explain`` forecasts of a step, beside the steps that were measured.
+
+The suite has a few that are traced quickly; ``CODA_TEST_FORECASTS=all`` has every one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import environment, families, headline, models
+from benchmarks.cases import Case
+from coda_inductor import explain
+from coda_inductor.explanation.forecast import ERROR
+
+QUICK = (
+    "Llama 8B, 4 layers, training", "Llama 8B, 4 layers, prefill", "mistral-8192-training-bf16",
+    "phi3-8192-forward-bf16", "gemma2-8192-forward-bf16",
+)  # fmt: skip
+#: Masks that hide blocks, which a forecast does not know, and what torchao converts on a GPU only;
+#: encoders, of which there is none; GPT-2 breaks into graphs, and a CPU would run it.
+NOT_FORESEEN = (
+    "packed", "window", "FP8 rowwise",
+    *(f"{name}-8192-{mode}-bf16" for name in ("vit", "bert", "modernbert", "t5", "gpt2")
+      for mode in ("forward", "training")),
+)  # fmt: skip
+
+
+def _measured() -> dict[str, dict[str, float]]:
+    """Case -> variant -> ms, as the results say."""
+    found: dict[str, Any] = {}
+    for name in ("headline", "families", "families_more"):
+        file = environment.REPOSITORY / "benchmarks" / "results" / f"h200_{name}.json"
+        key = "results" if name == "headline" else "families"
+        for case, variants in json.loads(file.read_text())[key].items():
+            facts = variants.get("variants", variants).items()
+            found.setdefault(case, {variant: each["median_ms"] for variant, each in facts})
+    return {case: found[case] for case in found if case not in NOT_FORESEEN}
+
+
+MEASURED = _measured()
+CASES = MEASURED if os.environ.get("CODA_TEST_FORECASTS") == "all" else QUICK
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_forecast_is_within_the_error_that_it_names(case, monkeypatch):
+    """Whether transformers makes a mask in a call depends on its version: what was measured with
+    one is compared with a forecast of one."""
+    monkeypatch.setattr(models, "device", lambda: "meta")
+    made = headline.CASES[case]() if case in headline.CASES else families.Model(Case.parse(case))
+    made.model.to_empty(device="cpu")
+    batch = {n: torch.zeros_like(x, device="cpu") if isinstance(x, torch.Tensor) else x
+             for n, x in made.batch.items()}  # fmt: skip
+    with torch.set_grad_enabled(made.training):
+        found = explain(lambda: made.model(**batch), gpu="h200")
+    masked = any("mask" in note for note in found.notes)
+    stock = "compile" if masked or "compile_causal" not in MEASURED[case] else "compile_causal"
+    for forecast, variant in zip(found.ms or (), (stock, "coda"), strict=True):
+        off = forecast / MEASURED[case][variant] - 1
+        assert abs(off) <= ERROR, f"{variant}: {forecast:.1f} ms, off by {100 * off:.1f} %"
+
+
+def test_nothing_is_forecast_of_what_was_never_compared():
+    """Attention without a mask that is not causal, other dtypes, what the host bounds."""
+
+    def attend(x, causal):
+        q = nn.functional.linear(x, x.new_empty(4096, 4096)).view(1, -1, 32, 128).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+    x = torch.empty(16384, 4096, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert explain(attend, x, True).ms is not None
+        assert explain(attend, x, False).ms is None
+        assert explain(attend, x.float(), True).ms is None
+        assert explain(attend, x[:64], True).ms is None
