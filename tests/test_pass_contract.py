@@ -260,7 +260,7 @@ PROVOKED = {
     "fuse/test_fuse_refusals.py::test_scalar_on_another_device_is_no_operand": "operand-device",
     "fuse/test_fuse_shapes.py::test_strided_and_expanded_inputs": "store-layout",
     "fuse/test_outputs.py::test_copies_are_copies_and_views_are_views": "copy",
-    "models/test_training_contexts.py::test_checkpointed_blocks": "checkpoint-border other-side",
+    "models/test_training_contexts.py::test_checkpointed_blocks": "checkpoint-border",
     "patterns/test_user_patterns.py::test_condition_that_fails_costs_its_own_pattern_only":
         "pattern-failed",
     "rewrite/loss/test_loss.py::test_other_losses_are_left_alone": "loss-targets",
@@ -268,7 +268,8 @@ PROVOKED = {
     "select/test_gate.py::test_which_sites_stay_with_cublas": "statistics-only",
     "semantic/test_norm_spelling.py::test_weights_that_vary_by_row_are_none": "norm-weight-shape",
     "test_numerics.py::test_loss_of_confident_tokens": "reference-asked",
-    "test_pass_contract.py::test_as_often_as_it_should_with_eagers_gradients": "mask-size",
+    "test_pass_contract.py::test_as_often_as_it_should_with_eagers_gradients":
+        "mask-size other-side",
 }  # fmt: skip
 
 

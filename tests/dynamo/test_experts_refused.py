@@ -136,12 +136,6 @@ def test_a_bias_in_another_order_stays():
     assert "experts-sum" in codes(harness)
 
 
-@pytest.mark.parametrize("name", ["experts", "experts_backward"])
-def test_disabled(name):
-    harness = check_gradients(Block(), *given(), disable=[name])
-    assert not harness.counts[name]
-
-
 def weighted_before(block):
     def forward(x, ids, w):
         perm = torch.argsort(ids.reshape(-1))
