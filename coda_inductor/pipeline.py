@@ -234,12 +234,12 @@ class _FailedError(Exception):
 
 
 def _run(passes: Sequence[Pass], graph: Graph, record: Record) -> None:
-    """Run ``passes``; one that fails as if it were not in the list. One warning a cause for what
-    failed in the end; an error instead when strict.
+    """Run ``passes``, without those that fail. Each cause of a failure is one warning, or with
+    ``strict`` an error.
 
-    A copy of the graph before each pass would take a third of all our time. There is one, from
-    before the first: after a failure, which is rare, the others run again from there. Without a
-    pass that the others need, what they do may be wrong: then only needed ones run.
+    Why run again: a copy of the graph before each pass would take a third of our time, and failures
+    are rare. So there is one copy, from before the first pass, and after a failure the other passes
+    start over from it. If a needed pass fails, only needed passes run: the others rely on it.
     """
     kept = [(module, inner, snapshot(inner)) for module, inner in _graphs(passes, graph)]
     heard, left = len(record.report.refusals), list(passes)
