@@ -23,7 +23,7 @@ from coda_inductor.graph.gemms import TRACED, gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, fake, may_view
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
-from coda_inductor.program.dtypes import FP8, HALF
+from coda_inductor.program.dtypes import HALF
 from coda_inductor.report import SiteReport
 from coda_inductor.select.device import Gpu
 from coda_inductor.select.roofline import product_us
@@ -48,11 +48,13 @@ def forecast(
     stock: Sequence[Graph], ours: Sequence[Graph], sites: Sequence[SiteReport], gpu: Gpu
 ) -> tuple[float, float] | None:
     """Expected microseconds of graphs without our passes, and with them, which made ``sites``; None
-    where nothing is known of the GPU or of a product's dtype, where the host is the limit, and of
-    encoders: measured ones took up to twice as long as this says."""
+    where the host is the limit, and of what was not compared with a measured step: other dtypes
+    than of 16 bits, experts. Of encoders too, which took up to twice as long as this says."""
     gemms = [node for graph in stock for node in graph.nodes if node.target in TRACED]
     attention = [n for g in (*stock, *ours) for n in g.nodes if _named(n, _ATTENTION)]
-    if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in (*HALF, *FP8) for n in gemms):
+    if not gpu.rated or any(fake(gemm_inputs(n)[0]).dtype not in HALF for n in gemms):
+        return None
+    if any(_named(node, ("grouped",)) for graph in stock for node in graph.nodes):
         return None
     if not all(_mask(n) or _causal(n) for n in attention) or any(
         site.refusal is not None and site.refusal.code == "too-small" for site in sites
@@ -66,7 +68,7 @@ def forecast(
 
 def _product_us(gemm: Node, gpu: Gpu) -> float:
     a, (*batch, m, n) = fake(gemm_inputs(gemm)[0]), map(hint, fake(gemm).shape)
-    return product_us(math.prod(batch) * m, n, hint(a.shape[-1]), gpu, fp8=a.dtype in FP8)
+    return product_us(math.prod(batch) * m, n, hint(a.shape[-1]), gpu)
 
 
 def _others_us(graph: Graph, gpu: Gpu) -> float:

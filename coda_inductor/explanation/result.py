@@ -78,11 +78,13 @@ class Explanation:
 
     @property
     def forecast(self) -> str:
-        """``143 -> 137 ms (within 13 %)``: of the call or step; empty where nothing is known."""
+        """``143 -> 137 ms (within 15 %)``: of the call or step; empty where nothing is known. Steps
+        were compared on an H200 alone."""
         if self.ms is None:
             return ""
         before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
-        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %)"
+        where = "" if self.gpu == "an H200" else ", as found on an H200"
+        return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where})"
 
     @property
     def gemms(self) -> int:
