@@ -78,7 +78,7 @@ class Explanation:
 
     @property
     def forecast(self) -> str:
-        """``143 -> 137 ms (within 15 %)``: of the call or step; empty where nothing is known. Steps
+        """``143 -> 137 ms (within 16 %)``: of the call or step; empty where nothing is known. Steps
         were compared on an H200 alone."""
         if self.ms is None:
             return ""

@@ -214,11 +214,11 @@ def test_a_step_has_one_total():
     assert "ms" not in found.summary
     assert "on an H100" not in words(found.html())[:400]
     found.ms = (143.4, 36.04)
-    said = "143 -> 36 ms (within 15 %, as found on an H200)"
+    said = "143 -> 36 ms (within 16 %, as found on an H200)"
     assert f"on an H100 a training step takes about {said}" in found.summary
     assert "143 -> 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
-    assert found.forecast == "143 -> 36 ms (within 15 %)"
+    assert found.forecast == "143 -> 36 ms (within 16 %)"
 
 
 def test_notes_of_inference_where_every_product_is_scaled():
