@@ -16,7 +16,8 @@ Why it pays: each of them, and each gradient of theirs, takes as long as reading
 of x are one product too.
 
 Leaves alone: layers with a bias; weights that are made in the graph; more than ``MOST`` columns
-together; few rows; what is changed in place, leaves the graph, or has a change or a mode between.
+together; few rows; what is changed in place, leaves the graph, or has a change or a mode between;
+all with ``options["fp8"]``, which names layers by their weights.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ from coda_inductor.record import Record
 LEAST = 1024
 
 
-def share_inputs(graph: Graph, _record: Record) -> None:
+def share_inputs(graph: Graph, record: Record) -> None:
     """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
+    if record.options.fp8:
+        return
     for body in bodies(graph):
         found: dict[object, list[Node]] = defaultdict(list)
         for node in body.graph.nodes:

@@ -17,12 +17,14 @@ before, elsewhere.
 Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
 whose epilogue adds the others; between them stood a term that no kernel reads with them.
 
-Leaves alone: a number times what anything but a small product reads; sums whose terms of full rank
+Leaves alone: a number times what anything but a small product reads; float16, in which a product
+that is scaled late may overflow; sums whose terms of full rank
 stand first already, or lie on two sides of the graph.
 """
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import insert, prune
@@ -54,7 +56,7 @@ def _renames_or_turns(node: Node) -> bool:
 def _scale_products(graph: Graph, scaled: Node) -> None:
     """Scale the products of ``scaled``, a tensor times a number, in its stead."""
     x, number = scaled.args
-    if not isinstance(number, (int, float)):
+    if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
         return
     names, products = readers(scaled, _renames_or_turns)
     if fake(x).dtype != fake(scaled).dtype or not products:

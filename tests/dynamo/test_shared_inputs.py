@@ -141,10 +141,9 @@ def test_dtypes_do_not_mix():
     assert len(linears(harness)) == 2
 
 
-def test_it_can_be_disabled():
-    harness = check_gradients(
-        Weights(both, randn(2, K), randn(2, K)),
-        randn(ROWS, K).requires_grad_(),
-        disable=["shared_inputs"],
-    )
+@pytest.mark.parametrize("options", [{"disable": ["shared_inputs"]}, {"fp8": "rowwise"}])
+def test_layers_that_stay_their_own(options):
+    """FP8 has a recipe for each layer."""
+    model = Weights(both, randn(2, K), randn(2, K))
+    harness = check_gradients(model, randn(ROWS, K).requires_grad_(), **options)
     assert len(linears(harness)) == 2

@@ -106,6 +106,8 @@ NUMBERS = {
     "both factors": (lambda x, m: ((y := x[:, :1] * 0.5).t() @ y,), False),
     "a tensor": (lambda x, m: ((x * x[:1]) @ m,), False),
     "another dtype": (lambda x, m: ((x.half() * torch.tensor(0.5).item()).double() @ m,), False),
+    "float16, which may overflow": (lambda x, m: ((x.half() * 0.5) @ m.half(),), False),
+    "bfloat16": (lambda x, m: ((x.bfloat16() * 0.5) @ m.bfloat16(),), True),
     "no reader that is a product": (lambda x, m: ((x * 0.5).sin() @ m,), False),
 }
 
