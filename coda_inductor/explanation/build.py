@@ -33,6 +33,7 @@ def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
     known = [each for each in times if each is not None]
     if result.gemms and result.comparable and len(known) == len(graphs):
         result.ms = sum(us for us, _ in known) / 1000, sum(us for _, us in known) / 1000
+    result.hides = any(masked(g.ours.graphs) for g in graphs)
     result.notes = _notes(result, graphs, found.breaks)
     return result
 
@@ -79,7 +80,7 @@ def _notes(result: Explanation, graphs: list[Captured], breaks: str) -> list[str
     if result.ms and any(masked(g.stock.graphs) for g in graphs):
         notes.append(
             "Attention reads a mask: the forecast has all its blocks, kernels skip hidden ones."
-            if any(masked(g.ours.graphs) for g in graphs)
+            if result.hides
             else "Under torch.compile, attention reads a mask that says no more than is_causal "
             "(transformers makes it for use_cache=False), which is much of the time saved."
         )

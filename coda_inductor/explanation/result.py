@@ -59,6 +59,7 @@ class Explanation:
     saved_before: list[Saved] = field(default_factory=list)
     saved_after: list[Saved] = field(default_factory=list)
     ms: tuple[float, float] | None = None
+    hides: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -79,10 +80,12 @@ class Explanation:
     @property
     def forecast(self) -> str:
         """``143 -> 137 ms (within 16 %)``: of the call or step; empty where nothing is known. Steps
-        were compared on an H200 alone."""
+        were compared on an H200 alone, and none whose mask hides blocks: kernels skip them."""
         if self.ms is None:
             return ""
         before, after = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in self.ms)
+        if self.hides:
+            return f"{before} -> less than {after} ms"
         where = "" if self.gpu == "an H200" else ", as found on an H200"
         return f"{before} -> {after} ms (within {100 * ERROR:.0f} %{where})"
 

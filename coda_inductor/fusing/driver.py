@@ -271,7 +271,7 @@ class _Planner:
         """The stores of the region that an elementwise kernel of the same pass reads, which no
         other GEMM will absorb: the last before it is the region's, or is read by the region."""
         inside = {*region.values, *region.reduces}
-        last = {*region.anchors, *(producer(x) for x, _ in region.operands)}
+        last = {*region.anchors, *filter(None, (producer(x) for x, _ in region.operands))}
         return frozenset(
             f"out{i}"
             for i, nodes in enumerate(region.stored().values())

@@ -219,6 +219,8 @@ def test_a_step_has_one_total():
     assert "143 -> 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
     assert found.forecast == "143 -> 36 ms (within 16 %)"
+    found.hides = True
+    assert found.forecast == "143 -> less than 36 ms"
 
 
 def test_notes_of_inference_where_every_product_is_scaled():

@@ -178,9 +178,10 @@ def test_a_block_is_as_exact_as_torch_compiles(tokens, skewed, up, sum_, biased_
     torch._dynamo.reset()
     mine = torch.compile(block, backend="coda", options={"gate": "always", "strict": True})
     ours = trained(block, mine, x, ids, w)
+    # Of one token's few numbers an error is luck: twice what a rounding to bfloat16 may cost.
     stock = map(max, *(errors(each, exact) for each in theirs))
     for mine, most in zip(errors(ours, exact), stock, strict=True):
-        assert mine <= SLACK * most + (1e-4 if tokens > 7 else 2**-7)  # few numbers: luck decides
+        assert mine <= SLACK * most + (1e-4 if tokens > 7 else 2**-7)
 
 
 def test_every_run_gives_the_same_bits():

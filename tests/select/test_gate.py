@@ -223,8 +223,9 @@ def test_which_sites_stay_with_cublas(of, why, monkeypatch):
     assert (why if why and "nothing" in why else "us fused") in found.text
 
 
-@pytest.mark.parametrize("head", [False, True])
-def test_the_driver_sees_what_stays_behind(head, monkeypatch):
+@pytest.fixture
+def judged(monkeypatch):
+    """(N, K) of each site that is judged, and whether something of it stays behind."""
     seen = []
     judge = Plan.judge
 
@@ -234,32 +235,29 @@ def test_the_driver_sees_what_stays_behind(head, monkeypatch):
 
     monkeypatch.setattr(Plan, "judge", spy)
 
+    return seen
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_the_driver_sees_what_stays_behind(head, judged):
     def function(x, w, residual, gamma, w2):
         n = F.rms_norm(residual + F.linear(x, w), (16,), gamma, 1e-5)
         return F.linear(n, w2) if head else n
 
     shapes = ((6, 8), (16, 8), (6, 16), (16,), (24, 16))
     check(function, *(randn(*shape) for shape in shapes))
-    assert ((16, 8), not head) in seen
+    assert ((16, 8), not head) in judged
 
 
-def test_what_reads_a_sum_stays_behind_whichever_term_is_fused(monkeypatch):
+def test_what_reads_a_sum_stays_behind_whichever_term_is_fused(judged):
     """The other term is later in the graph, and no GEMM that could absorb what reads the sum."""
-    seen = []
-    judge = Plan.judge
-
-    def spy(self, site, a):
-        seen.append(((site.n, site.k), bool(site.after)))
-        return judge(self, site, a)
-
-    monkeypatch.setattr(Plan, "judge", spy)
 
     def function(x, w, y, v, residual):
         p = F.linear(x, w) + F.linear(y, v)
         return p - residual * (p * residual).mean(-1, keepdim=True)
 
     check(function, *(randn(*shape) for shape in ((6, 8), (16, 8), (6, 4), (16, 4), (6, 16))))
-    assert seen[0] == ((16, 8), True)
+    assert judged[0] == ((16, 8), True)
 
 
 def test_explain_says_the_gates_own_verdict():
