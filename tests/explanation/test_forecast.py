@@ -20,8 +20,7 @@ from coda_inductor import explain
 from coda_inductor.explanation.forecast import ERROR
 
 QUICK = (
-    "Llama 8B, 4 layers, training", "Llama 8B, 4 layers, prefill", "mistral-8192-training-bf16",
-    "phi3-8192-forward-bf16", "gemma2-8192-forward-bf16",
+    "Llama 8B, 4 layers, prefill", "phi3-8192-forward-bf16", "gemma2-8192-forward-bf16",
 )  # fmt: skip
 #: Masks that hide blocks, which a forecast does not know, and what torchao converts on a GPU only;
 #: encoders, of which there is none; GPT-2 breaks into graphs, and a CPU would run it.
