@@ -6,6 +6,10 @@ Leaf module: imports nothing of ours.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
 
 class CodaError(Exception):
     """Base of all errors raised by coda_inductor."""
@@ -33,3 +37,9 @@ class FallbackError(CodaError, RuntimeError):
 
 class ExplainError(CodaError, RuntimeError):
     """:func:`coda_inductor.explain` cannot trace the model; the message says why."""
+
+
+def meant(name: Any, known: Iterable[str]) -> str:
+    """Did the user mean one of ``known``?"""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

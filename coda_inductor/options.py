@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coda_inductor.compat import inductor_config, list_mode_options, list_options
-from coda_inductor.errors import OptionError, PatternError
+from coda_inductor.errors import OptionError, PatternError, meant
 
 GATES = ("auto", "always", "never")
 #: Recipes of FP8 training, as torchao calls them; "" is none.
@@ -157,12 +156,6 @@ def _mode_options(mode: str | None) -> Mapping[str, Any]:
         names = ", ".join(dict.fromkeys(("default", *known)))
         raise OptionError(f"unknown mode {mode!r}{meant(mode, known)}; known modes are {names}")
     return known[mode]
-
-
-def meant(name: Any, known: Iterable[str]) -> str:
-    """Did the user mean one of ``known``?"""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _check_inductor(key: str, value: Any) -> Any:

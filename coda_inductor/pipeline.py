@@ -32,13 +32,12 @@ from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.shared_inputs import share_inputs
 from coda_inductor.dynamo.spelling import respell, spelled_in_aten
-from coda_inductor.errors import CodaError, FallbackError, OptionError
+from coda_inductor.errors import CodaError, FallbackError, OptionError, meant
 from coda_inductor.fusing.driver import fuse_gemms
 from coda_inductor.graph.sides import training
 from coda_inductor.graph.snapshots import restore, snapshot
 from coda_inductor.log import count, logger, warn_once
 from coda_inductor.matching import bodies
-from coda_inductor.options import meant
 from coda_inductor.plan import Plan
 from coda_inductor.record import Record
 from coda_inductor.refusal import failed, refuse

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.errors import OptionError
-from coda_inductor.options import meant
+from coda_inductor.errors import OptionError, meant
 
 _SHIPPED = Path(__file__).parent / "tables"
 
