@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coda_inductor.compat import make_wrapper_subclass, tree_map
@@ -115,7 +116,8 @@ class Exact(Tensor):
             return args[0].write(plain(*args, **kwargs))
         found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
-            raise PatternError(f"the prover has no formula for {func}")
+            known = ", ".join(sorted(FORMULAS))
+            raise PatternError(f"the prover has no formula for {func}. It knows {known}")
         return found
 
     @classmethod
@@ -136,11 +138,12 @@ class Exact(Tensor):
     def _elementwise(
         cls, formula: Callable[..., Any], args: Any, *, alpha: Any = 1, **options: Any
     ) -> Any:
-        args = [a if isinstance(a, str) else cls.exactly(a) for a in (*args, *options.values())]
+        given = (*args, *options.values())
+        args = [a if a is None or isinstance(a, str) else cls.exactly(a) for a in given]
         tensors = [a for a in args if isinstance(a, Tensor)]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         n = math.prod(shape)
-        columns = [[a] * n if isinstance(a, str) else a.expand(shape).elements for a in args]
+        columns = [a.expand(shape).elements if isinstance(a, Tensor) else [a] * n for a in args]
         if alpha != 1:  # of a sum's second term
             columns[1] = [cls.number(alpha) * c for c in columns[1]]
         items = [formula(*column) for column in zip(*columns, strict=True)]
@@ -165,6 +168,29 @@ class Exact(Tensor):
         items = [fold([self.cells[i] for i in line]) for line in lines.tolist()]
         shape = [1 if d in along else self.shape[d] for d in range(rank) if keepdim or d in kept]
         return self.of(items, shape, self.dtype)
+
+
+def expression(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Any:
+    """An elementwise function of one element for each of its parameters.
+
+    Raises:
+        PatternError: it cannot be run on them, or calls what has no formula.
+    """
+    given = {name: Exact.of([symbol], (), torch.float64) for name, symbol in symbols.items()}
+    try:
+        found = function(**given)
+    except PatternError as error:
+        raise PatternError(f"{function.__name__}: {error}") from error
+    except Exception as error:
+        raise PatternError(
+            f"{function.__name__} cannot be traced: {type(error).__name__}: {error}. Write it "
+            "without control flow on tensors and without reading their shapes"
+        ) from error
+    return tree_map(lambda x: x.elements[0] if isinstance(x, Exact) else number(x), found)
+
+
+def _read(_cls: Any, _x: Any) -> Any:
+    raise TypeError("the value of a tensor is read")
 
 
 def _copy(cls: Any, x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
@@ -260,6 +286,7 @@ def _view_as_real(cls: Any, z: Any) -> Any:
 
 
 Exact.specials.update({
+    "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
     "_to_copy": _copy, "clone": _copy, "new_empty": _filled(0), "new_zeros": _filled(0),
     "zeros_like": _filled(0), "ones_like": _filled(1), "sum": _sum, "mean": _mean, "var": _var,
     "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,

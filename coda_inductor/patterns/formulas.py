@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an elementwise torch function to its sympy expression: run on symbols, one a tensor, in the
-matcher's dialect.
+"""What torch's elementwise functions do to one element, as sympy expressions.
 
 Numbers are exact: 0.1 is 1/10, and the few irrational constants that activations are made of are
 recognized. What is said is the real function; where torch switches formulas for the sake of
@@ -11,22 +10,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import sympy
-import torch
-from torch.fx import Node
-
-from coda_inductor.compat import tree_map
-from coda_inductor.errors import PatternError
-from coda_inductor.matching import normalize
 
 _CONSTANTS = (
     sympy.sqrt(2 / sympy.pi), sympy.sqrt(2), sympy.sqrt(sympy.Rational(1, 2)), sympy.pi, sympy.E,
     sympy.sqrt(sympy.pi), 2 / sympy.sqrt(sympy.pi), sympy.log(2), 1 / sympy.log(2),
     sympy.sqrt(1 / (2 * sympy.pi)), sympy.sqrt(2 * sympy.pi), 1 / sympy.pi, 1 / sympy.E,
 )  # fmt: skip
+_SLOPE = sympy.Rational(1, 100)  # torch's default
 _KNOWN = {sign * float(c): sign * c for c in _CONSTANTS for sign in (1, -1)}
 
 
@@ -81,7 +75,7 @@ def _silu_backward(dy: Any, x: Any) -> sympy.Expr:
     return dy * s * (1 + x * (1 - s))
 
 
-#: Canonical name -> its meaning on expressions. This is the vocabulary of meanings and idioms.
+#: Name of aten -> its meaning on expressions. This is the vocabulary of meanings and idioms.
 FORMULAS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "neg": operator.neg, "pow": operator.pow, "square": lambda x: x**2,
@@ -95,58 +89,12 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "mish": lambda x: x * sympy.tanh(_softplus(x)),
     "abs": lambda x: _piecewise(x > 0, x, -x), "relu": lambda x: _maximum(x, sympy.Integer(0)),
     "relu6": lambda x: _clamp(x, sympy.Integer(0), sympy.Integer(6)),
-    "leaky_relu": lambda x, slope: _piecewise(x > 0, x, slope * x),
-    "elu": lambda x, alpha: _piecewise(x > 0, x, alpha * (sympy.exp(x) - 1)),
-    "hardtanh": _clamp, "hardsigmoid": _hardsigmoid, "hardswish": lambda x: x * _hardsigmoid(x),
+    "leaky_relu": lambda x, slope=_SLOPE: _piecewise(x > 0, x, slope * x),
+    "elu": lambda x, alpha=1: _piecewise(x > 0, x, alpha * (sympy.exp(x) - 1)),
+    "hardtanh": lambda x, low=-1, high=1: _clamp(x, low, high),
+    "hardsigmoid": _hardsigmoid, "hardswish": lambda x: x * _hardsigmoid(x),
     "maximum": _maximum, "minimum": lambda x, y: _piecewise(x > y, y, x),
     "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
     "where": _piecewise, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
-    "ge": operator.ge, "cast": lambda x: x,
+    "ge": operator.ge,
 }  # fmt: skip
-
-
-def expression(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``function`` on expressions, by the names of its parameters.
-
-    Raises:
-        PatternError: the function is not traceable, or calls what has no formula here.
-    """
-    tracer = torch.fx.proxy.GraphAppendingTracer(torch.fx.Graph())
-    given = {name: tracer.create_proxy("placeholder", name, (), {}) for name in arguments}
-    results = {given[name].node: item for name, item in arguments.items()}
-    try:
-        output = function(**given)
-    except Exception as error:
-        raise PatternError(
-            f"{function.__name__} cannot be traced: {type(error).__name__}: {error}. Write it "
-            "without control flow on tensors and without reading their shapes"
-        ) from error
-    for node in tracer.graph.nodes:
-        if node.op != "placeholder":
-            results[node] = _evaluate(node, results, function)
-    return tree_map(
-        lambda p: results[p.node] if isinstance(p, torch.fx.Proxy) else number(p), output
-    )
-
-
-def _evaluate(node: Node, results: dict[Node, Any], function: Callable[..., Any]) -> Any:
-    canon = normalize(node)
-    formula = FORMULAS.get(canon.op) if canon is not None else None
-    if canon is None or formula is None:
-        raise PatternError(
-            f"{function.__name__} uses {called(node)}, for which the prover has no formula. It "
-            f"knows {', '.join(sorted(FORMULAS))}"
-        )
-    return formula(*(number(results[a] if isinstance(a, Node) else a) for a in canon.args))
-
-
-def called(node: Node) -> str:
-    """The function, method or attribute of a node as a user wrote it, with its options."""
-    if node.target is getattr:
-        return f".{node.args[1]}"
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
-    return f"{'.' if node.op == 'call_method' else ''}{name}(...{options})"
-
-
-__all__ = ["FORMULAS", "called", "expression", "number"]

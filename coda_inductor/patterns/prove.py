@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.errors import PatternError
-from coda_inductor.matching import Match, normalize
+from coda_inductor.matching import Match, normalize, target_name
 from coda_inductor.patterns.equal import difference
-from coda_inductor.patterns.exact import Exact
-from coda_inductor.patterns.formulas import called, expression
+from coda_inductor.patterns.exact import Exact, expression
 from coda_inductor.patterns.meaning import Signature
 from coda_inductor.patterns.pattern import Pattern
 from coda_inductor.semantic.define import DEFINITIONS, parameters
@@ -203,9 +202,10 @@ def _check_matchable(idiom: Callable[..., Any]) -> None:
     for node in graph.nodes:
         call = node.op in ("call_function", "call_method")
         if call and normalize(node) is None:
+            options = "".join(f", {key}={item}" for key, item in node.kwargs.items())
             raise PatternError(
-                f"idiom {idiom.__name__} uses {called(node)}, which the matcher cannot read: "
-                "write it without in-place forms and unusual options"
+                f"idiom {idiom.__name__} uses {target_name(node)}(...{options}), which the matcher "
+                "cannot read: write it without in-place forms and unusual options"
             )
         if node.op == "placeholder" and not node.users:
             raise PatternError(f"idiom {idiom.__name__} does not use its parameter {node.target}")
