@@ -22,11 +22,11 @@ from coda_inductor.matching.guards import (
     writes_to,
 )
 from coda_inductor.matching.hazards import Hazards
-from coda_inductor.matching.match import Flat, Idiom, Match, first_match, ops_of
+from coda_inductor.matching.match import Idiom, Match, first_match, ops_of
 from coda_inductor.matching.normalize import is_cast, normalize
 
 __all__ = [
-    "Body", "Flat", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
+    "Body", "Hazards", "Idiom", "Match", "bodies", "changes", "changes_mode", "first_match",
     "forward_mode", "is_cast", "is_view", "memory", "mutates", "normalize", "of_torch",
     "ops_of", "target_name", "value", "writes_to",
 ]  # fmt: skip

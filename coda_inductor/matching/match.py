@@ -38,13 +38,6 @@ class Match:
         return [n for n in (*self.nodes, *self.casts) if n is not self.root]
 
 
-@dataclass(frozen=True)
-class Flat:
-    """An argument of an op: all values of ``node``, (1, ..., 1, d), as (d,)."""
-
-    node: Node
-
-
 class Idiom:
     """A traced idiom. ``function`` takes tensors and literals and returns one tensor."""
 
