@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,30 @@ from coda_inductor.matching import value
 
 
 class Put:
-    """Puts calls in front of ``like``, a node whose value is a fake tensor, with its metadata."""
+    """Puts calls in front of ``like``, a node whose value is a fake tensor, or of another node,
+    ``before``, with its metadata."""
 
-    def __init__(self, like: Node):
-        self.like = like
+    def __init__(self, like: Node, before: Node | None = None):
+        self.like, self.before = like, before or like
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of a function, or of the method of that name."""
         graph, named = self.like.graph, isinstance(target, str)
         known = torch.fx.node.map_arg((args, kwargs), value)
-        with value(self.like).fake_mode, graph.inserting_before(self.like):
+        with value(self.like).fake_mode, graph.inserting_before(self.before):
             made = (graph.call_method if named else graph.call_function)(target, args, kwargs)
             made.meta = {**self.like.meta, "example_value": run(target, *known)}
         return made
+
+    def traced(self, function: Callable[[Any], Any], source: Node) -> Any:
+        """What ``function``, plain torch code, makes of ``source``, as it returns it."""
+        known: dict[Node, Node] = {}
+        for step in torch.fx.symbolic_trace(function).graph.nodes:
+            args, kwargs = torch.fx.node.map_arg((step.args, step.kwargs), known.__getitem__)
+            if step.op == "output":
+                return args[0]
+            known[step] = source if step.op == "placeholder" else self(step.target, *args, **kwargs)
+        raise AssertionError("a traced function has an output")
 
 
 def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

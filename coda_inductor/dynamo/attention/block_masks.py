@@ -38,8 +38,9 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import virtualized
-from coda_inductor.dynamo.attention.blocks import attend, block_lists, put
+from coda_inductor.dynamo.attention.blocks import attend, block_lists
 from coda_inductor.dynamo.attention.calls import arguments_of, grouped, widened
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.matching import Body, Hazards, bodies, forward_mode, value, writes_to
 from coda_inductor.matching.bodies import nested
 from coda_inductor.program.dtypes import HALF
@@ -221,9 +222,10 @@ def _rewrite(group: list[_Site], record: Record) -> None:
     before = mask.next
     while before.op == "placeholder":
         before = before.next
-    plane = put(lambda mask: _plane(mask, value(group[0].mask), lengths), mask, before)
+    put = Put(mask, before)
+    plane = put.traced(lambda mask: _plane(mask, value(group[0].mask), lengths), mask)
     batch = len(value(plane)) if value(plane).dim() == 3 else 1
-    lists = put(lambda plane: block_lists(plane, batch, *lengths), plane, before)
+    lists = put.traced(lambda plane: block_lists(plane, batch, *lengths), plane)
     for site in group:
         inside = [site.scope.take(node, site.home) for node in (plane, *lists)]
         arguments = site.arguments

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node, symbolic_trace
+from torch.fx import Graph, GraphModule, Node
 
 from coda_inductor.compat import unset_fake_temporarily
-from coda_inductor.dynamo.nodes import run
+from coda_inductor.dynamo.nodes import Put
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.matching import value
 
@@ -60,8 +60,6 @@ _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 _SCORE = "score", "b", "h", "i", "j"
 _MASK = "b", "h", "i", "j", "plane"
 _ALL, _B = (_MASK, ("plane", "i", "j")), (_MASK, ("plane", "b", "i", "j"))
-#: Meta that a new node has from the one that it is computed from.
-_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
@@ -112,29 +110,6 @@ def _ordered(blocks: Tensor, batch: int, rows: int, columns: int) -> tuple[Tenso
     )
 
 
-def put(function: Callable[[Any], Any], source: Node, before: Node) -> Any:
-    """Write ``function(source)``, plain torch code, into the graph in front of ``before``; returns
-    nodes for what it returns."""
-    graph, known = source.graph, {}
-    for step in symbolic_trace(function).graph.nodes:
-        if step.op == "placeholder":
-            known[step] = source
-        elif step.op == "output":
-            return torch.fx.node.map_arg(step.args[0], known.__getitem__)
-        else:
-            with graph.inserting_before(before):
-                node = graph.node_copy(step, known.__getitem__)
-            node.meta = {key: source.meta[key] for key in _KEPT if key in source.meta}
-            node.meta["example_value"] = _run(node, value(source).fake_mode)
-            known[step] = node
-    raise AssertionError("a traced function has an output")
-
-
-def _run(node: Node, mode: Any) -> Any:
-    with mode, torch.no_grad():
-        return run(node.target, *torch.fx.node.map_arg((node.args, node.kwargs), value))
-
-
 def attend(
     call: Node, tensors: Sequence[Node], scale: float | None, plane: Node, lists: Sequence[Node]
 ) -> Node:
@@ -149,7 +124,9 @@ def attend(
         lists: ``block_lists`` of it.
     """
     graph, known = call.graph, value(call)
-    query, key, val = (_cast(t, known.dtype, call) for t in tensors)
+    query, key, val = (  # what autocast gives SDPA
+        t if value(t).dtype == known.dtype else Put(call)("to", t, known.dtype) for t in tensors
+    )
     queries, keys = value(query).shape[-2], value(key).shape[-2]
     batched = value(plane).dim() == 3
     score_mod = _function(call, "coda_score_mod", _SCORE, ("score",))
@@ -209,13 +186,6 @@ def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) 
     return (*(known.get(id(part), part) for part in sample[:-1]), mask_mod)
 
 
-def _cast(tensor: Node, dtype: torch.dtype, call: Node) -> Node:
-    """What autocast gives SDPA."""
-    if value(tensor).dtype == dtype:
-        return tensor
-    return put(lambda t: t.to(dtype), tensor, call)
-
-
 def _strided(result: Node, like: Tensor, call: Node) -> Node:
     """``result``, whose strides follow the queries', with the strides of ``like``."""
     if laid_out_alike(value(result), like):
@@ -223,6 +193,6 @@ def _strided(result: Node, like: Tensor, call: Node) -> Node:
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = [order.index(d) for d in range(like.dim())]
-    moved = put(lambda t: t.permute(order).contiguous().permute(back), result, call)
+    moved = Put(call).traced(lambda t: t.permute(order).contiguous().permute(back), result)
     assert laid_out_alike(value(moved), like), "SDPA's result is dense"
     return moved
