@@ -38,7 +38,7 @@ from coda_inductor.compat import saved_tensors, storage, version
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching import changes, normalize, value
+from coda_inductor.matching import Idiom, changes, first_match, target_name, value
 from coda_inductor.record import Record
 
 #: Two slices of them, of which one at a time is multiplied (``runtime.linear_cross_entropy``).
@@ -84,6 +84,17 @@ class _Head(NamedTuple):
     w: Node
     b: Node | None
     cap: float
+
+
+def _linear(h, w, b):
+    return F.linear(h, w, b)
+
+
+def _soft_capped(h, w, b, cap):
+    return torch.tanh(F.linear(h, w, b) / cap) * cap
+
+
+_PLAIN, _CAPPED = Idiom(_linear), Idiom(_soft_capped)
 
 
 def separate(graph: Graph, record: Record) -> None:
@@ -137,37 +148,14 @@ def _is_large(node: Node) -> bool:
 
 def _head(logits: Node) -> _Head | None:
     """What ``logits`` are made of, if by an LM head."""
-    scaled = normalize(logits)
-    if scaled is None or scaled.op != "mul":
-        return _linear(logits, 0.0)
-    t, cap = _by_number(scaled.args)
-    bent = normalize(t) if t is not None else None
-    inner = normalize(*bent.args) if bent is not None and bent.op == "tanh" else None
-    if t is None or bent is None or inner is None or inner.op != "div" or len(inner.args) != 2:
+    match = first_match((_CAPPED, _PLAIN), logits)
+    layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
+    if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
-    z, divisor = inner.args
-    if isinstance(divisor, Node) or divisor != cap or not isinstance(z, Node):
-        return None
-    if len({getattr(value(n), "dtype", None) for n in (logits, t, z)}) != 1:
-        return None
-    return _linear(z, cap)
-
-
-def _by_number(factors: tuple[Any, ...]) -> tuple[Node | None, float]:
-    """The node and the number, not 0, that are multiplied; else (None, 0)."""
-    nodes = [f for f in factors if isinstance(f, Node)]
-    numbers = [f for f in factors if isinstance(f, (int, float)) and f]
-    return (nodes[0], float(numbers[0])) if len(nodes) == len(numbers) == 1 else (None, 0.0)
-
-
-def _linear(node: Node, cap: float) -> _Head | None:
-    """The arguments of ``F.linear(h, w, b)``."""
-    if node.op != "call_function" or node.target is not F.linear:
-        return None
-    h, w, b = arguments(node).values()
-    if not isinstance(h, Node) or not isinstance(w, Node) or not isinstance(b, Node | None):
-        return None
-    return _Head(h, w, b, cap)
+    cap, operands = match.bound.get("cap", 0.0), arguments(layer).values()
+    capped = isinstance(cap, (int, float)) and bool(cap)
+    known = all(isinstance(n, Node | None) for n in operands)
+    return _Head(*operands, float(cap)) if known and capped == ("cap" in match.bound) else None
 
 
 def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:
