@@ -37,8 +37,10 @@ def is_wait(node: Any) -> bool:
     return isinstance(node, Node) and node.target is wait_tensor
 
 
-def moves(node: Node) -> bool:
+def moves(node: Any) -> bool:
     """Does ``node`` only move or rename elements, or wait for them?"""
+    if not isinstance(node, Node):
+        return False
     picks = node.target is operator.getitem and node.all_input_nodes[0].target is aten.split.Tensor
     return picks or node.target in _MOVES or is_wait(node) or renames_or_casts(node)
 
@@ -62,21 +64,9 @@ def overlapped(gemm: Node) -> Refusal | None:
     hide a collective behind it? Why it is left alone, or None."""
     if not micro_pipeline():
         return None
-    gathers = [
-        a for a in gemm.all_input_nodes if (c := _moved(a)) and c.target is all_gather_into_tensor
-    ]
-    after = [c for user in gemm.users if (c := ahead(user)) is not None]
-    if not gathers and all(c.target is not reduce_scatter_tensor for c in after):
+    before = [base(a, moves).target for a in gemm.all_input_nodes]
+    after = [c.target for user in gemm.users if (c := ahead(user)) is not None]
+    if all_gather_into_tensor not in before and reduce_scatter_tensor not in after:
         return None
     text = "Inductor's asynchronous tensor parallelism is on, and overlaps it with its collective"
     return refuse("async-tensor-parallel", text)
-
-
-def _moved(node: Node) -> Node | None:
-    """The collective that ``node`` is a moved result of, or None."""
-
-    def through(each: Node) -> bool:
-        return each.target not in COLLECTIVES and moves(each) and bool(each.all_input_nodes)
-
-    last = base(node, through)
-    return last if last.target in COLLECTIVES else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -108,10 +109,6 @@ class Put:
         ]
 
 
-class CycleError(RuntimeError):
-    """A rewrite made a node depend on itself."""
-
-
 def settle(nodes: Sequence[Node]) -> None:
     """Move what reads ``nodes`` after them, and what reads that, where it stands before: cheaper
     than sorting a whole graph for each rewrite.
@@ -120,10 +117,14 @@ def settle(nodes: Sequence[Node]) -> None:
         CycleError: there is no such order. Looking for one would never end.
     """
     moving = _readers_before(nodes)
-    for node in _in_order(moving):
-        last = max((n for n in node.all_input_nodes), default=None)
-        if last is not None and node < last:
-            last.append(node)
+    order = TopologicalSorter({n: [i for i in n.all_input_nodes if i in moving] for n in moving})
+    order.prepare()
+    while ready := sorted(order.get_ready()):
+        for node in ready:
+            last = max((n for n in node.all_input_nodes), default=None)
+            if last is not None and node < last:
+                last.append(node)
+            order.done(node)
 
 
 def _readers_before(nodes: Sequence[Node]) -> set[Node]:
@@ -134,25 +135,6 @@ def _readers_before(nodes: Sequence[Node]) -> set[Node]:
     last = max(nodes)
     first = [user for node in nodes for user in node.users if user < node]
     return set(closure(first, lambda n: [u for u in n.users if u < last or u == last]))
-
-
-def _in_order(nodes: set[Node]) -> list[Node]:
-    """``nodes``, each after those of them that it reads."""
-    waits = {node: sum(n in nodes for n in node.all_input_nodes) for node in nodes}
-    ready = sorted((node for node, count in waits.items() if not count), reverse=True)
-    order: list[Node] = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for user in node.users:
-            if user in waits:
-                waits[user] -= 1
-                if not waits[user]:
-                    ready.append(user)
-    if len(order) < len(nodes):
-        stuck = min(node for node, count in waits.items() if count)
-        raise CycleError(f"{stuck.name} would depend on itself")
-    return order
 
 
 def replace_parts(node: Node, results: Mapping[int, Node] | Sequence[Node]) -> None:

@@ -11,7 +11,7 @@ from harness import Harness
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.fuse import columns
-from coda_inductor.graph.edit import CycleError, settle
+from coda_inductor.graph.edit import settle
 from coda_inductor.mainloop import availability
 from coda_inductor.plan import Plan
 from coda_inductor.runtime import pool
@@ -187,7 +187,7 @@ def test_a_cycle_is_an_error_and_no_endless_loop():
     first = graph.call_function(torch.sin, (x,))
     second = graph.call_function(torch.cos, (first,))
     first.args = (second,)
-    with pytest.raises(CycleError, match="would depend on itself"):
+    with pytest.raises(CycleError):
         settle([second])
 
 
