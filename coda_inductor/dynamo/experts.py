@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.dynamo.packed import cut_in_columns, cut_in_halves
 from coda_inductor.dynamo.summed_pairs import Pairs, by_row, summed
 from coda_inductor.graph.nodes import erased, place
@@ -49,7 +49,6 @@ from coda_inductor.semantic.experts import ROUTE, experts_down, experts_up, grou
 
 #: Of torch, and of transformers where it does not ask torch for them.
 _PRODUCTS = ("_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
-_ARGUMENTS = {"self": "input", "mat_a": "input", "mat_b": "mat2", "weight": "mat2"}
 #: What may come before a weight that is made of parameters.
 _MADE = ("transpose", "getattr", "to", "bfloat16", "half", "float", "permute", "contiguous",
          "type_as")  # fmt: skip
@@ -111,11 +110,10 @@ class _Routed:
 
 def _operands(node: Node) -> tuple[Node, Node, Node] | None:
     """A, B and the ends of groups of a product without bias; None for another."""
-    given = dict(zip(("input", "mat2", "offs", "bias", "out_dtype"), node.args, strict=False))
-    given |= {_ARGUMENTS.get(name, name): item for name, item in node.kwargs.items()}
-    a, b, offs = (given.get(name) for name in ("input", "mat2", "offs"))
-    if given.get("bias") is not None or given.get("out_dtype") is not None or offs is None:
+    call = read(node)
+    if call is None or any(call.get(name) is not None for name in ("bias", "out_dtype")):
         return None
+    (a, b, *_), offs = call.args.values(), call.get("offs")
     known = [value(x) for x in (a, b, offs)]
     if not all(hasattr(x, "fake_mode") for x in known) or [x.dim() for x in known] != [2, 3, 1]:
         return None
@@ -186,9 +184,8 @@ def _raise_up(
     x = x if value(x).dtype == value(a).dtype else put("to", x, value(a).dtype)
     for each in (product, *(n for n in a.users if _twin(n, product, a, offs, hazards))):
         _open_bias(each, own, offs, hazards, whole=whole)
-    for user in [u for u in product.users if whole and pairs.empties(u) and _hidden(u, offs)]:
-        user.replace_all_uses_with(product)
-        user.graph.erase_node(user)
+    if whole:
+        _unmask(product, pairs, offs)
     halves = cut_in_halves(product)
     twins = [] if halves else [n for n in a.users if _twin(n, product, a, offs, hazards)][:1]
     for twin in twins:
@@ -196,11 +193,23 @@ def _raise_up(
     weights = [b, *(_operands(n)[1] for n in twins)]  # type: ignore[index]
     routes = own.rows, own.inverse, own.offsets
     made = put(experts_up, x, *routes, weights, pairs.top_k, 2 if halves else 1)
-    parts = [put(operator.getitem, made, i) for i in range(2 if halves or twins else 1)]
-    for node, i in halves.items() if halves else zip((product, *twins), (0, 1), strict=False):
-        node.replace_all_uses_with(parts[i])
-        _erase(node)
+    _take_parts(put, made, halves or {node: i for i, node in enumerate((product, *twins))})
     own.pairs.offs.add(offs)
+
+
+def _take_parts(put: Put, made: Node, places: dict[Node, int]) -> None:
+    """Let the results of ``made`` take the places of nodes."""
+    parts = [put(operator.getitem, made, i) for i in places.values()]
+    for node, part in zip(places, parts, strict=True):
+        node.replace_all_uses_with(part)
+        erase(node)
+
+
+def _unmask(node: Node, pairs: Pairs, ends: Node) -> None:
+    """Let who reads ``node`` with zeros in rows of no expert, which nobody sees, read it."""
+    for user in [u for u in node.users if pairs.empties(u) and _hidden(u, ends)]:
+        user.replace_all_uses_with(node)
+        erase(user)
 
 
 def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, whole: bool) -> None:
@@ -214,9 +223,8 @@ def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, who
     found = own.pairs.bias(rows)
     if found is None or not own.offsets < rows:
         return
-    for user in [u for u in total.users if whole and own.pairs.empties(u) and _hidden(u, ends)]:
-        user.replace_all_uses_with(total)
-        _erase(user)
+    if whole:
+        _unmask(total, own.pairs, ends)
     taken = cut_in_columns(total)
     if _changed({product, total}, hazards) or hazards.between((product, total, *taken)):
         return
@@ -228,7 +236,7 @@ def _open_bias(product: Node, own: _Routed, ends: Node, hazards: Hazards, *, who
             part, bias = put(operator.getitem, part, which), early(operator.getitem, bias, which)
         new = put(operator.add, part, early(group_rows, bias, found[1], own.offsets))
         node.replace_all_uses_with(new)
-        _erase(node)
+        erase(node)
 
 
 def _hidden(node: Node, ends: Node) -> bool:
@@ -267,9 +275,7 @@ def _raise_alone(node: Node, offsets: dict[Node, Node], hazards: Hazards) -> Non
         offsets[ends] = put(F.pad, ends, (1, 0))
     halves = cut_in_halves(node)
     made = put(experts_up, a, None, None, offsets[ends], [b], 1, 2 if halves else 1)
-    for part, i in (halves or {node: 0}).items():
-        part.replace_all_uses_with(put(operator.getitem, made, i))
-        _erase(part)
+    _take_parts(put, made, halves or {node: 0})
 
 
 def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
@@ -282,17 +288,6 @@ def _of_biases(put: Put, bias: Node, w: Node | None, pairs: Pairs) -> Node:
         weights = put(operator.mul, weights, put("to", w, value(bias).dtype))
     rows = put(operator.getitem, bias, put("masked_fill", ids, none, 0))
     return put("squeeze", put(torch.bmm, put("unsqueeze", weights, 1), rows), 1)
-
-
-def _erase(node: Node) -> None:
-    """Erase ``node`` and then what only it read, but for what changes memory."""
-    todo = [node]
-    while todo:
-        top = todo.pop()
-        called = top.op in ("call_function", "call_method")
-        if called and not erased(top) and not top.users and not mutates(top):
-            todo += top.all_input_nodes
-            top.graph.erase_node(top)
 
 
 def _twin(node: Node, product: Node, a: Node, offs: Node, hazards: Hazards) -> bool:
@@ -350,5 +345,5 @@ def _raise_down(node: Node, routed: list[_Routed], hazards: Hazards, record: Rec
     if not same(value(out).shape, value(sum_.result).shape):
         out = put("reshape", out, value(sum_.result).shape)
     sum_.result.replace_all_uses_with(out)
-    _erase(sum_.result)
+    erase(sum_.result)
     record.fire("experts")

@@ -9,8 +9,8 @@ After::
 
     rms_norm = torch.ops.coda_inductor.rms_norm.default(x, weight, 1e-06, torch.bfloat16)
 
-Runs before AOTAutograd, where an idiom still looks as its author wrote it. Only matched nodes are
-ever erased: dead-code elimination would delete in-place ops, for Dynamo's graph is not functional.
+Runs before AOTAutograd, where an idiom still looks as its author wrote it. What only an
+idiom read goes with it, but no in-place op: Dynamo's graph is not functional.
 Bails out of a match when its nodes straddle a mutation or a mode change, when something changes its
 inputs before its gradient reads them, when an intermediate is used elsewhere, when the graph
 differentiates forward (semantic ops have a reverse mode only), or when a side condition of the
@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor import patterns
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.graph.nodes import arguments, erased
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
@@ -88,7 +88,7 @@ def _raise(graph: Graph, pattern: Pattern, ops: set[str], record: Record, dual: 
         if why is not None:
             record.refuse(pattern.name, root.name, why)
         elif match is not None:
-            _replace(graph, pattern, match)
+            _replace(pattern, match)
             found = True
     return found
 
@@ -189,14 +189,12 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     return refuse("result-layout", text)
 
 
-def _replace(graph: Graph, pattern: Pattern, match: Match) -> None:
+def _replace(pattern: Pattern, match: Match) -> None:
     root, put = match.root, Put(match.root)
     new = put(pattern.op, *pattern.arguments(match))
     if pattern.result is not None:
         new = put(operator.getitem, new, pattern.result)
         new.meta = dict(root.meta)
     root.replace_all_uses_with(new)
-    for node in sorted((*match.nodes, *match.casts), reverse=True):
-        if not node.users:
-            graph.erase_node(node)
+    erase(root)
     logger.debug("raise: %s at %s", pattern.name, new.name)

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.graph.read import Call, read
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
@@ -77,8 +77,7 @@ def _gathered(gather: Call, hazards: Hazards) -> Node | None:
     how = {"ignore_index": _NOTHING, "reduction": "none"}
     loss = _of_all_rows(put, logits, put("flatten", index), value(softmax).dtype, how)
     node.replace_all_uses_with(put("view_as", put("neg", loss), index))
-    node.graph.erase_node(node)
-    node.graph.erase_node(softmax)
+    erase(node)
     return loss
 
 
@@ -186,7 +185,4 @@ def _replace(given: Call, logits: Node, chain: tuple[Node, ...]) -> None:
         if chain:
             found = put("flatten", put(operator.getitem, found, (Ellipsis, slice(None, -1))))
     node.replace_all_uses_with(found)
-    node.graph.erase_node(node)
-    for dead in reversed(chain):
-        if not dead.users:
-            dead.graph.erase_node(dead)
+    erase(node)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching import value
+from coda_inductor.graph.nodes import erased
+from coda_inductor.matching import mutates, value
 
 
 class Put:
@@ -37,6 +38,18 @@ class Put:
                 return args[0]
             known[step] = source if step.op == "placeholder" else self(step.target, *args, **kwargs)
         raise AssertionError("a traced function has an output")
+
+
+def erase(node: Node) -> None:
+    """Erase ``node``, if nothing reads it, and then what only it read, but for what changes
+    memory."""
+    todo = [node]
+    while todo:
+        top = todo.pop()
+        called = top.op in ("call_function", "call_method")
+        if called and not erased(top) and not top.users and not mutates(top):
+            todo += top.all_input_nodes
+            top.graph.erase_node(top)
 
 
 def run(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -28,7 +28,6 @@ that do not meet in elementwise work; weights that are not K-major, or no plain 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,10 +36,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from coda_inductor.compat import virtualized
-from coda_inductor.dynamo.nodes import Put
+from coda_inductor.dynamo.nodes import Put, erase
 from coda_inductor.graph.nodes import arguments, place
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Hazards, bodies, changes, memory, normalize, target_name, value
+from coda_inductor.graph.walk import closure, readers
+from coda_inductor.matching import Hazards, bodies, normalize, target_name, value
 from coda_inductor.plan import Plan
 from coda_inductor.program.dtypes import FLOATS
 from coda_inductor.record import Record
@@ -49,7 +49,6 @@ from coda_inductor.record import Record
 _PRODUCTS = ("linear", "_grouped_mm", "grouped_mm", "torch._ops.transformers.grouped_mm_fallback")
 #: What may lie between a product and its halves.
 _BETWEEN = ("view", "reshape", "unflatten", "unbind", "chunk", "split")
-_FAR = 16  # how many elementwise ops may lie between a half and where it meets the other
 
 
 def split_packed(graph: Graph, record: Record) -> None:
@@ -111,12 +110,8 @@ def _halves(product: Node) -> dict[Node, int]:
 def _columns(product: Node) -> dict[Node, tuple[Any, ...]]:
     """Nodes that take some columns of ``product``, each with their start, stop and step."""
     gets = [n for n in _near(product) if target_name(n) == "getitem"]
-    canons = {n: canon for n in gets if (canon := normalize(n)) is not None}
-    return {
-        node: tuple(canon.args[1:])
-        for node, canon in canons.items()
-        if canon.op == "columns" and canon.args[0] is product
-    }
+    canons = [(n, canon) for n in gets if (canon := normalize(n)) and canon.op == "columns"]
+    return {node: canon.args[1:] for node, canon in canons if canon.args[0] is product}
 
 
 def cut_in_halves(product: Node) -> dict[Node, int]:
@@ -131,34 +126,27 @@ def cut_in_columns(product: Node) -> dict[Node, slice]:
 
 
 def _of_all(product: Node, parts: dict[Node, Any]) -> dict[Node, Any]:
-    others = [n for n in _near(product) if n not in parts]
+    """``parts``, if nothing reads anything else of ``product`` but its size; else none."""
+    others = [n for n in _near(product) if n not in parts and target_name(n) != "size"]
     return parts if all(n.users and target_name(n) in _BETWEEN for n in others) else {}
 
 
 def _near(product: Node) -> list[Node]:
     """What reads ``product``, or what a view and a division make of it."""
-    near, behind = [], [product]
-    while behind:
-        users = [u for node in behind for u in node.users]
-        near += users
-        behind = [u for u in users if target_name(u) in _BETWEEN]
-    return near
+    views, users = readers(product, lambda n: target_name(n) in _BETWEEN)
+    return [*views[1:], *users]
 
 
 def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:
-    hazards, last = Hazards(graph), graph.output_node().all_input_nodes
-    shared = {s for n in (*changes(graph), *last) for s in memory(n) or ()}
+    hazards = Hazards(graph)
     for product in products:
-        own = memory(product)
-        if own is None or not own.isdisjoint(shared):
-            continue
         halves = _halves(product)
-        safe = halves and not hazards.between((product, *halves))
+        safe = halves and hazards.owned([product]) and not hazards.between((product, *halves))
         if safe and _splits(product, halves, plan, record):
             parts = _split(product)
             for node, index in halves.items():
                 node.replace_all_uses_with(parts[index])
-                _erase(node, product)
+                erase(node)
 
 
 def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) -> bool:
@@ -166,10 +154,7 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
     pair = _operands(product)
     if pair is None or value(product).dtype not in FLOATS or record.options.fp8:
         return False
-    if not same(pair[1].stride(0), 1) or not _meet(halves):
-        return False
-    others = [n for n in _near(product) if n not in halves and target_name(n) != "size"]
-    if not all(n.users and target_name(n) in _BETWEEN for n in others):
+    if not same(pair[1].stride(0), 1) or not _meet(halves) or not _of_all(product, halves):
         return False
     if getattr(virtualized, "aot_compilation", False) and not record.options.aot:
         return False
@@ -182,17 +167,12 @@ def _splits(product: Node, halves: dict[Node, int], plan: Plan, record: Record) 
 
 def _meet(halves: dict[Node, int]) -> bool:
     """Does some elementwise op depend on both?"""
-    lower, upper = (_elementwise_readers([n for n in halves if halves[n] == i]) for i in (0, 1))
-    return not lower.isdisjoint(upper)
+    lower, upper = (closure([n for n in halves if halves[n] == i], _behind) for i in (0, 1))
+    return not lower.keys().isdisjoint(upper)
 
 
-def _elementwise_readers(nodes: Sequence[Node]) -> set[Node]:
-    found: set[Node] = set()
-    frontier = set(nodes)
-    for _ in range(_FAR):
-        frontier = {u for n in frontier for u in n.users if u not in found and _elementwise(u)}
-        found |= frontier
-    return found
+def _behind(node: Node) -> list[Node]:
+    return [user for user in node.users if _elementwise(user)]
 
 
 def _elementwise(node: Node) -> bool:
@@ -215,14 +195,3 @@ def _split(product: Node) -> list[Node]:
     both = [put(torch.chunk, node, 2, 0) for node in factors]
     halves = [[put(operator.getitem, parts, i) for parts in both] for i in range(2)]
     return [put(F.linear, x, *half) for half in halves]
-
-
-def _erase(node: Node, product: Node) -> None:
-    """Erase ``node``, and what is between it and ``product`` and read by nothing else; ``product``
-    too, if nothing is left that reads it."""
-    while not node.users:
-        source = node.all_input_nodes[0]
-        node.graph.erase_node(node)
-        if node is product:
-            break
-        node = source

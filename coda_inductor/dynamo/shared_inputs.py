@@ -34,7 +34,7 @@ from coda_inductor.graph.gemms import LOW_RANK as MOST
 from coda_inductor.graph.gemms import LOW_RANK_RATIO
 from coda_inductor.graph.nodes import arguments
 from coda_inductor.graph.sizes import hint
-from coda_inductor.matching import Hazards, bodies, changes, memory, target_name, value
+from coda_inductor.matching import Hazards, bodies, target_name, value
 from coda_inductor.record import Record
 
 #: Rows of x that take longer to read than a kernel to start.
@@ -52,15 +52,10 @@ def share_inputs(graph: Graph, record: Record) -> None:
                 weight = value(arguments(node)["weight"])
                 alike = weight.dtype, weight.device, value(node).dtype
                 found[arguments(node)["input"], alike].append(node)
-        groups = [nodes for nodes in found.values() if len(nodes) > 1]
-        if not groups:
-            continue
-        hazards, last = Hazards(body.graph), body.graph.output_node().all_input_nodes
-        shared = {s for n in (*changes(body.graph), *last) for s in memory(n) or ()}
+        groups = [nodes for nodes in found.values() if len(nodes) > 1 and _fit(nodes)]
+        hazards = Hazards(body.graph) if groups else None
         for nodes in groups:
-            own = [memory(node) for node in nodes]
-            apart = all(each is not None and shared.isdisjoint(each) for each in own)
-            if apart and _fit(nodes) and not hazards.between(nodes):
+            if hazards is not None and hazards.owned(nodes) and not hazards.between(nodes):
                 _merge(nodes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.graph.read import Call, read, target_name
+from coda_inductor.graph.read import Call, called, read, target_name
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base
 from coda_inductor.matching import is_cast, value
@@ -63,64 +63,56 @@ class Pairs:
 
     def counted(self, offs: Node, experts: int) -> bool:
         """Are ``offs`` where the pairs of each expert end: a cumulative sum of their counts?"""
-        call = read(base(offs, _name))
-        if call is None or call.op != "cumsum" or call["dim"] not in (0, -1):
-            return False
-        counts = read(base(call["input"], _name))
-        if counts is None or value(offs).dtype != torch.int32:
-            return False
-        if not self.are_ids(base(counts["input"], _name)):
+        ends = called(base(offs, _name), "cumsum")
+        counts = called(base(ends["input"], _name), "histc") if ends is not None else None
+        if ends is None or counts is None or ends["dim"] not in (0, -1):
             return False
         self.experts = experts
-        ends = (counts.get("bins"), counts.get("min"), counts.get("max"))
-        return counts.op == "histc" and ends in ((experts, 0, experts - 1), (experts, 0, experts))
+        edges = counts["bins"], counts["min"], counts["max"]
+        fits = edges in ((experts, 0, experts - 1), (experts, 0, experts))
+        own = self.are_ids(base(counts["input"], _name))
+        return fits and own and value(offs).dtype == torch.int32
 
     def are_ids(self, node: Any, *, in_order: bool = False) -> bool:
         """Are its numbers those of the pairs' experts; ``in_order``: of the experts?"""
-        call, own = read(node), base(self.ids, _name)
-        if node is own or call is None or call.op != "getitem":
+        call, own = called(node, "getitem"), base(self.ids, _name)
+        if node is own or call is None:
             return node is own and not in_order
         if call["index"] == 0:  # the first result of a sort
-            made = read(call["input"])
-            return made is not None and made.op == "sort" and base(made["input"], _name) is own
-        return base(call.get("input"), _name) is own and self.is_perm(call.get("index"))
+            made = called(call["input"], "sort")
+            return made is not None and base(made["input"], _name) is own
+        return base(call["input"], _name) is own and self.is_perm(call["index"])
 
     def empties(self, node: Node) -> bool:
         """Does ``node`` fill rows of no expert with zeros? They hold anything here."""
-        call = read(node)
-        if call is None or call.op not in ("masked_fill", "masked_fill_") or call["value"] != 0:
-            return False
-        mask = read(base(call["mask"], _name))
-        if mask is None or mask.op != "ge" or mask["other"] != self.experts:
+        call = called(node, "masked_fill", "masked_fill_")
+        mask = called(base(call["mask"], _name), "ge") if call is not None else None
+        if call is None or mask is None or (call["value"], mask["other"]) != (0, self.experts):
             return False
         return self.are_ids(base(mask["input"], _name))
 
     def clamps(self, node: Node) -> bool:
         """Does ``node`` change the numbers of pairs of no expert only?"""
-        call = read(node)
-        if call is None or call.op not in ("clamp", "clamp_"):
-            return False
-        return call.get("min") is None and call.get("max") == self.experts - 1
+        call = called(node, "clamp", "clamp_")
+        return call is not None and (call["min"], call["max"]) == (None, self.experts - 1)
 
     def bias(self, node: Any) -> tuple[Node, Node] | None:
         """(A matrix, an index) if ``node`` holds the matrix's row of the expert of each pair, in
         order; what rows of no expert hold does not count."""
-        call = read(node)
-        if call is None or call.op != "getitem" or value(call["input"]).dim() != 2:
+        call = called(node, "getitem")
+        if call is None or value(call["input"]).dim() != 2:
             return None
-        index = base(call.get("index"), lambda n: _name(n) or self.clamps(n))
+        index = base(call["index"], lambda n: _name(n) or self.clamps(n))
         return (call["input"], call["index"]) if self.are_ids(index, in_order=True) else None
 
     def inverts(self, node: Node) -> bool:
         """Does ``node`` say where each pair stands in the order of experts?"""
         node = base(node, _name)
-        call = read(node)
-        if call is not None and call.op == "argsort":
+        if (call := called(node, "argsort")) is not None:
             return base(call["input"], _name) is self.perm
         writes = [u for u in node.users if target_name(u) in ("setitem", "index_put_", "scatter_")]
-        if call is None or call.op not in ("empty_like", "zeros_like", "empty", "zeros"):
-            return False
-        if len(writes) != 1 or target_name(writes[0]) != "setitem":
+        made = called(node, "empty_like", "zeros_like", "empty", "zeros")
+        if made is None or [*map(target_name, writes)] != ["setitem"]:
             return False
         _, index, count = writes[0].args
         return self.is_perm(index) and target_name(count) == "arange" and len(count.args) == 1
@@ -134,8 +126,8 @@ def tokens(index: Any) -> tuple[Any, int]:
     """(perm, top_k) of what may be ``perm // top_k``, repeated along rows (:func:`by_row`); of
     anything else itself, and 1."""
     index = base(index, lambda n: _name(n) or target_name(n) in ("expand", "expand_as"))
-    call = read(index)
-    if call is None or call.op not in ("floordiv", "floor_divide", "div"):
+    call = called(index, "floordiv", "floor_divide", "div")
+    if call is None:
         return index, 1
     left, right = list(call.args.values())[:2]
     whole = isinstance(right, int) and not isinstance(right, bool)
@@ -159,12 +151,9 @@ def _index(call: Call) -> Any:
 
 def _sorted(perm: Any) -> Node | None:
     """What ``perm`` sorts upwards: of argsort(ids), or the second result of sort(ids)."""
-    call = read(perm)
-    if call is not None and call.op == "getitem" and call.get("index") == 1:
-        call = read(call["input"])
-        call = call if call is not None and call.op == "sort" else None
-    elif call is None or call.op != "argsort":
-        return None
+    call = called(perm, "argsort", "getitem")
+    if call is not None and call.op == "getitem":
+        call = called(call["input"], "sort") if call["index"] == 1 else None
     if call is None or call.get("descending") or call.get("dim") not in (-1, 0, None):
         return None
     return call["input"]
@@ -250,14 +239,16 @@ class _Follower:
             return None
         node = base(node, _passes)
         if not self.back:
-            call = read(node)
-            if call is None or call.op != "getitem" or not self.pairs.is_perm(_index(call)):
+            call = called(node, "getitem")
+            if call is None or not self.pairs.is_perm(_index(call)):
                 return None
-            node = call["input"]
-            return node if value(node).dim() == 1 else None
+            return call["input"] if value(call["input"]).dim() == 1 else None
+        return node if self._of_pairs(node) else None
+
+    def _of_pairs(self, node: Node) -> bool:
+        """Is ``node`` (M,) or (T, top_k)?"""
         known = value(node)
-        pairs = known.dim() == 2 and same(known.shape[1], self.pairs.top_k)
-        return node if pairs or known.dim() == 1 else None
+        return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
 
     def _getitem(self, call: Call) -> bool:
         if self.back or not isinstance(call.get("index"), Node):
@@ -272,16 +263,9 @@ class _Follower:
         zeros = target_name(rows) in ("zeros", "zeros_like", "new_zeros", "empty_like", "empty")
         if self.back or y is not self.node or not zeros or not self.pairs.is_perm(index):
             return False
-        self.node, self.back = rows, True
-        if len(users) != 1 or not call.node < users[0]:
+        if len(users) != 1 or not call.node < users[0] or not _passes(users[0]):
             return False
-        return self._step_from(users[0])
-
-    def _step_from(self, user: Node) -> bool:
-        call = read(user)
-        if call is None or not _passes(user):
-            return False
-        self.node = user
+        self.node, self.back = users[0], True
         return True
 
     def _sum(self, call: Call) -> bool:
@@ -318,7 +302,6 @@ class _Follower:
         if known.dim() != 3 or not same(known.shape[1:], (1, self.pairs.top_k)):
             return False
         self.weights, self.done = base(w, _passes), True
-        known = value(self.weights)
-        return known.dim() == 1 or (known.dim() == 2 and same(known.shape[1], self.pairs.top_k))
+        return self._of_pairs(self.weights)
 
     _scatter_add_, _index_add_ = _scatter_add, _index_add

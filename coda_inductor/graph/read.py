@@ -77,6 +77,12 @@ def read(node: Any) -> Call | None:
     return None
 
 
+def called(node: Any, *ops: str) -> Call | None:
+    """What ``node`` calls, if that is one of ``ops``."""
+    call = read(node)
+    return call if call is not None and call.op in ops else None
+
+
 def target_name(node: Node) -> str:
     """The name of the function or method that ``node`` calls; empty for what calls nothing. What
     is neither torch's nor Python's has its module's name in front: a custom op may be called

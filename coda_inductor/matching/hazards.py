@@ -10,6 +10,7 @@ with quantized weights, have both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from coda_inductor.matching.canon import value
-from coda_inductor.matching.guards import changes_mode, mutates, writes_to
+from coda_inductor.matching.guards import changes, changes_mode, memory, mutates, writes_to
 
 _GRADIENTS = ("_set_grad_enabled", "set_grad_enabled")
 _ENTER = ("_enter_autocast", "_enter_inference_mode")
@@ -32,7 +33,7 @@ class Hazards:
     """
 
     def __init__(self, graph: Graph):
-        nodes = list(graph.nodes)
+        self._graph, nodes = graph, list(graph.nodes)
         self.writes = [node for node in nodes if mutates(node)]
         self._modes = _modes(nodes)
 
@@ -46,6 +47,16 @@ class Hazards:
         writes = [node for node in self.writes if first < node < last]
         touched = {*nodes}.union(*(node.all_input_nodes for node in nodes)) if writes else ()
         return any(writes_to(node, touched) for node in writes)
+
+    def owned(self, nodes: Iterable[Node]) -> bool:
+        """Is the memory of each of ``nodes`` known, never changed in place, and no output's?"""
+        own = [memory(node) for node in nodes]
+        return all(each is not None and each.isdisjoint(self._shared) for each in own)
+
+    @functools.cached_property
+    def _shared(self) -> set[int]:
+        last = self._graph.output_node().all_input_nodes
+        return {s for n in (*changes(self._graph), *last) for s in memory(n) or ()}
 
     def _mode(self, node: Node) -> Hashable:
         """The mode in which ``node``, which may be new, is computed."""
