@@ -37,7 +37,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.scales import Source
 from coda_inductor.rewrite.norm.forward import statistics
-from coda_inductor.rewrite.norm.inputs import input_refusal
+from coda_inductor.rewrite.norm.uses import input_refusal
 from coda_inductor.semantic.norms import rms_norm
 
 

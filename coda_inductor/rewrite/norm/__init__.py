@@ -3,10 +3,8 @@
 LayerNorm by R5 as well. RMSNorm is LayerNorm with no mean and no shift.
 
 defer      the pass: which norms wait, and why the others do not
-inputs     what makes the input: an epilogue, or the norm stays
-uses       who reads a norm: GEMMs, its gradient, the gradients of weights
+uses       who reads a norm: GEMMs, its gradient, the gradients of weights; what makes its input
 pivot      LayerNorm only: the mean at hand without which its operand would round too much
-forward    one norm: its statistics, the operand of the GEMMs, the GEMMs
-consumers  one of these GEMMs: row scale and shift
+forward    one norm: its statistics, the operand of the GEMMs, the GEMMs: row scale and shift
 backward   RMSNorm only: its gradients and the weights'
 """

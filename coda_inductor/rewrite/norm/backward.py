@@ -49,7 +49,7 @@ def differentiate(
 ) -> None:
     """Rewrite the gradients of a norm whose forward pass has been rewritten already. ``products``:
     the GEMMs that follow, None where they cannot be told apart."""
-    if not all(_at_hand(p.z, scope) for p in products or ()):
+    if not all(_at_hand(z, scope) for z, _ in products or ()):
         products = None
     # Without the dot, a kernel after the dgrad finishes dx. It reads x, and makes h too.
     norm.h.all_input_nodes[0].meta[KEEP] = products is not None
@@ -136,7 +136,7 @@ def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | N
     if products is None:
         return put.row_sum(put.mul(p, x))
     wide = fake(p).dtype
-    terms = [put.mul(put.cast(each.dz, wide), put.cast(each.z, wide)) for each in products]
+    terms = [put.mul(put.cast(dz, wide), put.cast(z, wide)) for z, dz in products]
     return put.reshape(_add_rows(put, terms), put.sizes(norm.rstd))
 
 

@@ -10,7 +10,7 @@ Why it pays: nothing normalized is stored. The epilogue that makes x makes the s
 epilogues that follow apply rstd.
 
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
-(``inputs``), or comes from a collective; something other than a GEMM, or the gradient of its
+(``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
 options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
 their gradients would need cost more than is saved (docs/gotchas.md).
@@ -33,9 +33,8 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.rewrite.norm.backward import differentiate
 from coda_inductor.rewrite.norm.forward import NORMS, defer
-from coda_inductor.rewrite.norm.inputs import input_refusal
 from coda_inductor.rewrite.norm.pivot import Means
-from coda_inductor.rewrite.norm.uses import Uses, uses
+from coda_inductor.rewrite.norm.uses import Uses, input_refusal, uses
 from coda_inductor.semantic.fp8 import quantize
 from coda_inductor.semantic.norms import layer_norm, rms_norm
 

@@ -68,12 +68,8 @@ class Shift:
     added: Node | None
 
 
-@dataclass(frozen=True)
-class Product:
-    """A GEMM that follows an RMSNorm: its result ``z`` (M, N), and the gradient ``dz`` of that."""
-
-    z: Node
-    dz: Node
+#: A GEMM that follows an RMSNorm: its result z (M, N), and the gradient dz of that.
+Product = tuple[Node, Node]
 
 
 def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product] | None]:
@@ -93,7 +89,7 @@ def defer(graph: Graph, norm: Node, found: Uses) -> tuple[Deferred, list[Product
     if gradients is None:
         return deferred, None
     # The order in which epilogues add their parts up, and so the keys of programs, hang on it.
-    return deferred, [Product(made[gemm], dz) for gemm, dz in gradients.items()]
+    return deferred, [(made[gemm], dz) for gemm, dz in gradients.items()]
 
 
 def statistics(put: Put, norm: Node, dtype: torch.dtype, pivot: Node | None) -> Deferred:

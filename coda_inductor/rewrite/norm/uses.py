@@ -25,6 +25,7 @@ from coda_inductor.graph.nodes import (
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import base, chain, parts, readers
+from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
 from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
@@ -155,4 +156,21 @@ def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None
         return refuse("norm-gradient", "its gradient is not a sum of GEMMs")
     if len(gradient.users) != 1:
         return refuse("norm-gradient", "its gradient is read elsewhere")
+    return None
+
+
+def input_refusal(norm: Node, scope: Scope, record: Record) -> Refusal | None:
+    """Why no epilogue makes the statistics of ``norm``, or None. Where one does, it makes the
+    GEMMs' operand as well, and no kernel is left of the norm; a kernel of Inductor's that makes x
+    is left, and moves as many bytes with that operand as with the norm's result."""
+    x, plan = arguments(norm)["x"], record.plan
+    source = producer(x)
+    if source is None:
+        return refuse("norm-input-no-gemm", "its input is not made by a GEMM")
+    if (why := plan.legal(source)) is not None:
+        return why.within(f"the GEMM that makes its input, {source.name}, is not fused: {{}}")
+    if not plan.absorbs(source, x, scope):
+        return refuse(
+            "norm-input-elsewhere", f"its input is not made in the epilogue of {source.name}"
+        )
     return None
