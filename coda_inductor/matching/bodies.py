@@ -15,7 +15,7 @@ _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _REGIONS = (*_CHECKPOINTS, "invoke_subgraph")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Body:
     """One graph. ``outer``: its placeholders -> what the graph of ``around`` passes for each, where
     that is one and the same at every call; empty for the outermost graph."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,29 +59,25 @@ _TENSORS = "query", "key", "value"
 INDICES = 2**31
 
 
-@dataclass
-class _Scope:
-    """One graph, and what was handed into it: (node outside) -> its placeholder."""
+#: (a graph, a node of one around it) -> the placeholder by which that was handed in.
+Given = dict[tuple[Body, Node], Node]
 
-    body: Body
-    around: _Scope | None
-    given: dict[Node, Node] = field(default_factory=dict)
 
-    def take(self, node: Node, home: _Scope) -> Node:
-        """``node`` of the graph ``home`` around this one, as a node of this one."""
-        if self is home or node in self.given:
-            return self.given.get(node, node)
-        assert self.around is not None, "the home is around"
-        outside = self.around.take(node, home)
-        regions = [n for n in self.around.body.graph.nodes if _calls(n, self.body.module)]
-        last = [n for n in self.body.graph.nodes if n.op == "placeholder"][-1]
-        with self.body.graph.inserting_after(last):
-            inside = self.body.graph.placeholder(f"coda_{outside.name}")
+def _hand(node: Node, home: Body, body: Body, given: Given) -> Node:
+    """``node`` of the graph ``home`` around ``body``, as a node of this one."""
+    if body is home:
+        return node
+    if (body, node) not in given:
+        assert body.around is not None, "the home is around"
+        outside = _hand(node, home, body.around, given)
+        regions = [n for n in body.around.graph.nodes if _calls(n, body.module)]
+        last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
+        with body.graph.inserting_after(last):
+            inside = given[body, node] = body.graph.placeholder(f"coda_{outside.name}")
         inside.meta["example_value"] = value(outside)
         for region in regions:
             region.args = (*region.args, outside)
-        self.given[node] = inside
-        return inside
+    return given[body, node]
 
 
 def _calls(node: Node, module: GraphModule) -> bool:
@@ -90,11 +86,11 @@ def _calls(node: Node, module: GraphModule) -> bool:
 
 @dataclass(frozen=True)
 class _Site:
-    """An attention call, and its boolean mask in the graph ``home``."""
+    """An attention call in the graph ``body``, and its boolean mask in the graph ``home``."""
 
     call: Node
-    scope: _Scope
-    home: _Scope
+    body: Body
+    home: Body
     mask: Node
 
     @property
@@ -116,23 +112,21 @@ def skip_blocks(graph: Graph, record: Record) -> None:
     if not record.enabled(NAME):
         return
     dual = forward_mode(graph)
-    scopes: dict[int, _Scope] = {}
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for body in bodies(graph):
-        around = None if body.around is None else scopes[id(body.around)]
-        scope = scopes[id(body)] = _Scope(body, around)
         for call in body.graph.nodes:
             arguments = arguments_of(call) if call.target is _SDPA else None
             if arguments is None or arguments.get("attn_mask") is None:
                 continue
-            found = _why_not(call, arguments, dual) or _site(call, arguments, scope)
+            found = _why_not(call, arguments, dual) or _site(call, arguments, body)
             if isinstance(found, Refusal):
                 record.refuse(NAME, call.name, found)
             else:
                 groups.setdefault((found.mask, *found.lengths), []).append(found)
+    given: Given = {}
     for group in groups.values():
         if (why := _too_small(group, record)) is None:
-            _rewrite(group, record)
+            _rewrite(group, given, record)
         else:
             for site in group:
                 record.refuse(NAME, site.call.name, why)
@@ -181,20 +175,20 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
     return None
 
 
-def _site(call: Node, arguments: Mapping[str, Any], scope: _Scope) -> _Site | Refusal:
-    mask, home = arguments["attn_mask"], scope
-    while mask in home.body.outer and home.around is not None:
-        if _written_to(mask, home.body.graph):
+def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refusal:
+    mask, home = arguments["attn_mask"], body
+    while mask in home.outer and home.around is not None:
+        if _written_to(mask, home.graph):
             return refuse("mask-mutated", "an in-place op changes it")
-        mask, home = home.body.outer[mask], home.around
+        mask, home = home.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
         return refuse("mask-region", "it is handed to a region that is called several times")
-    if _written_to(mask, home.body.graph):
+    if _written_to(mask, home.graph):
         return refuse("mask-mutated", "an in-place op changes it")
     known = value(mask)
     if known.dim() >= 3 and known.shape[-3] > 1 and known.stride(-3):
         return refuse("mask-heads", "each head has a mask of its own")
-    site = _Site(call, scope, home, mask)
+    site = _Site(call, body, home, mask)
     if math.prod(site.lengths) * (len(known) if known.dim() == 4 else 1) >= INDICES:
         return refuse("mask-large", f"it has more than {INDICES} elements")
     return site
@@ -216,7 +210,7 @@ def _too_small(group: list[_Site], record: Record) -> Refusal | None:
     return refuse("mask-small", text)
 
 
-def _rewrite(group: list[_Site], record: Record) -> None:
+def _rewrite(group: list[_Site], given: Given, record: Record) -> None:
     """Make the lists once, and use them in each call of ``group``."""
     mask, lengths = group[0].mask, group[0].lengths
     before = mask.next
@@ -227,7 +221,7 @@ def _rewrite(group: list[_Site], record: Record) -> None:
     batch = len(value(plane)) if value(plane).dim() == 3 else 1
     lists = put.traced(lambda plane: block_lists(plane, batch, *lengths), plane)
     for site in group:
-        inside = [site.scope.take(node, site.home) for node in (plane, *lists)]
+        inside = [_hand(node, site.home, site.body, given) for node in (plane, *lists)]
         arguments = site.arguments
         found = grouped(site.call, arguments, Hazards(site.call.graph), record)
         tensors = arguments["query"], *(found or (arguments["key"], arguments["value"]))

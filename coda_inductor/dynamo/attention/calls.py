@@ -30,7 +30,6 @@ the mode of gradients or autocast changes before the call.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from coda_inductor.dynamo.attention.constants import Constants
 from coda_inductor.dynamo.nodes import Put, run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.sizes import same
-from coda_inductor.matching import Hazards, bodies, value, writes_to
+from coda_inductor.matching import Body, Hazards, bodies, value, writes_to
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, Refused, refuse
@@ -68,12 +67,12 @@ _VIEWS = frozenset(
 def simplify_attention(graph: Graph, record: Record) -> None:
     """Apply both rewrites to every attention call of ``graph`` and its checkpointed regions, in
     place."""
-    known: dict[int, Constants] = {}
+    known: dict[Body, Constants] = {}
     verdicts: Verdicts = {}
     for body in bodies(graph):
-        around = None if body.around is None else known[id(body.around)]
-        constants = known[id(body)] = Constants(body.graph, body.outer, around)
-        _simplify(body.graph, constants, verdicts, record)
+        around = None if body.around is None else known[body.around]
+        known[body] = Constants(body.graph, body.outer, around)
+        _simplify(body.graph, known[body], verdicts, record)
 
 
 def _simplify(graph: Graph, constants: Constants, verdicts: Verdicts, record: Record) -> None:
@@ -189,14 +188,9 @@ def _flash(arguments: dict[str, Any]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Repetition:
-    """``source`` is (B, H, T, D), or (B, T, H, D) where ``turned``; the views of ``chain``, last
-    one first, repeat each of its heads n times in a row."""
-
-    source: Node
-    chain: tuple[Node, ...]
-    turned: bool
+#: A source (B, H, T, D); whether it is (B, T, H, D) instead; the views, last one first, that repeat
+#: each of its heads n times in a row.
+_Repetition = tuple[Node, bool, list[Node]]
 
 
 def grouped(
@@ -209,16 +203,16 @@ def grouped(
         return None
     found = [_repetition(arguments[name]) for name in ("key", "value")]
     made = [each for each in found if each is not None]
-    if len(made) < 2 or not same(*(tuple(value(r.source).shape) for r in made)):
+    sources, between = [r[0] for r in made], [node for r in made for node in r[2]]
+    if len(made) < 2 or not same(*(tuple(value(source).shape) for source in sources)):
         return None
-    sources, between = [r.source for r in made], [node for r in made for node in r.chain]
     after = [node for node in hazards.writes if node > call]
     if hazards.between((*between, call)) or any(writes_to(node, sources) for node in after):
         text = "heads stay repeated, an in-place op or a mode change concerns what is repeated"
         record.refuse("grouped_heads", call.name, refuse("heads-mutated", text))
         return None
     record.fire("grouped_heads")
-    return [Put(call)("transpose", r.source, 1, 2) if r.turned else r.source for r in made]
+    return [Put(call)("transpose", node, 1, 2) if turned else node for node, turned, _ in made]
 
 
 def _repetition(repeated: Any) -> _Repetition | None:
@@ -240,7 +234,7 @@ def _repetition(repeated: Any) -> _Repetition | None:
             b, _, t, d = (known.transpose(1, 2) if turned else known).shape
             fits = (b, t, d) == (full[0], full[2], full[3])
             if fits and _repeats(chain, known.shape, turned, full):
-                return _Repetition(node, tuple(chain), turned)
+                return node, turned, chain
     return None
 
 
