@@ -32,23 +32,13 @@ from coda_inductor.graph.nodes import aten, fake, is_cast, may_view, renames_or_
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import readers
 from coda_inductor.record import Record
+from coda_inductor.semantic.define import opaque
 from coda_inductor.semantic.rotary import rotate_heads
 
 LEAST_READS = 8
 
-_LIBRARY = torch.library.Library("coda_inductor", "FRAGMENT")
-_LIBRARY.define("keep(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _keep(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-_LIBRARY.impl("keep", _keep, "CompositeExplicitAutograd")
-torch.library.register_fake("coda_inductor::keep", torch.empty_like, lib=_LIBRARY)
-
 #: A copy that compilers do not look into.
-KEEP = torch.ops.coda_inductor.keep.default
+KEEP = opaque("keep(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 _SLOW = (aten.sin.default, aten.cos.default)
 
 

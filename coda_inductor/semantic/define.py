@@ -76,16 +76,24 @@ def define(
         pointwise: whether each element of the results depends on those at its place only.
         counted_by_rewrite: see :class:`Definition`.
     """
-    own = schema.split("(", maxsplit=1)[0]
-    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
-    LIB.define(schema, tags=tags)
-    LIB.impl(own, _fresh(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"coda_inductor::{own}", fake or function, lib=LIB)
-    op = getattr(torch.ops.coda_inductor, own).default
-    DEFINITIONS[op] = Definition(function, name or own, counted_by_rewrite, gradient)
+    op = opaque(schema, _fresh(function), fake or function, pointwise=pointwise)
+    name = name or schema.split("(", maxsplit=1)[0]
+    DEFINITIONS[op] = Definition(function, name, counted_by_rewrite, gradient)
     if gradient is not None:
         _differentiable(op, gradient, tuple(of))
     return op
+
+
+def opaque(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *, pointwise: bool = False
+) -> OpOverload:
+    """Register the op ``coda_inductor::<schema>``, which stays one in every graph; returns it."""
+    own = schema.split("(", maxsplit=1)[0]
+    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.pointwise,) if pointwise else ()))
+    LIB.define(schema, tags=tags)
+    LIB.impl(own, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"coda_inductor::{own}", fake, lib=LIB)
+    return getattr(torch.ops.coda_inductor, own).default
 
 
 def compose(schema: str, function: Callable[..., Any], *, name: str) -> OpOverload:

@@ -28,26 +28,7 @@ from torch import Tensor
 
 from coda_inductor.compat import grouped_mm as multiply
 from coda_inductor.program.grouped import grouped_product
-from coda_inductor.semantic.define import LIB, compose, define
-
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-LIB.define(
-    "route(Tensor ids, int experts, int top_k) "
-    "-> (Tensor rows, Tensor perm, Tensor inverse, Tensor offsets)",
-    tags=_TAGS,
-)
-LIB.define(
-    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k, "
-    "ScalarType? dtype=None) -> Tensor",
-    tags=_TAGS,
-)
-LIB.define(
-    "grouped_wgrad(Tensor a, Tensor? rows, Tensor[] bs, Tensor offsets, bool turned) -> Tensor",
-    tags=_TAGS,
-)
-ROUTE = torch.ops.coda_inductor.route.default
-COMBINE = torch.ops.coda_inductor.combine.default
-WGRAD = torch.ops.coda_inductor.grouped_wgrad.default
+from coda_inductor.semantic.define import compose, define, opaque
 
 
 def route(ids: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,24 +92,32 @@ def wgrad_result(a: Tensor, bs: Sequence[Tensor], offsets: Tensor, turned: bool)
     return a.new_empty(e, n, k).mT if turned else a.new_empty(e, k, n)
 
 
-@torch.library.register_fake("coda_inductor::route", lib=LIB)
 def _route_fake(ids, experts, top_k):  # noqa: ARG001 (the op's signature)
     rows, perm, inverse = (ids.new_empty(ids.shape[0], dtype=torch.int32) for _ in range(3))
     return rows, perm, inverse, ids.new_empty(experts + 1, dtype=torch.int32)
 
 
-@torch.library.register_fake("coda_inductor::combine", lib=LIB)
 def _combine_fake(y, weights, inverse, offsets, top_k, dtype=None):  # noqa: ARG001
     return y.new_empty(inverse.shape[0] // top_k, y.shape[1], dtype=dtype or y.dtype)
 
 
-@torch.library.register_fake("coda_inductor::grouped_wgrad", lib=LIB)
-def _wgrad_fake(a, rows, bs, offsets, turned):  # noqa: ARG001
-    return wgrad_result(a, bs, offsets, turned)
-
-
-for _name, _function in (("route", route), ("combine", combine), ("grouped_wgrad", grouped_wgrad)):
-    LIB.impl(_name, _function, "CompositeExplicitAutograd")
+ROUTE = opaque(
+    "route(Tensor ids, int experts, int top_k) "
+    "-> (Tensor rows, Tensor perm, Tensor inverse, Tensor offsets)",
+    route,
+    _route_fake,
+)
+COMBINE = opaque(
+    "combine(Tensor y, Tensor? weights, Tensor inverse, Tensor offsets, int top_k, "
+    "ScalarType? dtype=None) -> Tensor",
+    combine,
+    _combine_fake,
+)
+WGRAD = opaque(
+    "grouped_wgrad(Tensor a, Tensor? rows, Tensor[] bs, Tensor offsets, bool turned) -> Tensor",
+    grouped_wgrad,
+    lambda a, _rows, bs, offsets, turned: wgrad_result(a, bs, offsets, turned),
+)
 
 
 def grouped_mm_definition(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None) -> Tensor:
@@ -174,7 +163,9 @@ group_rows = define(
 
 
 class _Up(torch.autograd.Function):
-    """Of x (T, K): x[rows], or x itself, times each part of ``weights``, each (E, K, parts N)."""
+    """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
+    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them;
+    without ``rows``, x (M, K) lies in the order of experts."""
 
     @staticmethod
     def forward(ctx: Any, x, rows, inverse, offsets, top_k, parts, *weights) -> tuple[Tensor, ...]:
@@ -206,10 +197,11 @@ def _parts(weights: Sequence[Tensor], parts: int) -> list[Tensor]:
 
 
 class _Down(torch.autograd.Function):
-    """Of a (M, K), w (T, top_k) or None and weight (E, K, N): (T, N), see the module."""
+    """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N) in ``dtype``,
+    or that of a, times ``w`` (T, top_k) if given. The others as :func:`route` makes them."""
 
     @staticmethod
-    def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k, dtype) -> Tensor:
+    def forward(ctx: Any, a, w, rows, perm, inverse, offsets, weight, top_k, dtype=None) -> Tensor:
         ctx.save_for_backward(a, w, rows, perm, inverse, offsets, weight)
         return COMBINE(grouped_mm(a, weight, offsets, None), w, inverse, offsets, top_k, dtype)
 
@@ -234,46 +226,17 @@ class _Down(torch.autograd.Function):
         return da, dw, None, None, None, None, dweight, None, None
 
 
-def experts_up_composition(
-    x: Tensor,
-    rows: Tensor | None,
-    inverse: Tensor | None,
-    offsets: Tensor,
-    weights: list[Tensor],
-    top_k: int,
-    parts: int,
-) -> list[Tensor]:
-    """Products of the rows of ``x`` (T, K) with ``weights``, each (E, K, parts N), in parts of
-    their columns: each (M, N). ``rows``, ``inverse`` and ``offsets`` as :func:`route` makes them;
-    without ``rows``, x (M, K) lies in the order of experts."""
-    return list(_Up.apply(x, rows, inverse, offsets, top_k, parts, *weights))
-
-
-def experts_down_composition(
-    a: Tensor,
-    w: Tensor | None,
-    rows: Tensor,
-    perm: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    weight: Tensor,
-    top_k: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The products of ``a`` (M, K) with ``weight`` (E, K, N), summed by token: (T, N) in ``dtype``,
-    or that of a, times ``w`` (T, top_k) if given. The others as :func:`route` makes them."""
-    return _Down.apply(a, w, rows, perm, inverse, offsets, weight, top_k, dtype)
-
-
 experts_up = compose(
     "experts_up(Tensor x, Tensor? rows, Tensor? inverse, Tensor offsets, Tensor[] weights, "
     "int top_k, int parts) -> Tensor[]",
-    experts_up_composition,
+    lambda x, rows, inverse, offsets, weights, top_k, parts: list(
+        _Up.apply(x, rows, inverse, offsets, top_k, parts, *weights)
+    ),
     name="experts",
 )
 experts_down = compose(
     "experts_down(Tensor a, Tensor? w, Tensor rows, Tensor perm, Tensor inverse, Tensor offsets, "
     "Tensor weight, int top_k, ScalarType? dtype=None) -> Tensor",
-    experts_down_composition,
+    _Down.apply,
     name="experts",
 )

@@ -73,16 +73,7 @@ def exchange(x: Tensor, distance: int) -> Tensor:
     return x.unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
 
 
-def _turn_back(
-    dy: Tensor,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    distance: int,
-    paired: bool,
-    inverse: bool,
-    joined: bool,
-) -> Tensor:
+def _turn_back(dy, x, cos, sin, distance, paired, inverse, joined):
     return rotate(dy, cos, sin, distance, paired, not inverse, joined, x.dtype)
 
 
