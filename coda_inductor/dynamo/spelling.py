@@ -122,27 +122,17 @@ def _to(node: Node) -> Call | None:
     return ("to", (x,), said) if own and not said.pop("pin_memory", None) else None
 
 
-def _slice(node: Node) -> Call | None:
-    x, dim, start, end, step = arguments(node).values()
-    at = _place(x, dim)
-    end = None if isinstance(end, int) and end == 2**63 - 1 else end
-    start = None if isinstance(start, int) and start == 0 else start
-    item = slice(start, end, None if step == 1 else step)
-    return None if at is None else (operator.getitem, (x, (*at, item)), {})
-
-
-def _select(node: Node) -> Call | None:
-    x, dim, index = arguments(node).values()
-    at = _place(x, dim)
-    return None if at is None else (operator.getitem, (x, (*at, index)), {})
-
-
-def _place(x: Any, dim: Any) -> tuple[slice, ...] | None:
-    """Whole dimensions in front of ``dim``."""
+def _taken(node: Node) -> Call | None:
+    """``slice`` and ``select``: whole dimensions, then what is taken of one."""
+    x, dim, *item = arguments(node).values()
     known = value(x)
     if not isinstance(known, torch.Tensor) or not isinstance(dim, int):
         return None
-    return (slice(None),) * (dim % known.dim())
+    if len(item) > 1:
+        default = 0, 2**63 - 1, 1
+        same = (isinstance(a, int) and a == b for a, b in zip(item, default, strict=True))
+        item = [slice(*(None if is_same else a for a, is_same in zip(item, same, strict=True)))]
+    return operator.getitem, (x, (*(slice(None),) * (dim % known.dim()), *item)), {}
 
 
 def _index(node: Node) -> Call | None:
@@ -161,7 +151,7 @@ def _cross_entropy(node: Node) -> Call | None:
 
 
 _SPECIAL: dict[str, Callable[[Node], Call | None]] = {
-    "to": _to, "slice": _slice, "select": _select, "index": _index,
+    "to": _to, "slice": _taken, "select": _taken, "index": _index,
     "sym_size": lambda node: ("size", node.args, node.kwargs),
     "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip

@@ -9,6 +9,8 @@ shipped inside the wheel. All go through the same door.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from coda_inductor.errors import PatternError
@@ -19,19 +21,9 @@ from coda_inductor.patterns.verdict import require_proof
 
 #: Counters without a pattern file, less "_backward"; a test compares them with the pipeline's.
 OTHER_NAMES = (
-    "block_mask",
-    "collective",
-    "constant_mask",
-    "cross_entropy",
-    "embedding",
-    "epilogue",
-    "experts",
-    "fp8_quantize",
-    "fp8_linear",
-    "fp8_product",
-    "grouped_heads",
-    "residual",
-)
+    "block_mask", "collective", "constant_mask", "cross_entropy", "embedding", "epilogue",
+    "experts", "fp8_quantize", "fp8_linear", "fp8_product", "grouped_heads", "residual",
+)  # fmt: skip
 
 _registered: dict[Path, None] = {}  # what load_patterns was given, in order
 
@@ -94,18 +86,9 @@ def load_patterns(path: str | Path, *, strict: bool = False) -> tuple[Pattern, .
         PatternError: ``path`` does not exist, or the one file that it names does not load.
     """
     path = Path(path).resolve()
-    found: list[Pattern] = []
-    good: list[Path] = []
-    for file in _expand(path):
-        try:
-            found += load_file(file)
-            good.append(file)
-        except PatternError as error:
-            if strict or file == path:
-                raise
-            _warn_once(str(error))
-    _registered.update(dict.fromkeys(good))
-    return tuple(found)
+    found = _loaded(_expand(path), strict=strict or path.is_file())
+    _registered.update(dict.fromkeys(found))
+    return tuple(itertools.chain(*found.values()))
 
 
 def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, ...]:
@@ -116,15 +99,19 @@ def load(extra: tuple[str, ...] = (), *, strict: bool = True) -> tuple[Pattern, 
     Raises:
         PatternError: with ``strict``, as :func:`load_file`; a file of ``extra`` does not exist.
     """
-    found: list[Pattern] = []
-    for file in files(extra):
+    return tuple(itertools.chain(*_loaded(files(extra), strict=strict).values()))
+
+
+def _loaded(files: Iterable[Path], *, strict: bool) -> dict[Path, tuple[Pattern, ...]]:
+    found = {}
+    for file in files:
         try:
-            found += load_file(file)
+            found[file] = load_file(file)
         except PatternError as error:
             if strict:
                 raise
             _warn_once(str(error))
-    return tuple(found)
+    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,34 +49,25 @@ def unburden(graph: Graph, record: Record) -> None:
         _full_rank_first(graph, node, scope)
 
 
-def _renames_or_turns(node: Node) -> bool:
-    return renames(node) or is_transpose(node)
-
-
 def _scale_products(graph: Graph, scaled: Node) -> None:
     """Scale the products of ``scaled``, a tensor times a number, in its stead."""
     x, number = scaled.args
     if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
         return
-    names, products = readers(scaled, _renames_or_turns)
+    names, products = readers(scaled, lambda n: renames(n) or is_transpose(n))
     if fake(x).dtype != fake(scaled).dtype or not products:
         return
-    if not all(_reads_once(p, names) and _smaller(p, scaled) for p in products):
-        return
+    most = hint(fake(scaled).numel()) // _SMALLER
+    for product in products:
+        once = product.target is aten.mm.default and sum(a in names for a in product.args) == 1
+        if not once or hint(fake(product).numel()) > most:
+            return
     scaled.replace_all_uses_with(x)
     for product in products:
         with graph.inserting_after(product):
             times = insert(graph, aten.mul.Tensor, (product, number), like=product)
         product.replace_all_uses_with(times, delete_user_cb=lambda user, own=times: user is not own)
     prune([scaled])
-
-
-def _reads_once(product: Node, names: list[Node]) -> bool:
-    return product.target is aten.mm.default and sum(a in names for a in product.args) == 1
-
-
-def _smaller(product: Node, scaled: Node) -> bool:
-    return hint(fake(product).numel()) * _SMALLER <= hint(fake(scaled).numel())
 
 
 def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:

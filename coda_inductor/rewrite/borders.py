@@ -41,16 +41,11 @@ def save_borders(graph: Graph, _record: Record) -> None:
             for view in views:
                 view.meta["recompute"] = None
             if _recomputed(base):
-                base.meta["recompute"] = _computed_once(base)
-                for output in base.users:  # torch can recompute none of several outputs alone
-                    if output.target is operator.getitem:
-                        output.meta["recompute"] = None
-
-
-def _computed_once(node: Node) -> CheckpointPolicy | None:
-    """The tag for ``node``; torch refuses to save a tuple, which is what several outputs are."""
-    several = any(user.target is operator.getitem for user in node.users)
-    return None if several else CheckpointPolicy.MUST_SAVE
+                # Torch refuses to save a tuple, and can recompute none of several outputs alone.
+                outputs = [user for user in base.users if user.target is operator.getitem]
+                base.meta["recompute"] = None if outputs else CheckpointPolicy.MUST_SAVE
+                for output in outputs:
+                    output.meta["recompute"] = None
 
 
 def _renames(node: Node) -> bool:
