@@ -198,15 +198,6 @@ def _copy(cls: Any, x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any
     return cls.of(x.elements, x.shape, dtype or x.dtype)
 
 
-def _filled(value: int) -> Callable[..., Any]:
-    def make(cls: Any, x: Any, size: Any = None, *_: Any, **options: Any) -> Any:
-        shape = x.shape if size is None else size
-        filled = [cls.number(value)] * math.prod(shape)
-        return cls.of(filled, shape, options.get("dtype") or x.dtype)
-
-    return make
-
-
 def _total(items: list[Any]) -> Any:
     return sum(items[1:], items[0]) if items else 0
 
@@ -262,19 +253,6 @@ def _nll_loss(
     return (loss.sum() if reduction == 2 else loss.sum() / n), n
 
 
-def _mm(cls: Any, a: Any, b: Any) -> Any:
-    """(M, K) times (K, N)."""
-    a, b = cls.exactly(a), cls.exactly(b)
-    rows = [a.select(0, i).elements for i in range(a.shape[0])]
-    columns = [b.select(1, j).elements for j in range(b.shape[1])]
-    items = (_total([x * y for x, y in zip(r, c, strict=True)]) for r in rows for c in columns)
-    return cls.of(items, (len(rows), len(columns)), a.dtype)
-
-
-def _addmm(_cls: Any, bias: Any, a: Any, b: Any) -> Any:
-    return bias + a @ b
-
-
 def _view_as_complex(cls: Any, x: Any) -> Any:
     parts = zip(*(part.elements for part in x.unbind(-1)), strict=True)
     return cls.of((a + sympy.I * b for a, b in parts), x.shape[:-1], torch.complex128)
@@ -287,9 +265,8 @@ def _view_as_real(cls: Any, z: Any) -> Any:
 
 Exact.specials.update({
     "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
-    "_to_copy": _copy, "clone": _copy, "new_empty": _filled(0), "new_zeros": _filled(0),
-    "zeros_like": _filled(0), "ones_like": _filled(1), "sum": _sum, "mean": _mean, "var": _var,
+    "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var": _var,
     "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
-    "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss, "mm": _mm, "addmm": _addmm,
+    "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss,
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
 })  # fmt: skip

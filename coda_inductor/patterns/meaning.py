@@ -70,6 +70,29 @@ class Signature:
         """Is this parameter a number?"""
         return name not in self.tensors
 
+    def arguments(self, match: Match) -> tuple[Any, ...]:
+        """What the idiom bound, in the meaning's order."""
+        bound = match.bound
+        return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
+
+    def condition(self, match: Match) -> Refusal | None:
+        """The side condition of every meaning: floating tensors of one shape, constant numbers."""
+        numbers = constant(*(n for n in self.names if self.is_number(n)))
+        if (reason := numbers(match)) is not None:
+            return reason
+        shapes = {}
+        for name in self.tensors:
+            tensor = value(match.bound[name])
+            if not isinstance(tensor, Tensor):
+                return refuse("gate-shape", f"{name} is not a tensor")
+            if not tensor.is_floating_point():
+                return refuse("gate-dtype", f"{name} is {tensor.dtype}, not a floating type")
+            shapes[name] = tensor.shape
+        if any(shape != shapes[self.tensors[0]] for shape in shapes.values()):
+            said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            return refuse("gate-shape", f"{said} differ in shape")
+        return None
+
 
 def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
@@ -123,13 +146,12 @@ def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
         wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-        return function(*tree_map(_to(wide), arguments), **tree_map(_to(wide), named))
+        arguments, named = tree_map(
+            lambda a: a.to(wide) if isinstance(a, Tensor) else a, (arguments, named)
+        )
+        return function(*arguments, **named)
 
     return call
-
-
-def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    return lambda a: a.to(dtype) if isinstance(a, Tensor) else a
 
 
 def _digest(name: str, meaning: Callable[..., Any]) -> str:
@@ -183,38 +205,3 @@ def _empty_gradients(signature: Signature) -> Callable[..., Any]:
         return results[0] if len(results) == 1 else results
 
     return fake
-
-
-def arguments_of(signature: Signature) -> Callable[[Match], tuple[Any, ...]]:
-    """From a match to the op's arguments: what the idiom bound, in the meaning's order."""
-
-    def arguments(match: Match) -> tuple[Any, ...]:
-        return tuple(
-            number(match, n) if signature.is_number(n) else match.bound[n] for n in signature.names
-        )
-
-    return arguments
-
-
-def elementwise(signature: Signature) -> Callable[[Match], Refusal | None]:
-    """The side condition of every meaning: floating tensors of one shape, constant numbers."""
-    numbers = constant(*(n for n in signature.names if signature.is_number(n)))
-
-    def condition(match: Match) -> Refusal | None:
-        if (reason := numbers(match)) is not None:
-            return reason
-        shapes = {}
-        for name in signature.tensors:
-            tensor = value(match.bound[name])
-            if not isinstance(tensor, Tensor):
-                return refuse("gate-shape", f"{name} is not a tensor")
-            if not tensor.is_floating_point():
-                said = f"{name} is {tensor.dtype}, not a floating type"
-                return refuse("gate-dtype", said)
-            shapes[name] = tensor.shape
-        if any(shape != shapes[signature.tensors[0]] for shape in shapes.values()):
-            said = " and ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-            return refuse("gate-shape", f"{said} differ in shape")
-        return None
-
-    return condition

@@ -10,7 +10,7 @@ from typing import Any
 
 from coda_inductor.errors import PatternError
 from coda_inductor.matching import Idiom, Match
-from coda_inductor.patterns.meaning import Signature, arguments_of, elementwise, op_of
+from coda_inductor.patterns.meaning import Signature, op_of
 from coda_inductor.refusal import Refusal, refuse
 
 #: A side condition: None if it holds, else why the pattern must not fire.
@@ -79,8 +79,8 @@ class Pattern:
         self._set(
             idioms=tuple(self.idioms) or (self.meaning,),
             op=op_of(self.name, self.meaning, self.gradient),
-            arguments=arguments_of(signature),
-            conditions=(elementwise(signature), *self.conditions),
+            arguments=signature.arguments,
+            conditions=(signature.condition, *self.conditions),
         )
 
     def _set(self, **fields: Any) -> None:

@@ -8,6 +8,7 @@ whenever its argument is the same: what holds then holds for any function in its
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Callable
@@ -164,7 +165,33 @@ def largest(_cls: Any, x: Exact, dims: Any, keepdim: bool = False) -> Exact:
     )
 
 
+def filled(value: int) -> Callable[..., Any]:
+    def make(cls: Any, x: Any, size: Any = None, *_: Any, **options: Any) -> Any:
+        shape = x.shape if size is None else size
+        items = [cls.number(value)] * math.prod(shape)
+        return cls.of(items, shape, options.get("dtype") or x.dtype)
+
+    return make
+
+
+def mm(cls: Any, a: Any, b: Any) -> Any:
+    """(M, K) times (K, N)."""
+    a, b = cls.exactly(a), cls.exactly(b)
+    rows = [a.select(0, i).elements for i in range(a.shape[0])]
+    columns = [b.select(1, j).elements for j in range(b.shape[1])]
+    items = (sum(x * y for x, y in zip(r, c, strict=True)) for r in rows for c in columns)
+    return cls.of(items, (len(rows), len(columns)), a.dtype)
+
+
+def addmm(_cls: Any, bias: Any, a: Any, b: Any) -> Any:
+    return bias + a @ b
+
+
 Kernels.specials |= {
+    **{name: filled(0) for name in ("new_empty", "new_zeros", "zeros_like")},
+    "ones_like": filled(1),
+    "mm": mm,
+    "addmm": addmm,
     "amax": largest,
     "gemm_epilogue": gemm_epilogue,
     "keep": lambda _cls, table: table,
