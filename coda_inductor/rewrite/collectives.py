@@ -100,7 +100,8 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
     left, right = (wait.all_input_nodes[0] for wait in waits)
     if left.target not in SUMS or left.target is not right.target:
         return False
-    terms, hows = zip(*map(_reduces, (left, right)), strict=True)
+    hows = [arguments(each) for each in (left, right)]
+    terms = [how.pop("input") for how in hows]
     if hows[0] != hows[1] or hows[0]["reduce_op"] not in ("sum", "avg"):
         return False
     alike = scope.same_side(left, right) and checkpoint(left) == checkpoint(right)
@@ -117,12 +118,6 @@ def _merge_sum(graph: Graph, total: Node, scope: Scope) -> bool:
     total.replace_all_uses_with(result)
     _erase(total)
     return True
-
-
-def _reduces(collective: Node) -> tuple[Node, dict[str, Any]]:
-    """What ``collective`` is of, and its other arguments."""
-    given = arguments(collective)
-    return given.pop("input"), given
 
 
 def _erase(total: Node) -> None:

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import Put, prune
 from coda_inductor.graph.gemms import gemm_inputs, is_sum, routes_of
 from coda_inductor.graph.nodes import arguments, aten, fake
+from coda_inductor.graph.walk import parts
 from coda_inductor.record import Record
 from coda_inductor.semantic.experts import grouped_mm
 
@@ -40,9 +41,9 @@ def finish_experts(graph: Graph, _record: Record) -> None:
 
 def _parts(split: Node) -> list[Node]:
     """The parts of ``split``, in order, if all are read; else none."""
-    parts = sorted(split.users, key=lambda n: n.args[1])
-    whole = [n.args[1] for n in parts] == list(range(len(fake(split))))
-    return parts if whole and all(n.target is operator.getitem for n in parts) else []
+    found = parts(split)
+    whole = len(found) == len(fake(split)) == len(split.users)
+    return [found[i] for i in range(len(found))] if whole else []
 
 
 def _merge_columns(graph: Graph, split: Node) -> None:
@@ -67,15 +68,14 @@ def _merge_columns(graph: Graph, split: Node) -> None:
 
 def _merge_terms(graph: Graph, total: Node) -> None:
     """One product for the sum of those with both parts of one weight's rows."""
-    terms = sorted(total.args, key=_place)
-    turned = [gemm_inputs(t)[1] for t in terms]
-    if any(n.target is not aten.permute.default for n in turned) or len(terms) != 2:
+    turned = {gemm_inputs(t)[1]: t for t in total.args}
+    halves = {n.args[0]: t for n, t in turned.items() if n.target is aten.permute.default}
+    splits = {n for half in halves for n in half.all_input_nodes}
+    split = splits.pop() if len(splits) == 1 else total
+    if split.target is not aten.split.Tensor or {*halves} != {*_parts(split)} or len(halves) != 2:
         return
-    halves = [n.args[0] for n in turned]
-    split = halves[0].args[0] if halves[0].target is operator.getitem else None
-    if split is None or getattr(split, "target", None) is not aten.split.Tensor:
-        return
-    if [*halves] != _parts(split) or len({routes_of(t) for t in terms}) != 1:
+    terms = [halves[half] for half in _parts(split)]
+    if len({routes_of(t) for t in terms}) != 1:
         return
     with graph.inserting_before(total):
         put = Put(graph, like=total)
@@ -84,8 +84,3 @@ def _merge_terms(graph: Graph, total: Node) -> None:
         new = put(grouped_mm, a, b, *routes_of(terms[0]))
     total.replace_all_uses_with(new)
     prune([total])
-
-
-def _place(term: Node) -> int:
-    half = gemm_inputs(term)[1].args[0]
-    return half.args[1] if isinstance(half, Node) and half.target is operator.getitem else 0

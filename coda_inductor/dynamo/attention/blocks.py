@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node, symbolic_trace
 
 from coda_inductor.compat import unset_fake_temporarily
 from coda_inductor.dynamo.nodes import Put
@@ -56,10 +56,6 @@ WIDTH_64 = {
 #: Parts of a BlockMask, in the order of ``block_lists``.
 _PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
           "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
-#: Functions: their inputs, and what is indexed by what.
-_SCORE = "score", "b", "h", "i", "j"
-_MASK = "b", "h", "i", "j", "plane"
-_ALL, _B = (_MASK, ("plane", "i", "j")), (_MASK, ("plane", "b", "i", "j"))
 
 
 def block_lists(plane: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
@@ -128,10 +124,8 @@ def attend(
         t if value(t).dtype == known.dtype else Put(call)("to", t, known.dtype) for t in tensors
     )
     queries, keys = value(query).shape[-2], value(key).shape[-2]
-    batched = value(plane).dim() == 3
-    score_mod = _function(call, "coda_score_mod", _SCORE, ("score",))
-    name, how = ("coda_mask_mod_b", _B) if batched else ("coda_mask_mod", _ALL)
-    mask_mod = _function(call, name, *how)
+    score_mod = _function(call, _score_mod)
+    mask_mod = _function(call, _mask_mod_b if value(plane).dim() == 3 else _mask_mod)
     widths = {value(query).shape[-1], value(val).shape[-1]}
     args = (
         query, key, val, score_mod, _block_mask(lists, mask_mod, queries, keys),
@@ -155,20 +149,25 @@ def _known(node: Node) -> Any:
     return value(node)
 
 
-def _function(call: Node, name: str, inputs: Sequence[str], result: Sequence[str]) -> Node:
-    """A function as a graph of the module that ``call`` is in: of ``inputs``, the first of
-    ``result``, indexed by the others."""
-    module = call.graph.owning_module
+def _function(call: Node, function: Callable[..., Any]) -> Node:
+    """A function as a graph of the module that ``call`` is in."""
+    module, name = call.graph.owning_module, f"coda{function.__name__}"
     if not isinstance(getattr(module, name, None), GraphModule):
-        graph = Graph()
-        known = {each: graph.placeholder(each) for each in inputs}
-        first, *indices = (known[each] for each in result)
-        if indices:
-            first = graph.call_function(operator.getitem, (first, tuple(indices)))
-        graph.output(first)
-        setattr(module, name, GraphModule({}, graph))
+        setattr(module, name, symbolic_trace(function))
     with call.graph.inserting_before(call):
         return call.graph.get_attr(name)
+
+
+def _score_mod(score, b, h, i, j):  # noqa: ARG001 (FlexAttention calls it)
+    return score
+
+
+def _mask_mod(b, h, i, j, plane):  # noqa: ARG001
+    return plane[i, j]
+
+
+def _mask_mod_b(b, h, i, j, plane):  # noqa: ARG001
+    return plane[b, i, j]
 
 
 def _block_mask(lists: Sequence[Node], mask_mod: Node, queries: int, keys: int) -> tuple[Any, ...]:
