@@ -23,9 +23,7 @@ KEPT_META = (
 )  # fmt: skip
 
 
-def insert(
-    graph: Graph, target: Any, args: tuple, kwargs: dict | None = None, *, like: Node
-) -> Node:
+def insert(graph: Graph, target: Any, args: tuple, *, like: Node) -> Node:
     """Call ``target`` at the graph's insertion point; value and meta as a traced node has them.
 
     Meta that steers the partitioner and names the source line is copied from ``like``. A reshape
@@ -33,9 +31,9 @@ def insert(
     view as two, and let the backward pass write over the one while the other is still to be read
     (seen in GPT-2 on a CPU, torch 2.13).
     """
-    node = graph.call_function(target, args, kwargs or {})
+    node = graph.call_function(target, args)
     node.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
-    node.meta["val"] = computed(target, args, kwargs or {}, like=like)
+    node.meta["val"] = computed(target, args, {}, like=like)
     if target is aten.reshape.default and storage(fake(node)) == storage(fake(args[0])):
         node.target = aten.view.default
     return node

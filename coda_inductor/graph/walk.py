@@ -54,20 +54,20 @@ def bare(node: Any) -> Any:
     return base(node, renames_or_casts)
 
 
-def sources(node: Node, through: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """``node``, and what it is computed from by ops that are ``through`` (elementwise ones).
+def sources(node: Node) -> Iterator[Node]:
+    """``node``, and what it is computed from by elementwise ops.
 
     The last one of the graph first: whatever is left when a reader has found what it looks for is
     older. A residual stream leads back through all layers, whichever side of an addition it is on.
     """
-    through, todo = through or elementwise, {node}
+    todo = {node}
     for _ in range(_FAR):
         if not todo:
             break
         last = max(todo)
         todo.remove(last)
         yield last
-        if last.op == "call_function" and through(last):
+        if last.op == "call_function" and elementwise(last):
             todo.update(last.all_input_nodes)
 
 
