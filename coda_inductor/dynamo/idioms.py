@@ -124,8 +124,8 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     if torch.float64 in inputs and len(inputs) > 1:
         text = "it mixes float64 with another type, which decides what is computed in which"
         return refuse("float64-mixed", text)
-    for node in match.inner:
-        if node in leaves:
+    for node in (*match.nodes, *match.casts):
+        if node is match.root or node in leaves:
             continue  # a widened or flattened input may have other readers; it simply stays
         if any(user not in covered for user in node.users):
             return refuse("intermediate-used", f"its intermediate {node.name} is used elsewhere")

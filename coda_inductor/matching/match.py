@@ -32,11 +32,6 @@ class Match:
     #: views that were written twice: the same where nothing has changed between the two
     twins: dict[tuple[Node, Node], None] = field(default_factory=dict)
 
-    @property
-    def inner(self) -> list[Node]:
-        """Nodes that disappear with the match: everything but the root."""
-        return [n for n in (*self.nodes, *self.casts) if n is not self.root]
-
 
 class Idiom:
     """A traced idiom. ``function`` takes tensors and literals and returns one tensor."""
