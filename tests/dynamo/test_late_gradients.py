@@ -105,7 +105,12 @@ def changed_cap(head, h, labels):
     return loss_of(logits, labels), logits
 
 
-OTHERS = (only_logits, bent_cap, changed_before_its_cap, changed_cap)
+def cast_before_its_cap(head, h, labels):
+    logits = 2 * torch.tanh(head(h).float() / 2)
+    return loss_of(logits, labels), logits
+
+
+OTHERS = (only_logits, bent_cap, changed_before_its_cap, changed_cap, cast_before_its_cap)
 
 
 @pytest.mark.parametrize("end", OTHERS, ids=lambda f: f.__name__)

@@ -14,6 +14,7 @@ from torch import nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils.checkpoint import checkpoint
 
+from coda_inductor.dynamo.nodes import erase
 from coda_inductor.matching import mutates
 from coda_inductor.semantic.norms import rms_norm
 
@@ -143,3 +144,13 @@ def test_a_buffer_of_an_exported_program_is_no_unknown_graph():
     (call,) = (n for n in graph.nodes if "set_grad_enabled" in str(n.target))
     assert any(n.op == "get_attr" and "." in str(n.target) for n in call.all_input_nodes)
     assert not mutates(call)
+
+
+def test_what_changes_memory_is_never_erased():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    changed = graph.call_method("add_", (graph.call_function(torch.cos, (x,)), 1))
+    read = graph.call_function(torch.sin, (changed,))
+    graph.output((x,))
+    erase(read)
+    assert [node.name for node in graph.nodes] == ["x", "cos", "add_", "output"]
