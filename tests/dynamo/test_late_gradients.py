@@ -110,7 +110,16 @@ def cast_before_its_cap(head, h, labels):
     return loss_of(logits, labels), logits
 
 
-OTHERS = (only_logits, bent_cap, changed_before_its_cap, changed_cap, cast_before_its_cap)
+def capped_by_a_tensor(head, h, labels):
+    cap = h.detach().abs().amax()
+    logits = torch.tanh(head(h) / cap) * cap
+    return loss_of(logits, labels), logits
+
+
+OTHERS = (
+    *(only_logits, bent_cap, changed_before_its_cap, changed_cap),
+    *(cast_before_its_cap, capped_by_a_tensor),
+)
 
 
 @pytest.mark.parametrize("end", OTHERS, ids=lambda f: f.__name__)
