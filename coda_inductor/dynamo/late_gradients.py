@@ -26,6 +26,7 @@ than ``LEAST_BYTES``, or of which a view is returned as well: that one has to ke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +95,9 @@ def _soft_capped(h, w, b, cap):
     return torch.tanh(F.linear(h, w, b) / cap) * cap
 
 
-_PLAIN, _CAPPED = Idiom(_linear), Idiom(_soft_capped)
+@functools.cache
+def _heads() -> tuple[Idiom, ...]:
+    return Idiom(_soft_capped), Idiom(_linear)
 
 
 def separate(graph: Graph, record: Record) -> None:
@@ -148,7 +151,7 @@ def _is_large(node: Node) -> bool:
 
 def _head(logits: Node) -> _Head | None:
     """What ``logits`` are made of, if by an LM head."""
-    match = first_match((_CAPPED, _PLAIN), logits)
+    match = first_match(_heads(), logits)
     layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None

@@ -4,6 +4,8 @@ pairs by complex numbers, which Inductor generates no code for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -102,18 +104,10 @@ rotate_pairs = compose(
 
 
 def rotate_heads_definition(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    even: Tensor,
-    odd: Tensor,
-    distance: int,
-    paired: bool,
-    inverse: bool,
-    joined: bool,
-    out_dtype: torch.dtype,
+    x: Tensor, cos: Tensor, sin: Tensor, even: Tensor, odd: Tensor, *how: Any
 ) -> Tensor:
-    """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product.
+    """``rotate`` of the heads of ``x`` (..., H * D), the rows of a projection's product; ``how``:
+    its other arguments.
 
     ``cos`` and ``sin`` broadcast against (..., H, D). ``even`` and ``odd``, each (rows, D), hold
     the same as kernels read it: y = x * even + s * odd, where s is x with the columns of each pair
@@ -121,8 +115,7 @@ def rotate_heads_definition(
     """
     assert even.shape == odd.shape, "two tables of one form"
     each = x.unflatten(-1, (-1, even.shape[-1]))
-    form = distance, paired, inverse, joined
-    return rotate_definition(each, cos, sin, *form, out_dtype).flatten(-2)
+    return rotate_definition(each, cos, sin, *how).flatten(-2)
 
 
 rotate_heads = define(

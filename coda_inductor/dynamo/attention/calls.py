@@ -71,7 +71,7 @@ def simplify_attention(graph: Graph, record: Record) -> None:
     verdicts: Verdicts = {}
     for body in bodies(graph):
         around = None if body.around is None else known[body.around]
-        known[body] = Constants(body.graph, body.outer, around)
+        known[body] = Constants(body, around)
         _simplify(body.graph, known[body], verdicts, record)
 
 

@@ -12,17 +12,16 @@ results of in-place ops and what is made of them; more than ``MAX_BYTES`` in one
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coda_inductor.compat import TorchDispatchMode, tree_map, unset_fake_temporarily
 from coda_inductor.dynamo.nodes import run
 from coda_inductor.graph.read import read
 from coda_inductor.graph.walk import closure
-from coda_inductor.matching import changes, value
+from coda_inductor.matching import Body, changes, value
 from coda_inductor.refusal import Refusal, Refused, refuse
 
 #: Ops of which this argument, if it is a tensor, says only dtype, device and shape.
@@ -38,25 +37,15 @@ MAX_BYTES = 2**30
 
 
 class Constants:
-    """Constant nodes of one graph.
+    """Constant nodes of ``body``, a Dynamo graph or a region in one; ``around``: those of the graph
+    around it."""
 
-    Args:
-        graph: a Dynamo graph, or the body of a checkpointed region in one.
-        outer: for a body, its placeholders and what the graph around it passes for each.
-        around: the constants of the graph around a body.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        outer: Mapping[Node, Node] | None = None,
-        around: Constants | None = None,
-    ):
-        self._outer, self._around = outer or {}, around
+    def __init__(self, body: Body, around: Constants | None = None):
+        self._outer, self._around = body.outer, around
         self._why: dict[Node, Refusal | None] = {}
         #: What in-place ops of this graph may write to.
-        self.changed = changes(graph)
-        for node in graph.nodes:
+        self.changed = changes(body.graph)
+        for node in body.graph.nodes:
             self._why[node] = self._check(node)
 
     def home(self, node: Node) -> tuple[Node, Constants]:

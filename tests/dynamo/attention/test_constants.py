@@ -9,9 +9,10 @@ import math
 import pytest
 import torch
 from checking import check, randn
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from coda_inductor.dynamo.attention.constants import Constants
+from coda_inductor.matching import Body
 
 FULL = [
     (3.7, torch.int64), (-3.7, torch.int32), (-1, torch.uint8), (2.5, torch.bool), (0, torch.bool),
@@ -63,5 +64,5 @@ def test_a_mask_is_evaluated_on_the_cpu(way):
     mask = WAYS[way](graph)
     for node in graph.nodes:
         node.meta["example_value"] = torch.empty(T, T, dtype=torch.bool)
-    found = Constants(graph).value(mask)
+    found = Constants(Body(GraphModule({}, graph))).value(mask)
     torch.testing.assert_close(found, torch.ones(T, T, dtype=torch.bool).tril())
