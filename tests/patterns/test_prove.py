@@ -108,6 +108,7 @@ CALLS = {
     "clamp": lambda x: torch.clamp(x, -1.25, 0.75),
     "clamp_min": lambda x: torch.clamp_min(x, 0.75),
     "clamp_max": lambda x: torch.clamp_max(x, 0.75),
+    "hardtanh": lambda x: F.hardtanh(x, -1, 1),  # which torch leaves out, for they are its own
     "log_sigmoid": F.logsigmoid,
     "where": lambda x: torch.where(x > 0.5, x * 2, x - 1),
 }  # fmt: skip
@@ -142,6 +143,10 @@ def good_gradient(dy, gate, up):
 def wrong_gradient(dy, gate, up):
     s = torch.sigmoid(gate)
     return dy * up * s, dy * s
+
+
+def branching(dy, gate, up):
+    return good_gradient(dy, gate, up) if gate > 0 else wrong_gradient(dy, gate, up)
 
 
 def branches(gate, up):
@@ -181,6 +186,7 @@ REFUSED = {
         "uses mul_(...), which the matcher cannot read",
     ),
     "control flow": ({"meaning": branches}, "branches cannot be traced"),
+    "control flow of a gradient": ({"gradient": branching}, "branching cannot be traced"),
 }  # fmt: skip
 
 
