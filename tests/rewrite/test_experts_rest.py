@@ -74,3 +74,19 @@ def test_a_sum_over_both_parts_is_one_product_in_either_order(order):
 
 def test_twice_the_same_part_stays():
     assert left(lambda x, y, w, o: summed((0, 0), x, y, w, o), D, D, W) == 2
+
+
+def two_of_four(x, y, w, groups):
+    first, second, *others = (part.permute(0, 2, 1) for part in torch.split(w, 4, 2))
+    both = grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups, None)
+    return both, *others
+
+
+def of_two_groupings(x, y, w, groups):
+    first, second = (part.permute(0, 2, 1) for part in torch.split(w, 8, 2))
+    return grouped_mm(x, first, groups, None) + grouped_mm(y, second, groups.clone(), None)
+
+
+@pytest.mark.parametrize(("function", "width"), [(two_of_four, 4), (of_two_groupings, 8)])
+def test_a_sum_of_other_products_stays(function, width):
+    assert left(function, (5, width), (5, width), W) == 2
