@@ -155,10 +155,10 @@ def _head(logits: Node) -> _Head | None:
     layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
-    (h, w, b), cap = arguments(layer).values(), match.bound.get("cap", 0.0)
+    cap, operands = match.bound.get("cap", 0.0), arguments(layer).values()
     capped = isinstance(cap, (int, float)) and bool(cap)
-    known = isinstance(h, Node) and isinstance(w, Node) and isinstance(b, Node | None)
-    return _Head(h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None
+    known = all(isinstance(n, Node | None) for n in operands)
+    return _Head(*operands, float(cap)) if known and capped == ("cap" in match.bound) else None
 
 
 def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:
