@@ -143,9 +143,7 @@ class Exact(Tensor):
         tensors = [a for a in args if isinstance(a, Tensor)]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         n = math.prod(shape)
-        columns = [
-            [a] * n if a is None or isinstance(a, str) else a.expand(shape).elements for a in args
-        ]
+        columns = [a.expand(shape).elements if isinstance(a, Tensor) else [a] * n for a in args]
         if alpha != 1:  # of a sum's second term
             columns[1] = [cls.number(alpha) * c for c in columns[1]]
         items = [formula(*column) for column in zip(*columns, strict=True)]

@@ -157,5 +157,13 @@ def _scale(put: Put, gemm: Node, norm: Deferred, shift: Shift | None) -> Node:
     if shift is not None and shift.added is not None:
         z = put.add(z, shift.added)
     if bias_of(gemm) is not None and (shift is None or not plain_bias(gemm)):
-        z = put.add(z, bias_of(gemm))
+        z = _biased(put, gemm, z)
     return put.cast(z, fake(gemm).dtype)
+
+
+def _biased(put: Put, gemm: Node, z: Node) -> Node:
+    bias, _, _, beta, alpha = arguments(gemm).values()
+    z = z if alpha == 1 else put.mul(z, alpha)
+    if beta == 0:
+        return z  # torch reads no bias then, be it NaN
+    return put.add(z, bias if beta == 1 else put.mul(bias, beta))

@@ -109,8 +109,6 @@ def _readers(output: Node, scope: Scope, found: Uses) -> Refusal | None:
         for user in node.users:
             if user.target in DENSE and user.args.count(node) > 1:
                 return refuse("norm-squared", f"{user.name} reads it twice")
-            if user.target in DENSE and user.kwargs:
-                return refuse("norm-read-elsewhere", f"{user.name} scales what it adds")
             if user.target in DENSE and gemm_inputs(user)[0] is node and user in scope.forward:
                 found.gemms.append(user)
             elif _is_wgrad(user, node):
