@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full slices and clones that change nothing would hide idioms from us. Inductor removes them, but
-after our hook. A product that is transposed twice, as autograd makes a weight's gradient, is read
-as it is: what follows, the cast to a float32 weight's dtype above all, then lies on the tile."""
+after our hook. So would sizes that are asked of a tensor in the middle of the graph, as programs of
+AOTInductor's do: they are asked of an input that has the same. A product that is transposed twice,
+as autograd makes a weight's gradient, is read as it is: what follows, the cast to a float32
+weight's dtype above all, then lies on the tile."""
 
 from __future__ import annotations
 
+from torch import SymInt, Tensor
 from torch.fx import Graph
 
 from coda_inductor.compat import remove_noop_ops
 from coda_inductor.graph.edit import prune
 from coda_inductor.graph.gemms import TRACED
-from coda_inductor.graph.nodes import aten, is_transpose
+from coda_inductor.graph.nodes import aten, fake, is_transpose
+from coda_inductor.graph.sides import is_tangent
+from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import chain
 from coda_inductor.log import logger
 from coda_inductor.record import Record
 
 
 def remove_noops(graph: Graph, _record: Record) -> None:
-    """Apply Inductor's own pass, and transpose nothing twice, in place."""
+    """Apply Inductor's own pass, transpose nothing twice, and ask inputs for sizes, in place."""
     try:
         remove_noop_ops(graph)
     except Exception:  # a private helper of Inductor's: losing it costs a fusion, not correctness
@@ -27,3 +32,25 @@ def remove_noops(graph: Graph, _record: Record) -> None:
         if len(turns) > 1 and turns[1].target in TRACED:
             back.replace_all_uses_with(turns[1])
             prune([back])
+    _ask_inputs(graph)
+
+
+def _ask_inputs(graph: Graph) -> None:
+    asked = graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    if not asked:
+        return
+    inputs = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(fake(node), Tensor) and not is_tangent(node)  # the forward pass has none yet
+    ]
+    known = [
+        (node, dim, size)
+        for node in inputs
+        for dim, size in enumerate(fake(node).shape)
+        if isinstance(size, SymInt)
+    ]
+    for node in asked:
+        where = next(((n, dim) for n, dim, size in known if same(size, fake(node))), None)
+        if where is not None:
+            node.args = where
