@@ -27,6 +27,7 @@ from coda_inductor.dynamo import attention, late_gradients
 from coda_inductor.dynamo.experts import raise_experts
 from coda_inductor.dynamo.fp8_linears import quantize_linears
 from coda_inductor.dynamo.idioms import raise_idioms
+from coda_inductor.dynamo.in_place import change_copies
 from coda_inductor.dynamo.losses import respell_losses
 from coda_inductor.dynamo.packed import split_packed
 from coda_inductor.dynamo.shared_inputs import share_inputs
@@ -122,6 +123,7 @@ class Pass:
 #: On Dynamo's graph, where an idiom still looks as its author wrote it.
 ON_DYNAMO = (
     Pass("spelling", respell, spelled_in_aten, stage="0_before"),
+    Pass("in_place", change_copies),
     Pass("losses", respell_losses),
     Pass("packed", split_packed),
     Pass("shared_inputs", share_inputs),
