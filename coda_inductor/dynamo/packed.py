@@ -6,7 +6,7 @@ Before (W (2F, K))::
 
     z = linear(x, W)
     g, u = z.view(..., 2, F).unbind(-2)         # also chunk, split, slices
-    a = silu(g) * u
+    a = silu(g) * u                             # or F.glu(z) alone
 
 After::
 
@@ -14,9 +14,10 @@ After::
     g, u = linear(x, lower), linear(x, upper)
     a = silu(g) * u
 
-Why it is valid: a product's columns are those of its right factor, one by one. The halves of a
-weight are views of it: nothing is copied. Autograd puts the weight's gradient together by a copy,
-which ``Plan.split_loses`` charges.
+Why it is valid: a product's columns are those of its right factor, one by one; a gated linear unit
+is ``g * sigmoid(u)`` (Dauphin et al., arXiv 1612.08083, eq. 1). The halves of a weight are views of
+it: nothing is copied. Autograd puts the weight's gradient together by a copy, which
+``Plan.split_loses`` charges.
 
 Leaves alone: products of unknown or odd width; one half alone; what is changed in place, or leaves
 the graph (autograd lets nobody change in place what a ``chunk`` returns); halves that a change or a
@@ -57,7 +58,7 @@ def split_packed(graph: Graph, record: Record) -> None:
     plan = None
     for body in bodies(graph):
         named = [n for n in body.graph.nodes if target_name(n) == "linear"]
-        products = [n for n in named if _product(n) and _halves(n)]
+        products = [n for n in named if _product(n) and (_units(n) or _halves(n))]
         if products:
             plan = plan or _plan(graph, record)
             _rewrite(body.graph, products, plan, record)
@@ -137,11 +138,22 @@ def _near(product: Node) -> list[Node]:
     return [*views[1:], *users]
 
 
+def _units(product: Node) -> list[Node]:
+    """The gated linear units of the columns of ``product``."""
+    units = [node for node in product.users if target_name(node) == "glu"]
+    last = (-1, value(product).dim() - 1)
+    return [node for node in units if arguments(node)["dim"] in last]
+
+
 def _rewrite(graph: Graph, products: list[Node], plan: Plan, record: Record) -> None:
     hazards = Hazards(graph)
     for product in products:
+        if not hazards.owned([product]):
+            continue
+        for unit in _units(product):
+            _expand(product, unit)
         halves = _halves(product)
-        safe = halves and hazards.owned([product]) and not hazards.between((product, *halves))
+        safe = halves and not hazards.between((product, *halves))
         if safe and _splits(product, halves, plan, record):
             parts = _split(product)
             for node, index in halves.items():
@@ -192,6 +204,22 @@ def _split(product: Node) -> list[Node]:
         for node in _layer(product)
         if node is not None
     )
-    both = [put(torch.chunk, node, 2, 0) for node in factors]
-    halves = [[put(operator.getitem, parts, i) for parts in both] for i in range(2)]
-    return [put(F.linear, x, *half) for half in halves]
+    pairs = [_chunk(put, node, 0) for node in factors]
+    return [put(F.linear, x, *half) for half in zip(*pairs, strict=True)]
+
+
+def _chunk(put: Put, node: Node, dim: int) -> list[Node]:
+    parts = put(torch.chunk, node, 2, dim)
+    return [put(operator.getitem, parts, i) for i in range(2)]
+
+
+def _expand(product: Node, unit: Node) -> None:
+    """Not where the result would be laid out otherwise."""
+    with value(product).fake_mode:
+        lower, upper = value(product).chunk(2, -1)
+        if not same((lower * torch.sigmoid(upper)).stride(), value(unit).stride()):
+            return
+    put = Put(unit)
+    gate = _chunk(put, product, -1)
+    unit.replace_all_uses_with(put(operator.mul, gate[0], put(torch.sigmoid, gate[1])))
+    unit.graph.erase_node(unit)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from checking import Weights, check, check_gradients, leave_custom_ops, randn
 from harness import Harness
 from passes import codes
+from torch import nn
 
 from coda_inductor.plan import Plan
 from coda_inductor.refusal import refuse
@@ -80,6 +81,13 @@ def test_no_tokens_of_a_symbolic_batch():
         assert compiled(x).shape == (3, 0, D)
 
 
+@pytest.mark.parametrize("gate", [F.glu, lambda z: F.glu(z, 2), nn.GLU()], ids=["", "dim", "nn"])
+def test_gated_linear_units_share_a_tile(gate):
+    function = mlp(lambda z: (z,), gate)
+    assert pairs(check(function, randn(2, 5, D))) == 1
+    assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
+
+
 def read_elsewhere(x, w):
     z = F.linear(x, w)
     return F.silu(z[..., :H]) * z[..., H:] + z.mean()
@@ -135,6 +143,10 @@ def test_halves_that_are_no_floats_are_no_failure(dtype):
     assert not harness.fused
 
 
+def glu_of_rows(x, w):
+    return F.glu(F.linear(x, w), dim=1)
+
+
 def as_in_gpt_oss(x, w):
     z = F.linear(x, w)
     gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
@@ -173,7 +185,7 @@ def in_two_modes(x, w):
     return F.silu(low) * high
 
 
-OTHERS = [as_in_gpt_oss, in_rows, returned, changed, changed_between, in_two_modes]
+OTHERS = [glu_of_rows, as_in_gpt_oss, in_rows, returned, changed, changed_between, in_two_modes]
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)

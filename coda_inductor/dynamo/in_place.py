@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-place ops on a tensor that nothing else shares become plain ones.
+
+Before::
+
+    mean = x.pow(2).mean(-1, keepdim=True);  rstd = mean.add_(eps).rsqrt_()
+    y = linear(h, W);  y += x
+    bias = zeros(T, T);  bias.masked_fill_(hidden, -inf)     # as SDPA's documentation writes it
+
+After::
+
+    mean = x.pow(2).mean(-1, keepdim=True);  rstd = mean.add(eps).rsqrt()
+    y = linear(h, W);  add = y + x
+    bias = zeros(T, T).masked_fill(hidden, -inf)
+
+Why it is valid: the tensor was made in this graph, is no view and has none, so that who reads it
+later can read the result instead. Both compute the same, in one dtype.
+
+What it enables: patterns and masks never look through a change in place; without one they need not
+ask.
+
+Leaves alone, silently, for nothing is lost that was there: what else shares the memory of, or may;
+ops that would promote; what another mode (``no_grad``, autocast) separates from its tensor; in 16
+bits the ops that autocast would widen.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from coda_inductor.compat import HigherOrderOperator
+from coda_inductor.dynamo.nodes import run
+from coda_inductor.graph.read import read
+from coda_inductor.graph.sizes import same
+from coda_inductor.matching import bodies, changes_mode, memory, of_torch, value
+from coda_inductor.record import Record
+
+_OPERATORS = {
+    operator.iadd: operator.add, operator.isub: operator.sub,
+    operator.imul: operator.mul, operator.itruediv: operator.truediv,
+}  # fmt: skip
+_FLAGGED = (F.silu, F.relu)
+#: Methods that compute in the dtype of what they are given, under autocast too; and the others.
+_ALIKE = (
+    "add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "relu_", "masked_fill_", "triu_",
+    "tril_",
+)  # fmt: skip
+_WIDENED = ("rsqrt_", "sqrt_", "square_", "reciprocal_", "pow_", "exp_")
+
+
+def change_copies(graph: Graph, _record: Record) -> None:
+    """Apply the rewrite to ``graph`` and its checkpointed regions, in place."""
+    for body in bodies(graph):
+        _change(body.graph)
+
+
+def _change(graph: Graph) -> None:
+    mode, seen = 0, dict[Node, int]()
+    sharing: dict[int, set[Node]] = {}  # storage -> what stands before, without ``replaced``
+    replaced: set[Node] = set()
+    for node in list(graph.nodes):
+        mode += changes_mode(node)
+        call = _plain(node)
+        target = None if call is None else next(iter(call[1]), None)
+        if call is not None and isinstance(target, Node) and seen.get(target) == mode:
+            others = {n for s in memory(target) or () for n in sharing.get(s, ())} - replaced
+            if _owned(target) and others == {target} and _alike(node, call):
+                with graph.inserting_before(node):
+                    make = graph.call_method if isinstance(call[0], str) else graph.call_function
+                    new = make(*call)
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
+                target.replace_all_uses_with(new, delete_user_cb=lambda n, at=node: at < n)
+                graph.erase_node(node)
+                replaced.add(target)
+                node = new  # noqa: PLW2901 (it stands in its place)
+        seen[node] = mode
+        for place in memory(node) or ():
+            sharing.setdefault(place, set()).add(node)
+
+
+def _plain(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call that computes what ``node`` computes in place; None if it is none of these."""
+    if node.op == "call_method" and node.target in (*_ALIKE, *_WIDENED):
+        return str(node.target)[:-1], node.args, dict(node.kwargs)
+    if node.op != "call_function":
+        return None
+    if node.target in _OPERATORS:
+        return _OPERATORS[node.target], node.args, {}
+    call = read(node) if node.target in _FLAGGED else None
+    changes = call is not None and call["inplace"] is True
+    return (node.target, (call["input"],), {}) if call is not None and changes else None
+
+
+def _owned(target: Node) -> bool:
+    """Did a function of torch make ``target``, for this graph alone?"""
+    if target.op == "call_method":
+        return True
+    plain = target.op == "call_function" and target.target is not operator.getitem
+    return plain and of_torch(target.target) and not isinstance(target.target, HigherOrderOperator)
+
+
+def _alike(node: Node, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Is the result of ``call`` like that of ``node``, which is its own first argument?"""
+    want = value(node)
+    mode = getattr(want, "fake_mode", None)
+    if not isinstance(want, torch.Tensor) or mode is None:
+        return False
+    if node.target in _WIDENED and want.element_size() < 4:
+        return False
+    if any(value(n) is None for n in node.all_input_nodes):
+        return False
+    with mode:
+        have = run(*torch.fx.node.map_arg(call, value))
+    like = have.dtype == want.dtype and same(tuple(have.shape), tuple(want.shape))
+    return like and same(have.stride(), want.stride())
