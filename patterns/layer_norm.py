@@ -30,7 +30,7 @@ which is the same idiom of x - mean.
 import torch
 
 from coda_inductor import Match, Pattern, value
-from coda_inductor.patterns.conditions import constant, number, row_wise
+from coda_inductor.patterns.conditions import constant, number, row, row_wise
 from coda_inductor.semantic import layer_norm
 
 
@@ -83,7 +83,7 @@ def biased(weighted):
 
 
 def _arguments(match: Match):
-    weight, bias = match.bound.get("weight"), match.bound.get("bias")
+    weight, bias = row(match, "weight"), row(match, "bias")
     return (match.bound["x"], weight, bias, number(match, "eps"), value(match.root).dtype)
 
 

@@ -27,7 +27,7 @@ that is not floating.
 import torch
 
 from coda_inductor import Match, Pattern, value
-from coda_inductor.patterns.conditions import constant, number, row_wise
+from coda_inductor.patterns.conditions import constant, number, row, row_wise
 from coda_inductor.semantic import rms_norm
 
 
@@ -76,7 +76,7 @@ def functional(x, weight, eps):
 
 
 def _arguments(match: Match):
-    x, weight = match.bound["x"], match.bound.get("weight")
+    x, weight = match.bound["x"], row(match, "weight")
     if match.bound["eps"] is None:  # the epsilon of the compute dtype: float32's for half types
         eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
     else:

@@ -32,6 +32,7 @@ from coda_inductor.graph.nodes import arguments, erased
 from coda_inductor.graph.sizes import laid_out_alike
 from coda_inductor.log import logger, warn_once
 from coda_inductor.matching import (
+    Flat,
     Hazards,
     Match,
     bodies,
@@ -167,6 +168,12 @@ def _dtype(known: object) -> torch.dtype | None:
     return getattr(first, "dtype", None)
 
 
+def _fake(arg: object) -> object:
+    if isinstance(arg, Flat):
+        return value(arg.node).reshape(-1)
+    return value(arg) if isinstance(arg, Node) else arg
+
+
 def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
     """Run the op on the recorded fake values: its result must be what the idiom's was."""
     want = value(match.root)
@@ -177,7 +184,7 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
             return refuse("distributed-tensor", text)
         return refuse("not-recorded", "no fake value is recorded")
     with mode:
-        have = pattern.call(*torch.fx.node.map_arg(pattern.arguments(match), value))
+        have = pattern.call(*map(_fake, pattern.arguments(match)))
     for what in ("dtype", "shape", "device"):
         if getattr(want, what) != getattr(have, what):
             text = f"{what} would change from {getattr(want, what)} to {getattr(have, what)}"
@@ -191,7 +198,9 @@ def _mismatch(pattern: Pattern, match: Match) -> Refusal | None:
 
 def _replace(pattern: Pattern, match: Match) -> None:
     root, put = match.root, Put(match.root)
-    new = put(pattern.op, *pattern.arguments(match))
+    arguments = pattern.arguments(match)
+    arguments = [put("reshape", a.node, -1) if isinstance(a, Flat) else a for a in arguments]
+    new = put(pattern.op, *arguments)
     if pattern.result is not None:
         new = put(operator.getitem, new, pattern.result)
         new.meta = dict(root.meta)

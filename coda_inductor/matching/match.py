@@ -33,6 +33,13 @@ class Match:
     twins: dict[tuple[Node, Node], None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Flat:
+    """An argument of an op: all values of ``node``, (1, ..., 1, d), as (d,)."""
+
+    node: Node
+
+
 class Idiom:
     """A traced idiom. ``function`` takes tensors and literals and returns one tensor."""
 

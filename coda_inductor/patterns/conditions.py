@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coda_inductor.matching import Match, value
+from coda_inductor.matching import Flat, Match, value
 from coda_inductor.refusal import Refusal, refuse
 
 
@@ -38,7 +38,7 @@ def constant(*names: str, none: bool = False) -> Callable[[Match], Refusal | Non
 
 def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
     """The result is shaped like the floating input ``x``, and each of ``vectors`` that the spelling
-    has is one value a column, (d,)."""
+    has is one value a column, (d,) or (1, ..., 1, d)."""
 
     def condition(match: Match) -> Refusal | None:
         x, result = value(match.bound["x"]), value(match.root)
@@ -52,12 +52,20 @@ def row_wise(*vectors: str) -> Callable[[Match], Refusal | None]:
         for name in vectors:
             if (node := match.bound.get(name)) is not None:
                 vector = value(node)
-                if not isinstance(vector, torch.Tensor) or vector.shape != x.shape[-1:]:
+                row = isinstance(vector, torch.Tensor) and vector.shape[-1:] == x.shape[-1:]
+                if not row or any(n != 1 for n in vector.shape[:-1]):
                     said = f"the {name} is not one value a column"
                     return refuse("norm-weight-shape", said)
         return None
 
     return condition
+
+
+def row(match: Match, name: str) -> Node | Flat | None:
+    """What is bound to ``name``, which is ``row_wise``, as (d,); None where it is absent."""
+    bound = match.bound.get(name)
+    known = value(bound)
+    return Flat(bound) if isinstance(known, torch.Tensor) and known.dim() > 1 else bound
 
 
 def _recorded(bound: Any) -> Any:

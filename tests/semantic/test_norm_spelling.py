@@ -118,7 +118,26 @@ def test_layer_norm(name, run, dtype):
     assert op.args[3] == EPS
 
 
-@pytest.mark.parametrize("shape", [(4, 1, D), (1, 1, D), (1, D), (1, 1), (1,)], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (1, 1)], ids=str)
+def test_weights_with_leading_dimensions_of_one(lead):
+    """Megatron's and lucidrains' shapes; the gradient has the weight's own."""
+    x, residual, w = randn(4, 6, D).requires_grad_(), randn(D, D), randn(*lead, D).requires_grad_()
+    up = randn(2 * D, D)
+    ways = (
+        (lambda x, w: x * rstd(x) * w, rms_norm),
+        (lambda x, w: x * rstd(x) * (1 + w), rms_norm),
+        (lambda x, w: squared_by_hand(x, w, w), layer_norm),
+    )
+    for norm, op in ways:
+        harness = check_gradients(
+            lambda x, r, w, up, norm=norm: F.linear(norm(x @ r, w), up), x, residual, w, up
+        )
+        (found,) = (n for n in harness.raised.nodes if n.target is op)
+        assert found.args[1].meta["example_value"].shape == (D,)
+        assert harness.counts["rms_norm"] == (op is rms_norm)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, D), (1, 6, D), (1, 6, 1), (1, 1), (1,)], ids=str)
 def test_weights_that_vary_by_row_are_none(shape):
     given = randn(4, 6, D).requires_grad_(), randn(*shape)
     harness = check_gradients(lambda x, w: x * rstd(x) * w, *given)
