@@ -216,7 +216,7 @@ def test_a_step_has_one_total():
     found.ms = (143.4, 36.04)
     said = "143 -> 36 ms (within 16 %, as found on an H200)"
     assert f"on an H100 a training step takes about {said}" in found.summary
-    assert "143 -> 36 ms a step on an H100 (within" in words(found.html())
+    assert "143 \u2192 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
     assert found.forecast == "143 -> 36 ms (within 16 %)"
     found.hides = True
@@ -395,7 +395,7 @@ def test_page_is_well_formed_self_contained_and_complete(name):
     text = "".join(checker.text)
     assert all(row.name in text for row in found.rows)
     assert all(s.program is None or f"p-{s.program.key}" in checker.ids for s in found.sites)
-    assert found.summary in text
+    assert found.summary.replace(" -> ", "\xa0\u2192\xa0") in text
     contents = page[page.index('<nav class="toc"') : page.index("</nav>")]
     assert re.findall(r'href="#([\w-]+)"', contents) == re.findall(r'<section id="([\w-]+)"', page)
 
