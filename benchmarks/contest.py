@@ -1,56 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of a suite: torch.compile and ours, interleaved in one process.
+"""One case of suite `families`: torch.compile and ours, interleaved in one process.
 
 Times, energy by the driver's counter, and where the time goes by kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from coda_inductor import report
 
-from . import energy, families, layer, models
+from . import energy, families
 from .environment import scrub
 from .measure import Call, Variants, device, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .cases import Case, Way
 
 MIN_ROUNDS, MAX_ROUNDS = 11, 401
 TOP_KERNELS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Suite:
-    """What differs between the suites.
-
-    Attributes:
-        every: its cases.
-        check: raises KeyError for a size that no case can have.
-        work: a case -> what is compiled; it has ``shape``, ``compiled(way)``, a function that
-            returns tensors, and ``errors(calls)``, by name: each one's errors against fp32, by
-            tensor.
-        variants: a case -> the names of its variants.
-    """
-
-    every: Callable[[], list[Case]]
-    check: Callable[[str], Any]
-    work: Callable[[Case], Any]
-    variants: Callable[[Case], tuple[str, ...]]
-
-
-SUITES = {
-    "grid": Suite(layer.grid, layer.widths, layer.Layer, layer.variants),
-    "families": Suite(families.every, models.MODELS.__getitem__, families.Model, families.variants),
-}
 
 
 def forget() -> None:
@@ -75,17 +47,11 @@ def decisions() -> dict | None:
     }
 
 
-def run(
-    suite: str,
-    case: Case,
-    named: dict[str, Way],
-    effort: tuple[float, float],
-) -> dict:
+def run(case: Case, named: dict[str, Way], effort: tuple[float, float]) -> dict:
     """Measure one case.
 
     Args:
-        suite: a key of SUITES.
-        case: one of its cases.
+        case: a model and how it is called.
         named: its variants.
         effort: seconds of timing, all variants together, and of each one's energy (0 for none).
 
@@ -99,7 +65,7 @@ def run(
     variants = Variants()
     found = {}
     with torch.set_grad_enabled(case.training):
-        work = SUITES[suite].work(case)
+        work = families.Model(case)
         for name, way in named.items():
             report.forget()
             variants.add(name, functools.partial(work.compiled, way))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a suite: ``python -m benchmarks families --out DIR``.
+"""The command line of suite `families`: ``python -m benchmarks families --out DIR``.
 
 Each case has a process of its own, so that one that dies costs nothing else. Into DIR, after every
 case: ``results.json``, ``tables.txt`` and ``log.txt`` (all that the processes printed).
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import contest, environment, report
+from . import contest, environment, families, report
 from .cases import Case, Way, chosen, json_object, ways
 from .environment import REPOSITORY
 
@@ -32,9 +32,9 @@ def _list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _parser(suite: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        f"python -m benchmarks {suite}", description=(__doc__ or "").split("\n")[0]
+        "python -m benchmarks families", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the results")
@@ -42,8 +42,8 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         "--cases",
         type=_list,
         default=["*"],
-        help="shell patterns of names, such as '8B-*-training-*,1B-*'; a full name of a case "
-        "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
+        help="shell patterns of names, such as 'bert-*,*-training-*'; a full name such as "
+        "8B-4096-training-bf16 adds a case that is none of the suite's",
     )
     add("--variants", type=_list, default=["*"], help="patterns of the variants (default: all)")
     add("--options", type=json_object, help="JSON; ours with these options is a variant of its own")
@@ -57,25 +57,23 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _variants(suite: str, case: Case, options: argparse.Namespace) -> dict[str, Way]:
+def _variants(case: Case, options: argparse.Namespace) -> dict[str, Way]:
     """The variants measured of a case."""
     known = ways(options.options)
-    names = [name for name in contest.SUITES[suite].variants(case) if name in known]
+    names = [name for name in families.variants(case) if name in known]
     wanted = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in options.variants)]
     return {n: known[n] for n in wanted if n != "max_autotune" or options.max_autotune}
 
 
-def measure(
-    suite: str, case: Case, options: argparse.Namespace, caches: Path, until: float
-) -> dict:
+def measure(case: Case, options: argparse.Namespace, caches: Path, until: float) -> dict:
     """The result of a case, in a process of its own, or ``{"error": why there is none}``."""
-    named = {n: dataclasses.asdict(way) for n, way in _variants(suite, case, options).items()}
+    named = {n: dataclasses.asdict(way) for n, way in _variants(case, options).items()}
     variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
     if (left := min(options.timeout, until - time.monotonic())) <= 0:
         return {"error": "no time was left"}
     with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
         folder = Path(name)
-        order = {"suite": suite, "case": case.name, "ways": named}
+        order = {"case": case.name, "ways": named}
         order |= {"seconds": options.seconds, "energy_s": options.energy}
         (folder / "order.json").write_text(json.dumps(order))
         process = subprocess.Popen(
@@ -100,7 +98,7 @@ def work(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
     named = {name: Way(**way) for name, way in order["ways"].items()}
     effort = (order["seconds"], order["energy_s"])
-    result = contest.run(order["suite"], Case.parse(order["case"]), named, effort)
+    result = contest.run(Case.parse(order["case"]), named, effort)
     result["seconds"] = time.monotonic() - start
     (folder / "result.json").write_text(json.dumps(result))
 
@@ -115,28 +113,27 @@ def _line(result: dict) -> str:
     return ", ".join(known) + f" ({result['seconds']:.1f} s)"
 
 
-def main(suite: str, arguments: list[str]) -> None:
-    """Run `suite`, a key of ``contest.SUITES``; files and terminal as the docstring above says."""
+def main(arguments: list[str]) -> None:
+    """Run the suite; files and terminal as the docstring above says."""
     until = time.monotonic()
-    parser = _parser(suite)
+    parser = _parser()
     options = parser.parse_args(arguments)
     until += options.deadline
-    about = contest.SUITES[suite]
     try:
-        cases = chosen(options.cases, about.every(), about.check)
+        cases = chosen(options.cases, families.every())
     except ValueError as error:
         parser.error(f"--cases: {error}")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    described = environment.describe([suite, *arguments], options.commit)
-    results: dict = {"environment": described, suite: {}}
+    described = environment.describe(["families", *arguments], options.commit)
+    results: dict = {"environment": described, "families": {}}
     with tempfile.TemporaryDirectory() as folder:
         caches = (options.caches or Path(folder)).resolve()
         for case in cases:
-            result = results[suite][case.name] = measure(suite, case, options, caches, until)
+            result = results["families"][case.name] = measure(case, options, caches, until)
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
             (out / "tables.txt").write_text(report.short(results) + "\n")
-            print(f"{suite} {case.name}: {_line(result)}", flush=True)
+            print(f"{case.name}: {_line(result)}", flush=True)
     print("\n" + report.short(results))
 
 

@@ -24,7 +24,6 @@ from benchmarks import (  # noqa: E402
     environment,
     families,
     first,
-    layer,
     measure,
     models,
     report,
@@ -59,8 +58,7 @@ def test_each_command_has_help(name, monkeypatch, capsys):
 def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     """In a process of its own; eager only, for compiling takes longest."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run.main("families", ["--out", str(tmp_path), "--cases", TINY, "--variants", "eager",
-                             "--seconds", "0.01"])  # fmt: skip
+    run.main(["--out", str(tmp_path), "--cases", TINY, "--variants", "eager", "--seconds", "0.01"])
     results = json.loads((tmp_path / "results.json").read_text())
     found = results["families"][TINY]
     assert found["errors"] == {}
@@ -77,7 +75,7 @@ def test_the_first_step_of_a_case_is_timed_and_judged(tmp_path, monkeypatch, cap
     """In this process, uncompiled; then what is written and printed of made-up seconds."""
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(worth_models, "TOKENS", 32)
-    monkeypatch.setitem(layer.SIZES, "1B", layer.SIZES["tiny"])
+    monkeypatch.setattr(first, "WIDTHS", (64, 128, 32))
     monkeypatch.setattr(torch, "compile", lambda model, backend: model)
     out = tmp_path / "out.json"
     first.main([str(out), "--part", "--case", "layer", "--backend", "coda"])
@@ -103,10 +101,12 @@ def test_a_first_step_that_fails_says_why(monkeypatch):
     assert "No module named benchmarks" in first.cold("layer", "coda")["error"]
 
 
-@pytest.mark.parametrize("pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "nothing*"])
+@pytest.mark.parametrize(
+    "pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "8B-32-forward-fp16", "nothing*"]
+)
 def test_an_unknown_case_is_refused(pattern, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run.main("grid", ["--out", str(tmp_path), "--cases", pattern])
+        run.main(["--out", str(tmp_path), "--cases", pattern])
     assert f"--cases: {pattern!r} matches no case" in capsys.readouterr().err
 
 
@@ -116,11 +116,11 @@ def test_a_case_whose_process_dies_or_hangs_is_an_error(monkeypatch, tmp_path):
     for seconds, limit, why in ((0, 60, "exit status 7"), (60, 1, "killed after 1 s")):
         command = [sys.executable, "-c", source, str(seconds)]
         monkeypatch.setattr(run.subprocess, "Popen", lambda *_, c=command, **how: start(c, **how))
-        options = run._parser("grid").parse_args(["--out", str(tmp_path)])
+        options = run._parser().parse_args(["--out", str(tmp_path)])
         case = Case.parse(TINY)
-        found = run.measure("grid", case, options, tmp_path, time.monotonic() + limit)
+        found = run.measure(case, options, tmp_path, time.monotonic() + limit)
         assert found["error"].startswith(why)
-    assert run.measure("grid", case, options, tmp_path, 0.0) == {"error": "no time was left"}
+    assert run.measure(case, options, tmp_path, 0.0) == {"error": "no time was left"}
 
 
 # What is measured
@@ -133,24 +133,17 @@ def uncompiled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("suite", "case"),
-    [
-        ("grid", "tiny-32-forward-bf16"),
-        ("grid", "tiny-32-training-bf16"),
-        ("families", "tiny-16-forward-bf16"),
-        ("families", "packed-16-training-bf16"),
-        ("families", "padded-16-training-bf16"),
-    ],
+    "case", ["tiny-16-forward-bf16", "packed-16-training-bf16", "padded-16-training-bf16"]
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_a_case_is_measured(suite, case, monkeypatch):
+def test_a_case_is_measured(case, monkeypatch):
     monkeypatch.setattr(models, "MASKED", dict.fromkeys(models.MASKED, SMALL))
     monkeypatch.setattr(models, "PADDING", (0, 3))
     monkeypatch.setattr(models, "DOCUMENTS", (5, 11))
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
-    named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
-    found = contest.run(suite, case, named, (0.001, 0.0))
+    named = {n: named[n] for n in families.variants(case) if n in named}
+    found = contest.run(case, named, (0.001, 0.0))
     assert found["errors"] == {}
     assert list(found["variants"]) == list(named)
     for name in named:
@@ -159,17 +152,15 @@ def test_a_case_is_measured(suite, case, monkeypatch):
 
 
 def test_cases_are_chosen_by_pattern_or_named():
-    suite = contest.SUITES["grid"]
-    assert len(set(suite.every())) == 70
-    found = cases.chosen(["8B-512-*", "64/128/32-8-training-fp16"], suite.every(), suite.check)
+    every = families.every()
+    found = cases.chosen(["1B-8192-*", "tiny-8-training-bf16"], every)
     assert [case.name for case in found] == [
-        "8B-512-forward-bf16", "8B-512-training-bf16", "64/128/32-8-training-fp16",
+        "1B-8192-forward-bf16", "1B-8192-training-bf16", "tiny-8-training-bf16",
     ]  # fmt: skip
-    assert len(families.every()) == 2 * len(families.FAMILIES) + len(models.MASKED)
-    for about in contest.SUITES.values():
-        for case in about.every():
-            about.check(case.size)
-            assert {*about.variants(case)} <= {*cases.ways({"gate": "always"})}
+    assert len(set(every)) == 2 * len(families.FAMILIES) + len(models.MASKED)
+    for case in every:
+        assert Case.parse(case.name) == case
+        assert {*families.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
 def test_a_variant_that_raises_leaves_its_error_and_the_others():
@@ -199,23 +190,6 @@ def test_the_account_of_a_trace():
     assert account.idle_us(events, 2) == 5.0
     assert account.shares(found, 5.0)["all"] == pytest.approx(0.028)
     assert "triton_poi_3" in account.text(found, 5.0, 1000.0, least_us=1.0)
-
-
-def test_a_way_is_measured_on_all_ranks(tmp_path):
-    """One case a call; the file keeps what it has of others."""
-    out = tmp_path / "results.json"
-    out.write_text('{"distributed": {"another": {}}}')
-    subprocess.run(
-        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-         *("-m", "benchmarks.distributed_job", str(out), "tensor", "tiny", "--tokens", "16"),
-         *("--rounds", "2", "--variants", "eager")],
-        cwd=ROOT, check=True, timeout=300,
-    )  # fmt: skip
-    results = json.loads(out.read_text())
-    found = results["distributed"]["tensor tiny 16"]
-    assert len(found["variants"]["eager"]["samples_ms"]) == 2
-    assert results["environment"]["ranks"] == 2
-    assert "another" in results["distributed"]
 
 
 # Tables that ship
