@@ -102,7 +102,7 @@ def test_a_first_step_that_fails_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "8B-32-forward-fp16", "nothing*"]
+    "pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "tiny-32-forward-fp16", "nothing*"]
 )
 def test_an_unknown_case_is_refused(pattern, tmp_path, capsys):
     with pytest.raises(SystemExit):
