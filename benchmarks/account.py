@@ -25,10 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from coda_inductor.select.device import gpu_of
 
-from . import contest, energy, environment, families, models
-from .cases import TRAINING, Case, Way, json_object, ways
+from . import energy, environment, families, models
+from .cases import TRAINING, Case, json_object, ways
 from .measure import Call, device, synchronize
 from .report import table
+from .run import forget
 
 MODELS = ("1B", "8B", "qwen3", "gemma3")
 CALLS = 3
@@ -130,11 +131,6 @@ def tensor_bytes(launch: dict) -> int:
     return total
 
 
-def step(name: str, tokens: int, way: Way) -> Call:
-    """A training step of the model, compiled."""
-    return families.Model(Case(name, tokens, TRAINING)).compiled(way)
-
-
 def traced(call: Call, calls: int = CALLS) -> list[dict]:
     """The events of so many calls, which are warm."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -207,8 +203,8 @@ def main(arguments: Sequence[str]) -> None:
             way = known_ways[variant]
             if way.causal and name not in families.CAUSAL:
                 continue
-            contest.forget()
-            call = step(name, options.tokens, way)
+            forget()
+            call = families.Model(Case(name, options.tokens, TRAINING)).compiled(way)
             call()
             call()
             events = traced(call)

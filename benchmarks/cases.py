@@ -7,15 +7,13 @@ import argparse
 import dataclasses
 import fnmatch
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from . import models
 from .measure import register
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 FORWARD, TRAINING = "forward", "training"
 

@@ -25,9 +25,6 @@ from torch import nn
 
 from . import environment, measure, worth_models
 
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR")
-
-
 #: Widths of a Llama 1B: of the model, of its MLP, of k and of v.
 WIDTHS = (2048, 8192, 512)
 
@@ -104,7 +101,7 @@ def cold(case: str, backend: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks", "first", str(out), "--part"]
         done = subprocess.run(
             [*command, "--case", case, "--backend", backend], cwd=environment.REPOSITORY,
-            env=os.environ | {name: f"{folder}/{name}" for name in CACHES},
+            env=os.environ | {name: f"{folder}/{name}" for name in environment.CACHES},
             stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
         if out.exists():

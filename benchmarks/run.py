@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 import signal
@@ -19,13 +20,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import contest, environment, families, report
-from .cases import Case, Way, chosen, json_object, ways
-from .environment import REPOSITORY
+import torch
 
-CACHE_VARIABLES = (
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR"),
-)
+from coda_inductor import report as reports
+
+from . import energy, environment, families, report
+from .cases import Case, Way, chosen, json_object, ways
+from .environment import REPOSITORY, scrub
+from .measure import Call, Variants, device, synchronize
+
+MIN_ROUNDS, MAX_ROUNDS = 11, 401
+TOP_KERNELS = 8
 
 
 def _list(text: str) -> list[str]:
@@ -68,7 +73,7 @@ def _variants(case: Case, options: argparse.Namespace) -> dict[str, Way]:
 def measure(case: Case, options: argparse.Namespace, caches: Path, until: float) -> dict:
     """The result of a case, in a process of its own, or ``{"error": why there is none}``."""
     named = {n: dataclasses.asdict(way) for n, way in _variants(case, options).items()}
-    variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
+    variables = {name: str(caches / name.lower()) for name in environment.CACHES}
     if (left := min(options.timeout, until - time.monotonic())) <= 0:
         return {"error": "no time was left"}
     with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
@@ -98,9 +103,93 @@ def work(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
     named = {name: Way(**way) for name, way in order["ways"].items()}
     effort = (order["seconds"], order["energy_s"])
-    result = contest.run(Case.parse(order["case"]), named, effort)
+    result = contest(Case.parse(order["case"]), named, effort)
     result["seconds"] = time.monotonic() - start
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def forget() -> None:
+    """Free what the last case left: compiled code, reports and memory."""
+    torch.compiler.reset()
+    reports.forget()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def decisions() -> dict | None:
+    """What ours says of the graphs compiled since :func:`forget`: ``{"gemms", "fused": of them,
+    "report": text}``; None where all came from a cache.
+    """
+    made = reports.reports()
+    if not made:
+        return None
+    return {
+        "gemms": sum(len(graph.sites) for graph in made),
+        "fused": sum(graph.kernels for graph in made),
+        "report": "\n".join(scrub(graph.table()) for graph in made),
+    }
+
+
+def contest(case: Case, named: dict[str, Way], effort: tuple[float, float]) -> dict:
+    """Measure one case.
+
+    Args:
+        case: a model and how it is called.
+        named: its variants.
+        effort: seconds of timing, all variants together, and of each one's energy (0 for none).
+
+    Returns:
+        what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"energy": {variant:
+        joules of a call}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
+        {variant: of ours}``.
+    """
+    seconds, energy_s = effort
+    forget()
+    variants = Variants()
+    found = {}
+    with torch.set_grad_enabled(case.training):
+        work = families.Model(case)
+        for name, way in named.items():
+            reports.forget()
+            variants.add(name, functools.partial(work.compiled, way))
+            if said := decisions():
+                found[name] = said
+        result = variants.measure(_rounds(variants.calls, seconds))
+        result["profile"] = variants.profile(tuple(variants.calls), TOP_KERNELS)
+        result["energy"] = _energy(variants, energy_s)
+        errors = functools.partial(work.errors, variants.calls)
+        result["accuracy"] = variants.attempt("accuracy", errors) or {}
+    return result | {"shape": work.shape, "decisions": found}
+
+
+def _rounds(calls: dict[str, Call], seconds: float) -> int:
+    """As many rounds as fit into `seconds`, within limits; the calls also warm the clock."""
+    if not calls:
+        return MIN_ROUNDS
+    for _ in range(2):  # the first for the clock
+        start = time.perf_counter()
+        for call in calls.values():
+            call()
+            call()
+        synchronize()
+    took = (time.perf_counter() - start) / 2
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / took)))
+
+
+def _energy(variants: Variants, seconds: float) -> dict[str, dict]:
+    """:func:`benchmarks.energy.joules` of every variant; none on a CPU."""
+    if not seconds or device() != "cuda":
+        return {}
+    counter = variants.attempt("energy", energy.Counter)
+    if counter is None:
+        return {}
+    found = {
+        name: variants.attempt(
+            f"energy of {name}", functools.partial(energy.joules, call, seconds, counter)
+        )
+        for name, call in variants.calls.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _line(result: dict) -> str:

@@ -55,11 +55,8 @@ def lines(feature: str) -> tuple[int, int]:
     names = (module, f'"{feature}"')
     tests = [path.read_text() for path in sorted((REPOSITORY / "tests").rglob("*.py"))]
     tests = [text for text in tests if any(name in text for name in names)]
-    return sum(len(_lines(path.read_text())) for path in files), sum(map(len, map(_lines, tests)))
-
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines()
+    texts = [path.read_text() for path in files]
+    return tuple(sum(len(text.splitlines()) for text in each) for each in (texts, tests))
 
 
 def _home(feature: str) -> Path | None:

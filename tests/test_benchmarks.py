@@ -20,7 +20,6 @@ from benchmarks import (  # noqa: E402
     __main__,
     account,
     cases,
-    contest,
     environment,
     families,
     first,
@@ -143,7 +142,7 @@ def test_a_case_is_measured(case, monkeypatch):
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
     named = {n: named[n] for n in families.variants(case) if n in named}
-    found = contest.run(case, named, (0.001, 0.0))
+    found = run.contest(case, named, (0.001, 0.0))
     assert found["errors"] == {}
     assert list(found["variants"]) == list(named)
     for name in named:
