@@ -15,14 +15,15 @@ from .environment import REPOSITORY
 STEP, PEAK = 0.01, 0.03
 _HEAD = """# What each feature is worth
 
-For maintainers. Each row disables one pass, pattern or counter of a stock model and says where that
-costs most: a longer step (sustained), a higher peak, more host time or kernels than with everything.
-A feature earns its lines if it saves 1 % of a step or 3 % of a peak on one workload, if another
-feature needs it, or if it is one of the method's primitives. A feature that saved 1.5 % of a step or
-6 % of a peak on one workload was not measured on every other. Differences under 1 % are noise. A
-feature without lines has been removed since. `tables` runs twice, and only its first run was disabled.
-Lines are those of the module or folder that has the feature, which several may share, and of the test
-files that name it or import that module. Written by `python -m benchmarks worth render`.
+For maintainers. Each row disables one pass, pattern or counter of a stock model and says where
+that costs most: a longer step (sustained), a higher peak, more host time or kernels than with
+everything. A feature earns its lines if it saves 1 % of a step or 3 % of a peak on one workload,
+if another feature needs it, or if it is one of the method's primitives. A feature that saved 1.5
+% of a step or 6 % of a peak on one workload was not measured on every other. Differences under 1
+% are noise. A feature without lines has been removed since. `tables` runs twice, and only its
+first run was disabled. Lines are those of the module or folder that has the feature, which
+several may share, and of the test files that name it or import that module. Written by `python -m
+benchmarks worth render`.
 """
 
 
