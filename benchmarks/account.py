@@ -177,29 +177,25 @@ def text(
 def main(arguments: Sequence[str]) -> None:
     """Print the account of each model under each backend; ``--out`` gets it as JSON."""
     parser = argparse.ArgumentParser("python -m benchmarks account", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(models.MODELS)}")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=models.MODELS)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
-    parser.add_argument("--variants", default="coda,compile_causal", help=f"of {', '.join(ways())}")
+    parser.add_argument("--variants", nargs="+", default=("coda", "compile_causal"))
     parser.add_argument(
         "--options", type=json_object, help="JSON; the variant coda_options is ours with these"
     )
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--commit", default="", help="measured commit, where there is no .git")
     options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := sorted({*names} - {*models.MODELS}):
-        parser.error(f"--models: no such model: {', '.join(unknown)}")
-    variants = options.variants.split(",")
     known_ways = ways(options.options)
-    if unknown := sorted({*variants} - {*known_ways}):
-        parser.error(f"--variants: no such variant: {', '.join(unknown)}")
+    if unknown := sorted({*options.variants} - {*known_ways}):
+        parser.error(f"--variants: no {', '.join(unknown)} among {', '.join(known_ways)}")
     if device() != "cuda":
         parser.error("there is no GPU: an account is of kernels on one")
     full = gpu_of(torch.device("cuda", torch.cuda.current_device())).bytes_per_us
     about = environment.describe(["account", *arguments], options.commit or None)
     found: dict[str, Any] = {}
-    for name in names:
-        for variant in variants:
+    for name in options.models:
+        for variant in options.variants:
             way = known_ways[variant]
             if way.causal and name not in families.CAUSAL:
                 continue

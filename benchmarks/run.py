@@ -155,7 +155,7 @@ def contest(case: Case, named: dict[str, Way], effort: tuple[float, float]) -> d
             if said := decisions():
                 found[name] = said
         result = variants.measure(_rounds(variants.calls, seconds))
-        result["profile"] = variants.profile(tuple(variants.calls), TOP_KERNELS)
+        result["profile"] = variants.profile(TOP_KERNELS)
         result["energy"] = _energy(variants, energy_s)
         errors = functools.partial(work.errors, variants.calls)
         result["accuracy"] = variants.attempt("accuracy", errors) or {}
