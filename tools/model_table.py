@@ -39,9 +39,9 @@ this page again). No row has more than 1.2 times eager's error, forward or backw
 in training, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
-attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*: GEMMs of
-the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward that
-did, weight gradients included in the total. The last column says what is missing.
+attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:
+GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward
+that did, weight gradients included in the total. The last column says what is missing.
 
 {table}
 
@@ -60,9 +60,9 @@ norms in the forward pass, and what their traffic takes at full bandwidth:
 
 OLMo 2 and BERT: the residual reads the norm's result, so it must be written, and the kernel that
 writes it moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
-over rows of 1152. Moving the second norm past the next GEMM left one or two loops and did not pay: they took 0.96 ms
-in place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with `gate="always"`, which fuses
-everything else too), and a step 44.5 joules in place of 42.8.
+over rows of 1152. Moving the second norm past the next GEMM left one or two loops and did not
+pay: they took 0.96 ms in place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with
+`gate="always"`, which fuses everything else too), and a step 44.5 joules in place of 42.8.
 """
 
 
