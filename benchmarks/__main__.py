@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "whole": ("whole", ()),
     "adapters": ("adapters", ()),
     "paper": ("paper", ()),
+    "joules": ("joules", ()),
 }  # fmt: skip
 
 
