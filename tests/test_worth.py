@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``benchmarks worth``: what is written of measurements, with made-up ones."""
 
-from benchmarks.worth_page import earns, gains, lines, page
+from benchmarks.worth_page import earns, gains, page
 
 _WHOLE = {"ms": 10.0, "peak": 4.0, "host": 1.0, "kernels": 9}
 
@@ -26,10 +26,3 @@ def test_a_feature_earns_its_lines_by_time_or_by_memory_on_one_workload():
     assert text.index("`loss`") < text.index("`norm`") < text.index("`heads`")
     assert "RuntimeError: no" in text
     assert "+2.0% (A)" in text
-
-
-def test_lines_are_those_of_the_pass_or_pattern():
-    assert lines("swiglu")[0] == lines("swiglu_backward")[0] > 0
-    assert lines("norm")[0] > lines("noops")[0] > 0
-    assert lines("grouped_heads")[1] > 0
-    assert lines("nothing of this name") == (0, 0)
