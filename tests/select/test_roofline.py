@@ -113,17 +113,15 @@ def test_a_table_is_read_once_for_all_heads():
     assert heads - none == pytest.approx(M * 128 * 2 * 2 / BYTES)
 
 
-@pytest.mark.parametrize("name", ["fp8_residual", "fp8_swiglu", "fp8_dswiglu"])
-def test_sites_of_a_llama_in_fp8_are_fused_by_default(name):
-    program = fp8()[name]
-    found = select(Site(program, 8192, 14336, 4096), gated=True)
-    assert (found.how, found.ground) == ("kernel", "roofline")
-    half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
-    twice = select(Site(half, 8192, 14336, 4096), gated=True)
-    assert found.fused_us < 0.7 * twice.fused_us
-
-
-def test_a_rotation_is_expected_to_cost_what_it_saves():
-    """As measured at 8B widths; where it wins, a measurement says so."""
+def test_what_is_fused_by_default():
+    """Sites of a Llama in FP8. A rotation costs what it saves, as measured at 8B widths; where it
+    wins, a measurement says so."""
+    for name in ("fp8_residual", "fp8_swiglu", "fp8_dswiglu"):
+        program = fp8()[name]
+        found = select(Site(program, 8192, 14336, 4096), gated=True)
+        assert (found.how, found.ground) == ("kernel", "roofline")
+        half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
+        twice = select(Site(half, 8192, 14336, 4096), gated=True)
+        assert found.fused_us < 0.7 * twice.fused_us
     choice = select(Site(kinds()["rotary"], 8192, 4096, 3072), gated=True)
     assert (choice.how, choice.refusal.code) == ("unfused", "expected-slower")
