@@ -78,7 +78,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Where codes are read, not given.
 READERS = {ROOT / "coda_inductor" / name for name in ("remedies.py", "report.py")}
 #: Codes that are written where they are given: one, or either of two.
-GIVEN = re.compile(r"""(?<![.\w])(?:refuse|Refusal)\(\s*"([^"]+)"(?:\sif\s[^"]*\selse\s"([^"]+)")?""")
+GIVEN = re.compile(
+    r"""(?<![.\w])(?:refuse|Refusal)\(\s*"([^"]+)"(?:\sif\s[^"]*\selse\s"([^"]+)")?"""
+)
 
 
 def test_every_code_has_a_remedy_and_every_remedy_a_use():

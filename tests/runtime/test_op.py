@@ -35,10 +35,10 @@ def both_reductions(dtype: str = "bfloat16"):
 
 
 CHECKED = [
-    (make(dtype), (M, N, K))
-    for make in (both_reductions, paired_sums, lambda dtype: rotary(24, dtype=dtype))
-    for dtype in ("float64", "float32", "bfloat16")
-] + [(program, (M, NARROW, WIDE)) for program in fp8().values()]
+    *((both_reductions(dtype), (M, N, K)) for dtype in ("float64", "float32", "bfloat16")),
+    *((program, (M, N, K)) for program in (paired_sums(), rotary(24))),
+    *((fp8()[name], (M, NARROW, WIDE)) for name in ("fp8_swiglu", "fp8_dswiglu")),
+]
 
 
 @pytest.mark.parametrize(("program", "sizes"), CHECKED)
@@ -60,7 +60,7 @@ def folded(program, outputs):
             yield reference.COMBINE[spec.combine](x, 1 if spec.axis == "row" else 0, keepdim=True)
 
 
-@pytest.mark.parametrize("m", [0, 1, 300])
+@pytest.mark.parametrize("m", [0, 300])
 @pytest.mark.parametrize("name", list(programs()))
 def test_partials_stand_in_the_first_tile(name, m):
     program = programs()[name]
@@ -275,9 +275,7 @@ def on_gpu(call, monkeypatch):
     library._destroy()
 
 
-@pytest.mark.parametrize(
-    ("direction", "first"), [("forward", "strict"), ("backward", "lenient"), ("backward", "strict")]
-)
+@pytest.mark.parametrize(("direction", "first"), [("forward", "strict"), ("backward", "lenient")])
 def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
     """Compiling one model changes nothing for the other, whichever is compiled first; backward
     graphs, which run on autograd's own threads, too."""
