@@ -39,13 +39,11 @@ def holder(path):
 
 
 def test_another_process_is_waited_for_so_long(path, holder):
+    """One that is killed holds nothing."""
     start = time.monotonic()
     with held(path, 0.3) as got:
         assert not got
     assert 0.3 <= time.monotonic() - start < 30
-
-
-def test_a_process_that_is_killed_holds_nothing(path, holder):
     threading.Timer(0.3, holder.kill).start()
     start = time.monotonic()
     with held(path, 60.0) as got:

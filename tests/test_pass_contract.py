@@ -270,11 +270,19 @@ class Cast(Region):
             return self.inner(x)
 
 
+def same_model() -> list[tuple[str, ...]]:
+    """Names of cases that are about one model: each is compiled once for all of them."""
+    found: dict[Any, list[str]] = {}
+    for name, case in CASES.items():
+        found.setdefault((case.function, case.shapes), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch):
-    case, run, how = CASES[name], check_gradients, {}
-    function, x = model(case)
+@pytest.mark.parametrize("names", same_model(), ids="+".join)
+def test_as_often_as_it_should_with_eagers_gradients(names, question, monkeypatch):
+    cases, run, how = [CASES[name] for name in names], check_gradients, {}
+    function, x = model(cases[0])
     if question == "inference":
         run = check
     elif question == "any size":
@@ -285,17 +293,23 @@ def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch
         function, x = Cast(function.float()), x.detach().float().requires_grad_()
         how["tolerance"] = 5e-2
     elif question == "twice":
-        replace_pass(monkeypatch, case.run, lambda run: lambda *a: (run(*a), run(*a)))
-    harness = run(function, x, **how, **case.options)
-    assert case.seen(harness) == case.but.get(question, case.often)
+        for each in {case.run for case in cases}:
+            replace_pass(monkeypatch, each, lambda run: lambda *a: (run(*a), run(*a)))
+    harness = run(function, x, **how, **cases[0].options)
+    seen = {name: CASES[name].seen(harness) for name in names}
+    assert seen == {name: CASES[name].but.get(question, CASES[name].often) for name in names}
 
 
-@pytest.mark.parametrize(("name", "off"), [(n, off) for n in CASES for off in CASES[n].off])
-def test_disabled(name, off):
+OFF = [(names, off) for names in same_model()
+       for off in dict.fromkeys(o for name in names for o in CASES[name].off)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "off"), OFF)
+def test_disabled(names, off):
     """In training, if it does anything there."""
-    case, harness = CASES[name], Harness(disable=[off], **CASES[name].options)
+    case, harness = CASES[names[0]], Harness(disable=[off], **CASES[names[0]].options)
     (harness.train if case.often else harness.run)(*model(case))
-    assert case.seen(harness) == 0
+    assert not any(CASES[name].seen(harness) for name in names if off in CASES[name].off)
 
 
 @pytest.mark.parametrize(("name", "why"), [(n, why) for n in CASES for why in CASES[n].broken])

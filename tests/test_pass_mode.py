@@ -106,8 +106,9 @@ class Regions(nn.Module):
 MODELS = {"block": Block, "checkpointed": Checkpointed, "regions": Regions}
 
 
-@pytest.mark.parametrize("run", [step, infer])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "run"), [("block", infer), ("checkpointed", step), ("regions", step)]
+)
 def test_what_fires_is_what_fires_with_the_backend(name, run):
     model, x = MODELS[name]().double(), input_of(2, 5, D)
     _, eager = run(model, x, backend=None)
@@ -212,9 +213,7 @@ def test_a_wrong_option_changes_nothing():
         before = hooks()
         for options, said in (
             ({"speed": 11}, "unknown option 'speed'"),
-            ({"disable": ["nothing"]}, "nothing is called 'nothing'; known"),
             ({"disable": ["zzz", "swigul"]}, r"'swigul' \(did you mean 'swiglu'\?\), 'zzz'; known"),
-            ({"gate": "open"}, "'gate' is one of"),
             ({"max_autotune": True}, "'max_autotune' is Inductor's: give it to torch.compile"),
         ):
             with pytest.raises(OptionError, match=said):
@@ -294,15 +293,15 @@ def test_a_failing_pass_costs_itself_and_strict_raises(monkeypatch):
 
 def test_the_mode_decides_whether_sites_are_measured(monkeypatch):
     monkeypatch.delenv("CODA_TUNE", raising=False)
-    with coda_inductor.enabled(tune="always"):
-        always = config.joint_custom_pre_pass.uuid()
-    with coda_inductor.enabled():
-        ours = config.joint_custom_pre_pass
-        assert ours.uuid() != always
-        with config.patch(max_autotune=True):
-            assert ours.uuid() == always
-    with coda_inductor.enabled(tune="never"), config.patch(max_autotune=True):
-        assert config.joint_custom_pre_pass.uuid() != always
+
+    def uuid(**options):
+        with coda_inductor.enabled(**options):
+            return config.joint_custom_pre_pass.uuid()
+
+    always, never = uuid(tune="always"), uuid(tune="never")
+    assert len({always, never, uuid()}) == 3
+    with config.patch(max_autotune=True):
+        assert (uuid(), uuid(tune="never")) == (always, never)
 
 
 def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
