@@ -25,9 +25,13 @@ from benchmarks import (  # noqa: E402
     layer,
     measure,
     models,
+    paper,
+    paper_cuts,
+    paper_page,
     report,
     run,
     sweep,
+    whole,
     worth_models,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
@@ -117,6 +121,29 @@ def test_a_case_is_measured(suite, case, monkeypatch):
     assert found["profile"]["compile"]["kernels"]
 
 
+@pytest.mark.parametrize("name", paper_cuts.CUTS)
+def test_a_cut_is_as_exact_as_bfloat16_and_what_fails_says_why(name, monkeypatch):
+    kit = paper_cuts.Torch()
+
+    def makers(case, _tune):
+        function = case.cut.function
+        return {
+            "eager": lambda: lambda *x: function(kit, case.cut, *x),
+            "forward only": lambda: lambda *x: function(kit, case.cut, *(y.detach() for y in x)),
+            "none": lambda: 1 / 0,
+        }
+
+    monkeypatch.setattr(paper.Case, "makers", makers)
+    case = paper.Case(paper_cuts.Cut(name, 256, 16, 64, name == "head"), False, False)
+    facts = case.facts()
+    modes = ["forward", "backward", *(["step"] if name in ("head", "layer") else [])]
+    assert [*facts["variants"]["eager"]] == modes
+    assert 0 < max(each["error"] for each in facts["variants"]["eager"].values()) < 0.01
+    assert "ZeroDivisionError" in facts["errors"]["none"]
+    assert [*facts["variants"]["forward only"]] == ["forward"]
+    assert "RuntimeError" in facts["errors"]["forward only, backward"]
+
+
 def test_cases_are_chosen_by_pattern_or_named():
     suite = contest.SUITES["grid"]
     assert len(set(suite.every())) == 70
@@ -192,11 +219,16 @@ def test_a_measured_site_ships_with_its_best_configs(tmp_path):
 # Pages
 
 
-def test_the_page_of_results_is_rendered_from_its_files(tmp_path):
+def test_pages_are_rendered_from_their_files(tmp_path):
     names = ("h200_grid", "h200_families", "h200_families_more", "h200_fp8", "h200_model_train")
     page = tmp_path / "page.md"
     report.main([*(str(RESULTS / f"{name}.json") for name in names), "--page", str(page)])
     assert page.read_text() == report.PAGE.read_text()
+    (block,) = whole.BLOCK.findall(whole.PAGE.read_text())
+    assert block == whole.table(json.loads((RESULTS / "h200_whole.json").read_text()))
+    files = sorted(RESULTS.glob("*_paper.json"))
+    pages = [paper_page.markdown(json.loads(file.read_text()), file.name) for file in files]
+    assert pages == ([paper_page.PAGE.read_text()] if paper_page.PAGE.exists() else [])
 
 
 def test_runs_of_two_machines_do_not_merge():

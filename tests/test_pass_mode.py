@@ -334,25 +334,25 @@ def caches():
         yield
 
 
-def generated(run, model, x, **options):
+def generated(model, x, **options):
     """What ran with Inductor's own code: (hits in torch's cache, reports of ours, values)."""
     before = len(report.reports())
     with coda_inductor.enabled(**options):
-        _, values = run(model, x, backend="inductor")
+        _, values = infer(model, x, backend="inductor")
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     return hits, len(report.reports()) - before, values
 
 
 @pytest.mark.usefixtures("caches")
 def test_torchs_caches_know_the_options_and_keep_nothing_that_failed(monkeypatch):
-    model, x = Block(), torch.randn(4, D, requires_grad=True)
-    _, eager = step(model, x, backend=None)
+    model, x = Block(), torch.randn(4, D)
+    _, eager = infer(model, x, backend=None)
     with monkeypatch.context() as patch:
         replace_pass(patch, "fuse", lambda _: broken)
-        assert generated(step, model, x)[:2] == (0, 1)
+        assert generated(model, x)[:2] == (0, 1)
     for options, hit in (({}, 0), ({}, 1), ({"disable": "swiglu"}, 0), ({"debug": False}, 1)):
-        hits, reports, values = generated(step, model, x, **options)
+        hits, reports, values = generated(model, x, **options)
         assert (hits, reports) == (hit, 1 - hit)
         torch.testing.assert_close(values, eager)
-    _, values = step(model, x, backend="inductor")
+    infer(model, x, backend="inductor")
     assert not counters["aot_autograd"]["autograd_cache_hit"], "without us is another graph"

@@ -8,8 +8,6 @@ The checks are in the modules ``checks_...``. Graphs run op by op behind our pas
 from __future__ import annotations
 
 import importlib.util
-import signal
-import time
 
 import checks_ddp
 import checks_experts
@@ -43,17 +41,3 @@ def test_ranks(check):
 
 def test_every_rank_ends_by_itself():
     assert both().codes == [0, 0], both().said[-4000:]
-
-
-def test_a_rank_that_is_killed_ends_the_others_with_torchs_error():
-    """And nobody leaves processes behind: compile workers end with those who asked."""
-    died = ranks.Group(("dying",), 2, 60, patience=True)
-    assert died.codes == [1, -signal.SIGKILL]
-    error = died.errors("dying.check_that_a_rank_dies")
-    assert "RuntimeError" in error
-    assert "peer" in error
-    assert "cannot go on" not in error
-    deadline = time.monotonic() + 10
-    while (left := died.alive()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
