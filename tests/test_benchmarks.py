@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from measured import HOPPER, figures, site
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,23 +15,16 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 from benchmarks import (  # noqa: E402
     __main__,
-    account,
     cases,
     contest,
     environment,
     families,
-    first,
-    layer,
-    measure,
     models,
-    paper,
-    paper_cuts,
     paper_page,
     report,
     run,
     sweep,
     whole,
-    worth_models,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
 from coda_inductor.select.config import legal_configs  # noqa: E402
@@ -75,19 +67,6 @@ def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) not in text
 
 
-def test_the_first_step_of_a_case_is_timed(tmp_path, monkeypatch):
-    """In this process, uncompiled."""
-    monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(worth_models, "TOKENS", 32)
-    monkeypatch.setitem(layer.SIZES, "1B", layer.SIZES["tiny"])
-    monkeypatch.setattr(torch, "compile", lambda model, backend: model)
-    out = tmp_path / "out.json"
-    first.main([str(out), "--part", "--case", "layer", "--backend", "coda"])
-    found = json.loads(out.read_text())
-    assert found["seconds"] > found["forward"] > 0
-    assert found["kernels"] == []
-
-
 # What is measured
 
 
@@ -121,29 +100,6 @@ def test_a_case_is_measured(suite, case, monkeypatch):
     assert found["profile"]["compile"]["kernels"]
 
 
-@pytest.mark.parametrize("name", paper_cuts.CUTS)
-def test_a_cut_is_as_exact_as_bfloat16_and_what_fails_says_why(name, monkeypatch):
-    kit = paper_cuts.Torch()
-
-    def makers(case, _tune):
-        function = case.cut.function
-        return {
-            "eager": lambda: lambda *x: function(kit, case.cut, *x),
-            "forward only": lambda: lambda *x: function(kit, case.cut, *(y.detach() for y in x)),
-            "none": lambda: 1 / 0,
-        }
-
-    monkeypatch.setattr(paper.Case, "makers", makers)
-    case = paper.Case(paper_cuts.Cut(name, 256, 16, 64, name == "head"), False, False)
-    facts = case.facts()
-    modes = ["forward", "backward", *(["step"] if name in ("head", "layer") else [])]
-    assert [*facts["variants"]["eager"]] == modes
-    assert 0 < max(each["error"] for each in facts["variants"]["eager"].values()) < 0.01
-    assert "ZeroDivisionError" in facts["errors"]["none"]
-    assert [*facts["variants"]["forward only"]] == ["forward"]
-    assert "RuntimeError" in facts["errors"]["forward only, backward"]
-
-
 def test_cases_are_chosen_by_pattern_or_named():
     suite = contest.SUITES["grid"]
     assert len(set(suite.every())) == 70
@@ -156,35 +112,6 @@ def test_cases_are_chosen_by_pattern_or_named():
         for case in about.every():
             about.check(case.size)
             assert {*about.variants(case)} <= {*cases.ways({"gate": "always"})}
-
-
-def test_a_variant_that_raises_leaves_its_error_and_the_others():
-    def broken():
-        raise RuntimeError("no kernel for this shape")
-
-    variants = measure.Variants()
-    variants.add("bad", broken)
-    variants.add("bad", lambda: pytest.fail("prepared again"))
-    variants.add("good", lambda: lambda: torch.ones(4).sum())
-    result = variants.measure(rounds=2)
-    assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape"}
-    assert list(result["variants"]) == ["good"]
-
-
-def test_the_account_of_a_trace():
-    given = {"External id": 1, "Input Dims": [[64, 16], []], "Input type": ["float", "Scalar"]}
-    events = [
-        {"cat": "cpu_op", "name": "x", "args": given},
-        {"cat": "kernel", "name": "nvjet_tst", "ts": 0, "dur": 40.0, "args": {"External id": 9}},
-        {"cat": "kernel", "name": "triton_poi_3", "ts": 50, "dur": 6.0, "args": {"External id": 1}},
-    ]
-    found = account.read(events, 2)
-    kernel = found["triton_poi_3"]
-    assert (kernel.kind, kernel.maker, kernel.us) == (account.REST, "Inductor", 3.0)
-    assert kernel.bytes == 64 * 16 * 4 / 2
-    assert account.idle_us(events, 2) == 5.0
-    assert account.shares(found, 5.0)["all"] == pytest.approx(0.028)
-    assert "triton_poi_3" in account.text(found, 5.0, 1000.0, least_us=1.0)
 
 
 # Tables that ship
@@ -229,13 +156,6 @@ def test_pages_are_rendered_from_their_files(tmp_path):
     files = sorted(RESULTS.glob("*_paper.json"))
     pages = [paper_page.markdown(json.loads(file.read_text()), file.name) for file in files]
     assert pages == ([paper_page.PAGE.read_text()] if paper_page.PAGE.exists() else [])
-
-
-def test_runs_of_two_machines_do_not_merge():
-    parts = [{"environment": {"gpu": gpu}, "layer": {gpu: {"error": "x"}}} for gpu in ("A", "B")]
-    with pytest.raises(ValueError, match="differ in gpu"):
-        report.merged(parts)
-    assert "NOT MEASURED layer A: x" in report.short(parts[0])
 
 
 def test_scrub_removes_paths_only():

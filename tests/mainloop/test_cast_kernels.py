@@ -30,7 +30,7 @@ FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.
 
 def test_kernels_compute_what_plain_torch_does():
     done = python(Path(__file__).parent / "interpreted_casts.py")
-    assert done.stdout == "48 tensors agree\n", done.stderr
+    assert done.stdout == "36 tensors agree\n", done.stderr
 
 
 def compiled(kernel, types: Mapping[str, str], constants: Mapping[str, object], **options) -> str:

@@ -186,7 +186,8 @@ def test_workers_do_not_outlive_whoever_asked_for_them():
 
 
 @served
-def test_a_fork_leaves_the_server_to_its_parent():
+def test_a_fork_leaves_the_server_to_its_parent_and_one_that_dies_is_replaced():
+    """With its workers."""
     pool.submit([ask(FOR_EVER)])
     server, workers = running()
     connection = pool._servers["90"].child.connection
@@ -196,12 +197,6 @@ def test_a_fork_leaves_the_server_to_its_parent():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert alive(server)
     assert alive(workers[0])
-
-
-@served
-def test_a_server_that_dies_ends_its_workers_and_is_replaced():
-    pool.submit([ask(FOR_EVER)])
-    server, workers = running()
     os.kill(server, signal.SIGKILL)
     until(lambda: not any(map(alive, workers)))
     assert pool.wait([PASS]) == {PASS: None}
