@@ -85,7 +85,7 @@ def test_the_model_fires_every_counter():
     assert sorted(train().counts) == COUNTERS
 
 
-@pytest.mark.parametrize("names", [OTHERS[i::3] for i in range(3)], ids=lambda names: names[0])
+@pytest.mark.parametrize("names", [OTHERS[::2], OTHERS[1::2]], ids=lambda names: names[0])
 def test_disabled_passes_do_not_run(names, monkeypatch):
     ran = []
     for stage in ("ON_DYNAMO", "ON_ATEN"):

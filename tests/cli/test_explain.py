@@ -81,10 +81,13 @@ def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsy
     assert HINT not in said
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", "0"), ("batch", "-1"), ("batch", "two")])
-def test_sizes_are_positive(name, value, capsys):
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [("explain", "tokens", "0"), ("explain", "batch", "two"), ("tune", "tokens", "-1")],
+)
+def test_sizes_are_positive(command, name, value, capsys):
     with pytest.raises(SystemExit):
-        main(["explain", "--hf", "llama", f"--{name}", value])
+        main([command, "--hf", "llama", f"--{name}", value])
     assert f"{value!r} is no positive number" in capsys.readouterr().err
 
 

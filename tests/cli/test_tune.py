@@ -130,11 +130,3 @@ def test_options_reach_the_backend(gpu, monkeypatch):
 def test_wrong_usage_is_a_message(arguments, says, gpu, capsys):
     assert main(["tune", "--hf", "llama", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", ["", "512,", "512,-1"])
-def test_numbers_of_tokens_are_positive(wrong, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--hf", "llama", "--tokens", wrong])
-    assert ended.value.code == 2
-    assert "is no positive number" in capsys.readouterr().err

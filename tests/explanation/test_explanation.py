@@ -209,14 +209,6 @@ def words(page):
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
-def test_no_gemm_is_a_sentence():
-    with torch.no_grad():
-        found = explain(torch.relu, torch.ones(8, 16))
-    assert found.summary == "There is no GEMM in it, so there is nothing to fuse."
-    assert found.html()
-    assert "2 GEMMs, of which none absorbs anything." in str(explained("nothing")[0])
-
-
 def site(**fields):
     base = {"how": "reference", "absorbed": ("relu",), "patterns": ("epilogue",),
             "refusal": refuse("no-kernels-on-device", "device cpu has no kernels"),

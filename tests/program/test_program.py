@@ -143,26 +143,6 @@ def test_the_key_is_of_what_is_computed_wherever_a_step_came_from():
     assert replace(made[0], steps=tuple(elsewhere)).key == made[0].key
 
 
-def test_printed_program_reads_like_the_documentation():
-    norm = program(**NORM)
-    first = replace(norm.steps[0], origin="aten.add.Tensor")
-    assert str(replace(norm, steps=(first, *norm.steps[1:]))).splitlines() == [
-        "program(acc: bfloat16 x bfloat16)",
-        "  load   c0      : tile bfloat16",
-        "  load   w0      : row float32",
-        "  x      = add acc c0                   # aten.add.Tensor",
-        "  h      = mul x w0",
-        "  xr     = round_bfloat16 x",
-        "  sq     = mul xr xr",
-        "  half   = mul h 0.5",
-        "  store  out0    = x : bfloat16",
-        "  store  out1    = half : float32",
-        "  reduce part0   = add over N of sq",
-    ]
-    assert str(SCALED).startswith(f"program(acc: {E4M3} x {E5M2}), fast accumulation\n")
-    assert str(program(**ROTARY)).startswith("program(acc: float64 x float64), heads of 8\n")
-
-
 #: What is not an op of torch's by that name: its binary digits.
 ROUNDED = {"round_bfloat16": 8, "round_float16": 11}
 
