@@ -95,6 +95,7 @@ def one_sum(steps: str, axis: str = "row", stores: str = "acc") -> EpilogueProgr
         ("row", "v add acc bias", True),
         ("row", "v exp acc", True),
         ("row", "v relu acc", False),
+        ("row", "v div acc 2", False),
         ("row", "v div 2 acc", True),
         ("row", "w sigmoid acc; v mul acc w", False),
         ("row", "w sigmoid bias; v mul acc w", True),

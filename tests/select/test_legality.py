@@ -39,6 +39,7 @@ def test_every_representative_program_is_supported(program):
     [
         (parsed("float32", "", "", "acc"), 64, 64, {}, "kernel-dtype", "float32 GEMM"),
         (SCALE, 60, 64, {}, "not-multiple-of-8", "N=60"),
+        (SCALE, 64, 63, {}, "not-multiple-of-8", "K=63"),
         (SCALE, 64, 0, {}, "not-multiple-of-8", "K=0"),
         (replace(SCALE, stores=()), 64, 64, {}, "no-store", "without a tile store"),
         (replace(SCALE, stores=(Store("o", "x", "float64"),)), 64, 64, {}, "kernel-dtype",
@@ -50,6 +51,7 @@ def test_every_representative_program_is_supported(program):
          "one value"),
         (sum_of_tiles(16), 4096, 4096, {}, "shared-memory", "shared memory"),
         (FP8, 72, 64, {}, "not-multiple-of-16", "N=72 and K=64"),
+        (FP8, 64, 72, {}, "not-multiple-of-16", "N=64 and K=72"),
         (FP8, 64, 64, {"a_major": "m"}, "fp8-layout", "left operand is contiguous along M"),
         (FP8, 64, 64, {"b_major": "n"}, "fp8-layout", "right operand is contiguous along N"),
         (EXPERTS, 64, 64, {"a_major": "m"}, "grouped-layout", "contiguous"),
