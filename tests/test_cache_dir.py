@@ -162,21 +162,17 @@ def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
         place.chmod(0o700)
 
 
-def test_a_chosen_folder_that_a_stranger_made_in_the_temporary_directory(
-    place, caplog, monkeypatch, belongs
-):
-    chosen = place / "temp" / "cache"
+def test_what_a_stranger_made_in_the_temporary_directory(place, caplog, monkeypatch, belongs):
+    chosen, link = place / "temp" / "cache", place / "temp" / "link"
     chosen.mkdir(mode=0o755)
+    link.symlink_to(place / "home")
     monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
     assert find(caplog) == (chosen, None)
-    belongs(chosen)
-    assert find(caplog)[0] != chosen
-    assert f"everybody may make {chosen}, and user {STRANGER} did" in caplog.text
-    link = place / "temp" / "link"
-    link.symlink_to(place / "home")
-    belongs(link)
-    monkeypatch.setenv("CODA_CACHE_DIR", str(link))
-    assert find(caplog)[0] not in (link, place / "home")
+    for path in (chosen, link):
+        belongs(path)
+        monkeypatch.setenv("CODA_CACHE_DIR", str(path))
+        assert find(caplog)[0] not in (path, place / "home")
+        assert f"everybody may make {path}, and user {STRANGER} did" in caplog.text
 
 
 def test_the_default_must_be_ours(place, caplog, belongs, monkeypatch):

@@ -52,7 +52,8 @@ def test_another_process_is_waited_for_so_long(path, holder):
 
 
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
-    """A folder that cannot be made; file systems without locks are the same to it."""
+    """A folder that cannot be made; file systems without locks are the same to it. Without any
+    place nothing is held."""
     path.parent.write_text("no folder")
     monkeypatch.setattr(locks, "private_dir", lambda: tmp_path)
     with held(path, 1.0) as got:
@@ -69,8 +70,6 @@ def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatc
         thread.join()
         assert seen == [False]
 
-
-def test_without_any_place_nothing_is_held(path, monkeypatch):
     def none(*_, **__):
         raise OSError("read-only")
 

@@ -54,6 +54,7 @@ def test_the_config_is_that_of_the_nearest_measured_site_of_a_program_like_it(tm
 
 
 def test_what_was_measured_slower_stays_unfused_where_a_gate_asks(here):
+    """What has no working kernel stays whoever asks."""
     here.add(keyed(ONE, LOSES))
     found = select(ONE, gated=True, store=here)
     assert (found.how, found.config, found.fused_us) == ("unfused", SECOND, 110.0)
@@ -61,16 +62,13 @@ def test_what_was_measured_slower_stays_unfused_where_a_gate_asks(here):
     assert found.refusal.text == "measured 110 us fused, 100 us unfused"
     found = select(ONE, gated=False, store=here)
     assert (found.how, found.config, found.refusal) == ("kernel", SECOND, None)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_site_without_a_working_kernel_is_never_fused(gated, here):
     failed = {FIRST: "wrong: out0 is off by 1 of its norm", SECOND: "hangs"}
     here.add(keyed(ONE, figures({}, failed=failed)))
-    found = select(ONE, gated=gated, store=here)
-    assert (found.how, found.config, found.refusal.code) == ("unfused", "", "no-working-config")
-    assert "H900: wrong: out0 is off" in found.refusal.text
-    assert found.measured
+    for gated in (True, False):
+        found = select(ONE, gated=gated, store=here)
+        assert (found.how, found.config, found.refusal.code) == ("unfused", "", "no-working-config")
+        assert "H900: wrong: out0 is off" in found.refusal.text
+        assert found.measured
 
 
 def test_what_an_elementwise_kernel_reads_anyway_is_no_gain(here):

@@ -21,8 +21,8 @@ ONE, OTHER = site(k=1024), site(n=4096, k=1024)
 FAST, SLOW = figures({"128x128:2x1:pp": 50.0}), figures({"128x128:2x1:pp": 200.0})
 
 
-def test_what_another_process_measures_is_found(tmp_path):
-    """A store a process: each looks again when the file changes."""
+def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
+    """A store a process: each looks again when the file changes, and only then."""
     here, there = Store(HOPPER, tmp_path), Store(HOPPER, tmp_path)
     assert here.find(ONE) is None
     there.add(keyed(ONE, FAST))
@@ -34,13 +34,8 @@ def test_what_another_process_measures_is_found(tmp_path):
     assert Store(HOPPER, tmp_path).own() == there.own()
     there.add(keyed(ONE, SLOW))  # again
     assert here.find(ONE) == (SLOW, "here")
-
-
-def test_the_file_is_not_read_while_it_stays_as_it_is(tmp_path, monkeypatch):
-    store = Store(HOPPER, tmp_path)
-    store.add(keyed(ONE, FAST))
     monkeypatch.setattr(kept, "sites_in", lambda _: pytest.fail("read again"))
-    assert store.find(ONE) == (FAST, "here")
+    assert here.find(ONE) == (SLOW, "here")
 
 
 def test_another_model_gets_no_shipped_measurements(tmp_path):
@@ -70,27 +65,17 @@ def like(us: float):
     return figures({"128x128:2x1:pp": us}, like=signature(PROGRAM))
 
 
-def test_another_spelling_is_found_at_its_size(tmp_path):
+def test_another_spelling_is_found_at_its_size_and_layout_alone(tmp_path):
+    """Of several the slower counts."""
     store = Store(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
     assert key_of(at(spelled())) != key_of(at())
     assert store.find(at(spelled())) == (like(40.0), "shipped")
-
-
-@pytest.mark.parametrize(
-    "other",
-    [at(kinds()["act_bwd"]), at(n=2 * N), at(m=2 * M), replace(at(), b_major="k"),
-     replace(at(), copied=(512, 512))],
-    ids=["program", "N", "rows", "layout", "copied"],
-)  # fmt: skip
-def test_another_program_size_or_layout_is_not(other, tmp_path):
-    store = Store(table(tmp_path / "tables", found=keyed(at(), like(40.0))), tmp_path)
-    assert store.find(other) is None
-
-
-def test_of_several_the_slower_counts(tmp_path):
-    for quick, slow in ((at(), at(spelled())), (at(spelled()), at())):
-        rows = keyed(quick, like(40.0)) | keyed(slow, like(44.0))
-        store = Store(table(tmp_path / "tables", found=rows), tmp_path)
+    for other in (at(kinds()["act_bwd"]), at(n=2 * N), at(m=2 * M), replace(at(), b_major="k"),
+                  replace(at(), copied=(512, 512))):  # fmt: skip
+        assert store.find(other) is None
+    for us in ((40.0, 44.0), (44.0, 40.0)):
+        rows = keyed(at(), like(us[0])) | keyed(at(spelled()), like(us[1]))
+        store = Store(table(tmp_path / str(us), found=rows), tmp_path)
         assert store.find(at(spelled("abs"))) == (like(44.0), "shipped")
 
 
