@@ -187,12 +187,8 @@ def test_nothing_is_cached_while_debugging_or_behind_an_unknown_pass(tmp_path):
     assert uuid(lambda graph: None) is None
     assert uuid([UsersPass("1"), lambda graph: None]) is None
     assert uuid([UsersPass("1"), UsersPass("2")]) != uuid([UsersPass("2"), UsersPass("1")])
-
-
-def test_a_copy_of_inductors_configuration_holds_our_pass_itself():
-    """``torch.compile`` copies it; what our pass knows of a graph cannot be copied."""
-    ours = JointPass(Record(parse(None, {}), "test"))
-    ours.record.fake = FakeTensorMode().from_tensor(torch.ones(1))
+    ours = JointPass(Record(parse(None, {}), "test"))  # ``torch.compile`` copies the configuration
+    ours.record.fake = FakeTensorMode().from_tensor(torch.ones(1))  # which cannot be copied
     assert copy.deepcopy({"joint_custom_pre_pass": ours}) == {"joint_custom_pre_pass": ours}
 
 

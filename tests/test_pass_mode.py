@@ -224,9 +224,12 @@ def test_a_wrong_option_changes_nothing():
 
 
 def test_what_was_set_since_stays():
-    """Also in a list with ours; disabling once more does nothing."""
+    """Also in a list with ours; disabling once more does nothing. Torch may copy its configuration,
+    as it does for options of ``torch.compile``; torch 2.11 pickles it for a key."""
     mine, since = UsersPass("1"), UsersPass("2")
     coda_inductor.enable()
+    assert pickle.dumps(hooks()[0]) == pickle.dumps(copy.deepcopy(hooks()[0]))
+    assert config.get_config_copy()[pass_mode.JOINT].uuid() == hooks()[1].uuid()
     config.joint_custom_pre_pass = mine
     coda_inductor.disable()
     assert hooks() == (None, mine)
@@ -315,13 +318,6 @@ def test_a_torch_without_what_we_need_is_left_alone(monkeypatch, warned):
     assert infer(Block(), torch.randn(3, D), backend=coda)[0]["rms_norm"] == 1
     for name in ("torch.nothing", "torch._inductor.config.pre_grad_pass_of_tomorrow"):
         assert any(f"has no {name}" in text for text in warned())
-
-
-def test_torch_may_copy_its_configuration():
-    """As it does for ``torch.compile(..., options={...})``. Torch 2.11 pickles it for a key."""
-    with coda_inductor.enabled():
-        assert pickle.dumps(hooks()[0]) == pickle.dumps(copy.deepcopy(hooks()[0]))
-        assert config.get_config_copy()[pass_mode.JOINT].uuid() == hooks()[1].uuid()
 
 
 @pytest.fixture

@@ -242,7 +242,8 @@ def test_what_is_kept_is_bounded(entry):
     assert 1 < len(kept._prepared) <= launch._MOST_PREPARED
 
 
-def test_what_the_kernel_refuses_goes_the_long_way(entry):
+def test_what_the_kernel_refuses_goes_the_long_way(entry, monkeypatch, caplog):
+    """Without preparation each call does."""
     call = case("scale")
     given(entry, call)
     entry.error = ValueError("Mismatched Tensor")
@@ -251,11 +252,8 @@ def test_what_the_kernel_refuses_goes_the_long_way(entry):
     assert entry.long_ways == 2
     entry.error = None
     assert not given(entry, call)[1]
-
-
-def test_without_preparation_calls_go_the_long_way(entry, monkeypatch, caplog):
+    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "prepare", lambda *_: 1 / 0)
-    call = case("scale")
     assert [given(entry, call)[1] for _ in range(3)] == [True] * 3
     assert not caplog.messages
 
