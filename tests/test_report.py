@@ -42,6 +42,13 @@ def test_the_line_says_what_runs():
 
 
 def test_weight_gradients_without_work_are_one_line_and_others_a_row_each():
+    """A row says what it is the gradient of."""
+    sites = [
+        SiteReport("same.path", (8, 8, 8), role=f"{of} gradient") for of in ("input", "weight")
+    ]
+    rows = " ".join(GraphReport("g", sites).table().split())
+    assert "input" in rows
+    assert "weight" in rows
     table = GraphReport("g", [KERNEL, gradient("transposed")]).table()
     assert "and 1 weight gradient that has nothing to absorb" in table
     assert "this or that" not in table
