@@ -74,21 +74,18 @@ def test_its_last_words_are_the_reason(do, code, said, start):
         ask(process, "say(ready=True)")
 
 
-def test_one_that_is_late_is_ended(start):
-    process = start()
-    with pytest.raises(LateError):
-        ask(process, FOR_EVER, 0.5)
-    assert not alive(process.pid)
-
-
-@pytest.mark.parametrize("how", ["ignores", "is stopped"])
+@pytest.mark.parametrize("how", ["ignores", "is stopped", "is late"])
 def test_to_end_takes_no_time(how, start):
     process = start()
     ask(process, "signal.signal(15, signal.SIG_IGN); say()")
     if how == "is stopped":
         os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    process.end()
+    if how == "is late":
+        with pytest.raises(LateError):
+            ask(process, FOR_EVER, 0.5)
+    else:
+        process.end()
     assert time.monotonic() - began < 30
     assert not alive(process.pid)
 

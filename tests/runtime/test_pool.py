@@ -318,19 +318,6 @@ def test_an_idle_server_ends_and_another_is_started(serve):
     assert pool.wait([PASS]) == {PASS: None}
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "want"),
-    [(12, "2", 6), (16, "64", 1), (128, "1", 16), (4, "x", 4)],
-)
-def test_ranks_of_a_host_share_one_worker_a_core_that_they_may_use(cores, ranks, want, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    monkeypatch.delenv("CODA_COMPILE_WORKERS", raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    client._workers.cache_clear()
-    assert client.workers() == want
-
-
 @served
 @pytest.mark.parametrize(("rank", "want"), [("1", "3456012"), ("", "0123456")])
 def test_each_rank_begins_with_other_kernels(rank, want, tmp_path, monkeypatch):
@@ -344,7 +331,8 @@ def test_each_rank_begins_with_other_kernels(rank, want, tmp_path, monkeypatch):
 
 
 def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
-    """None leaves compiling to the first launch."""
+    """None leaves compiling to the first launch. By default ranks of a host share one worker a core
+    that they may use."""
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "0")
     pool.warm_up()
     assert pool.submit([GOOD]) == 0
@@ -352,6 +340,13 @@ def test_the_number_of_workers_can_be_set(monkeypatch, caplog):
     assert not pool._servers
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "40")
     assert client.workers() == 40
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    for cores, ranks, want in ((12, "2", 6), (16, "64", 1), (128, "1", 16), (4, "x", 4)):
+        monkeypatch.delenv("CODA_COMPILE_WORKERS", raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        client._workers.cache_clear()
+        assert client.workers() == want
     for text in ("many", "-1", "1.5"):
         monkeypatch.setenv("CODA_COMPILE_WORKERS", text)
         client._workers.cache_clear()

@@ -35,7 +35,7 @@ def test_what_another_process_measures_is_found(tmp_path, monkeypatch):
     there.add(keyed(ONE, SLOW))  # again
     assert here.find(ONE) == (SLOW, "here")
     monkeypatch.setattr(kept, "sites_in", lambda _: pytest.fail("read again"))
-    assert here.find(ONE) == (SLOW, "here")
+    assert here.find(ONE) == there.find(ONE) == (SLOW, "here")
 
 
 def test_another_model_gets_no_shipped_measurements(tmp_path):
