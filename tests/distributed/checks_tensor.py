@@ -181,6 +181,15 @@ def check_what_inductor_overlaps_is_left_to_it():
     assert "async-tensor-parallel" in codes
 
 
+def check_no_gradients():
+    fresh()
+    model, (tokens,) = sequence_parallel(decoder(1), mesh()), batches(1, 1)
+    with torch.no_grad():
+        have = torch.compile(model, **HOW)(tokens)
+        torch.testing.assert_close(have, decoder(1)(tokens), rtol=1e-9, atol=1e-9)
+    assert_fired({"swiglu": 1, "collective": GATHERS})
+
+
 def check_tensor_parallelism_inside_of_fsdp():
     """On a mesh of both, and ranks agree on what each has fused: else collectives would not
     meet."""
