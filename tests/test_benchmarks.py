@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,16 +16,16 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 from benchmarks import (  # noqa: E402
     __main__,
-    account,
     cases,
     environment,
     families,
     first,
-    measure,
     models,
+    paper_page,
     report,
     run,
     sweep,
+    whole,
     worth_models,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
@@ -100,28 +98,6 @@ def test_a_first_step_that_fails_says_why(monkeypatch):
     assert "No module named benchmarks" in first.cold("layer", "coda")["error"]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "tiny-32-forward-fp16", "nothing*"]
-)
-def test_an_unknown_case_is_refused(pattern, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run.main(["--out", str(tmp_path), "--cases", pattern])
-    assert f"--cases: {pattern!r} matches no case" in capsys.readouterr().err
-
-
-def test_a_case_whose_process_dies_or_hangs_is_an_error(monkeypatch, tmp_path):
-    start = subprocess.Popen
-    source = "import os, sys, time; time.sleep(float(sys.argv[1])); os._exit(7)"
-    for seconds, limit, why in ((0, 60, "exit status 7"), (60, 1, "killed after 1 s")):
-        command = [sys.executable, "-c", source, str(seconds)]
-        monkeypatch.setattr(run.subprocess, "Popen", lambda *_, c=command, **how: start(c, **how))
-        options = run._parser().parse_args(["--out", str(tmp_path)])
-        case = Case.parse(TINY)
-        found = run.measure(case, options, tmp_path, time.monotonic() + limit)
-        assert found["error"].startswith(why)
-    assert run.measure(case, options, tmp_path, 0.0) == {"error": "no time was left"}
-
-
 # What is measured
 
 
@@ -162,35 +138,6 @@ def test_cases_are_chosen_by_pattern_or_named():
         assert {*families.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
-def test_a_variant_that_raises_leaves_its_error_and_the_others():
-    def broken():
-        raise RuntimeError("no kernel for this shape")
-
-    variants = measure.Variants()
-    variants.add("bad", broken)
-    variants.add("bad", lambda: pytest.fail("prepared again"))
-    variants.add("good", lambda: lambda: torch.ones(4).sum())
-    result = variants.measure(rounds=2)
-    assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape"}
-    assert list(result["variants"]) == ["good"]
-
-
-def test_the_account_of_a_trace():
-    given = {"External id": 1, "Input Dims": [[64, 16], []], "Input type": ["float", "Scalar"]}
-    events = [
-        {"cat": "cpu_op", "name": "x", "args": given},
-        {"cat": "kernel", "name": "nvjet_tst", "ts": 0, "dur": 40.0, "args": {"External id": 9}},
-        {"cat": "kernel", "name": "triton_poi_3", "ts": 50, "dur": 6.0, "args": {"External id": 1}},
-    ]
-    found = account.read(events, 2)
-    kernel = found["triton_poi_3"]
-    assert (kernel.kind, kernel.maker, kernel.us) == (account.REST, "Inductor", 3.0)
-    assert kernel.bytes == 64 * 16 * 4 / 2
-    assert account.idle_us(events, 2) == 5.0
-    assert account.shares(found, 5.0)["all"] == pytest.approx(0.028)
-    assert "triton_poi_3" in account.text(found, 5.0, 1000.0, least_us=1.0)
-
-
 # Tables that ship
 
 
@@ -226,18 +173,16 @@ def test_a_measured_site_ships_with_its_best_configs(tmp_path):
 # Pages
 
 
-def test_the_page_of_results_is_rendered_from_its_files(tmp_path):
+def test_pages_are_rendered_from_their_files(tmp_path):
     names = ("h200_grid", "h200_families", "h200_families_more", "h200_fp8", "h200_model_train")
     page = tmp_path / "page.md"
     report.main([*(str(RESULTS / f"{name}.json") for name in names), "--page", str(page)])
     assert page.read_text() == report.PAGE.read_text()
-
-
-def test_runs_of_two_machines_do_not_merge():
-    parts = [{"environment": {"gpu": gpu}, "layer": {gpu: {"error": "x"}}} for gpu in ("A", "B")]
-    with pytest.raises(ValueError, match="differ in gpu"):
-        report.merged(parts)
-    assert "NOT MEASURED layer A: x" in report.short(parts[0])
+    (block,) = whole.BLOCK.findall(whole.PAGE.read_text())
+    assert block == whole.table(json.loads((RESULTS / "h200_whole.json").read_text()))
+    files = sorted(RESULTS.glob("*_paper.json"))
+    pages = [paper_page.markdown(json.loads(file.read_text()), file.name) for file in files]
+    assert pages == ([paper_page.PAGE.read_text()] if paper_page.PAGE.exists() else [])
 
 
 def test_scrub_removes_paths_only():
