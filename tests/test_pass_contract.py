@@ -192,6 +192,11 @@ CASES = {
         of.clamped, 2 * ((WIDE, D),), fired("clamped_swiglu"), "idioms",
         ("clamped_swiglu", "idioms"), broken={"other clamps": of.clamped_otherwise},
     ),
+    "clamped_swiglu_backward": Case(
+        lambda x, gate, up, down: F.linear(of.clamped(x, gate, up), down),
+        (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
+        ("clamped_swiglu_backward",), but={"inference": 0},
+    ),
     "experts": Case(
         of.experts, EXPERTS, fired("experts"), "experts", ("experts",),
     ),
