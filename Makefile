@@ -9,7 +9,6 @@ export CODA_CPU_TORCH := torch==$(TORCH)
 endif
 VENV ?= .venv
 OUT ?= benchmarks/results/latest
-SUITE ?= families
 # Tests side by side, and threads of torch's in each.
 JOBS ?= 2
 THREADS ?= 1
@@ -35,8 +34,8 @@ fuzz: $(VENV)/.test  ## hunt with N random programs from SEED on; each failure p
 	FUZZ="$(SEED) $(N)" OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) \
 		--timeout 600 --timeout-method thread tests/fuzz/test_fuzz.py $(ARGS)
 
-bench: $(VENV)/.bench  ## run a suite of the benchmarks into OUT (needs a GPU; SUITE=grid)
-	$(RUN) -m benchmarks $(SUITE) --out $(OUT) $(ARGS)
+bench: $(VENV)/.bench  ## run the suite of the benchmarks, whole models, into OUT (needs a GPU)
+	$(RUN) -m benchmarks families --out $(OUT) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, format, types, import direction, house limits
 	$(RUN) tools/lint.py

@@ -6,18 +6,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-#: Name -> (module, arguments before those given); imported when asked for.
-COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{suite: ("run", (suite,)) for suite in ("grid", "families")},
-    "account": ("account", ()),
-    "report": ("report", ()),
-    "worth": ("worth", ()),
-    "headline": ("headline", ()),
-    "first": ("first", ()),
-    "whole": ("whole", ()),
-    "adapters": ("adapters", ()),
-    "paper": ("paper", ()),
-}  # fmt: skip
+#: Name -> module, imported when asked for.
+COMMANDS = {name: name for name in (
+    "account", "report", "worth", "headline", "first", "whole", "adapters", "paper",
+)} | {"families": "run"}  # fmt: skip
 
 
 def main() -> None:
@@ -26,8 +18,7 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"usage: python -m benchmarks NAME ...\n\nNAME: {', '.join(COMMANDS)}")
         sys.exit(0 if name in ("-h", "--help") else 2)
-    module, first = COMMANDS[name]
-    importlib.import_module(f"benchmarks.{module}").main(*first, arguments)
+    importlib.import_module(f"benchmarks.{COMMANDS[name]}").main(arguments)
 
 
 if __name__ == "__main__":

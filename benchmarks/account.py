@@ -25,10 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from coda_inductor.select.device import gpu_of
 
-from . import contest, energy, environment, families, models
-from .cases import TRAINING, Case, Way, json_object, ways
+from . import energy, environment, families, models
+from .cases import TRAINING, Case, json_object, ways
 from .measure import Call, device, synchronize
 from .report import table
+from .run import forget
 
 MODELS = ("1B", "8B", "qwen3", "gemma3")
 CALLS = 3
@@ -130,11 +131,6 @@ def tensor_bytes(launch: dict) -> int:
     return total
 
 
-def step(name: str, tokens: int, way: Way) -> Call:
-    """A training step of the model, compiled."""
-    return families.Model(Case(name, tokens, TRAINING)).compiled(way)
-
-
 def traced(call: Call, calls: int = CALLS) -> list[dict]:
     """The events of so many calls, which are warm."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -181,34 +177,30 @@ def text(
 def main(arguments: Sequence[str]) -> None:
     """Print the account of each model under each backend; ``--out`` gets it as JSON."""
     parser = argparse.ArgumentParser("python -m benchmarks account", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(models.MODELS)}")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=models.MODELS)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
-    parser.add_argument("--variants", default="coda,compile_causal", help=f"of {', '.join(ways())}")
+    parser.add_argument("--variants", nargs="+", default=("coda", "compile_causal"))
     parser.add_argument(
         "--options", type=json_object, help="JSON; the variant coda_options is ours with these"
     )
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--commit", default="", help="measured commit, where there is no .git")
     options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := sorted({*names} - {*models.MODELS}):
-        parser.error(f"--models: no such model: {', '.join(unknown)}")
-    variants = options.variants.split(",")
     known_ways = ways(options.options)
-    if unknown := sorted({*variants} - {*known_ways}):
-        parser.error(f"--variants: no such variant: {', '.join(unknown)}")
+    if unknown := sorted({*options.variants} - {*known_ways}):
+        parser.error(f"--variants: no {', '.join(unknown)} among {', '.join(known_ways)}")
     if device() != "cuda":
         parser.error("there is no GPU: an account is of kernels on one")
     full = gpu_of(torch.device("cuda", torch.cuda.current_device())).bytes_per_us
     about = environment.describe(["account", *arguments], options.commit or None)
     found: dict[str, Any] = {}
-    for name in names:
-        for variant in variants:
+    for name in options.models:
+        for variant in options.variants:
             way = known_ways[variant]
             if way.causal and name not in families.CAUSAL:
                 continue
-            contest.forget()
-            call = step(name, options.tokens, way)
+            forget()
+            call = families.Model(Case(name, options.tokens, TRAINING)).compiled(way)
             call()
             call()
             events = traced(call)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the suites have in common: cases, by name, and ways of compiling them."""
+"""Cases, by name, and ways of compiling them."""
 
 from __future__ import annotations
 
@@ -7,34 +7,29 @@ import argparse
 import dataclasses
 import fnmatch
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
+from . import models
 from .measure import register
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
 FORWARD, TRAINING = "forward", "training"
-DTYPES = ("bf16", "fp16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison: what is compiled (the widths of a layer, a model), its rows M or tokens,
-    "forward" or "training", and "bf16" or "fp16".
-    """
+    """One comparison: a model, its tokens, and "forward" or "training"."""
 
     size: str
     rows: int
     mode: str
-    dtype: str = "bf16"
 
     @property
     def name(self) -> str:
         """For example ``8B-4096-training-bf16``."""
-        return f"{self.size}-{self.rows}-{self.mode}-{self.dtype}"
+        return f"{self.size}-{self.rows}-{self.mode}-bf16"
 
     @property
     def training(self) -> bool:
@@ -45,27 +40,22 @@ class Case:
     def parse(cls, name: str) -> Case:
         """The case of a :attr:`name`; ValueError if it is none."""
         size, rows, mode, dtype = name.split("-")
-        if mode not in (FORWARD, TRAINING) or dtype not in DTYPES:
+        if mode not in (FORWARD, TRAINING) or dtype != "bf16" or size not in models.MODELS:
             raise ValueError(name)
-        return cls(size, int(rows), mode, dtype)
+        return cls(size, int(rows), mode)
 
 
-def chosen(
-    patterns: Sequence[str], every: Iterable[Case], check: Callable[[str], Any]
-) -> list[Case]:
+def chosen(patterns: Sequence[str], every: Iterable[Case]) -> list[Case]:
     """Those of `every` whose names match one of the shell `patterns`; a full name of another case
-    is that case, if `check` raises no KeyError for its size. Raises ValueError for a pattern that
-    is neither.
+    is that case. Raises ValueError for a pattern that is neither.
     """
     every = list(every)
     found: dict[Case, None] = {}
     for pattern in patterns:
         matches = [case for case in every if fnmatch.fnmatchcase(case.name, pattern)]
         try:
-            if not matches:
-                matches = [Case.parse(pattern)]
-                check(matches[0].size)
-        except (ValueError, KeyError):
+            matches = matches or [Case.parse(pattern)]
+        except ValueError:
             raise ValueError(f"{pattern!r} matches no case such as {every[0].name}") from None
         found |= dict.fromkeys(matches)
     return list(found)

@@ -13,14 +13,10 @@ import importlib
 import statistics
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-from .measure import synchronize
-
-if TYPE_CHECKING:
-    from .measure import Call
+from .measure import Call, synchronize
 
 POLL_S = 0.002
 #: What is queued at a time: the device must not run dry, nor be busy long after the loop.

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+#: Variables that name the folders of what is compiled.
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR")
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "torch",

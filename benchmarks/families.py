@@ -13,18 +13,14 @@ import contextlib
 import copy
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import models
-from .cases import FORWARD, TRAINING, Case
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .cases import Way
-    from .measure import Call
+from .cases import FORWARD, TRAINING, Case, Way
+from .measure import Call
 
 TOKENS = 8192
 #: Key of :data:`benchmarks.models.MODELS` -> what its widths are those of.

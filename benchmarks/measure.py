@@ -54,28 +54,26 @@ def interleaved(calls: dict[str, Call], rounds: int, warmup: int = 3) -> dict[st
         for _ in range(warmup):
             call()
     synchronize()
-    if device() == "cpu":
-        clock: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(rounds):
-            for name in _rotated(names, turn):
-                start = time.perf_counter()
-                calls[name]()
-                clock[name].append((time.perf_counter() - start) * 1e3)
-        return clock
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-        name: [] for name in names
-    }
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    on_gpu = device() == "cuda"
+    now = mark if on_gpu else time.perf_counter
     for turn in range(rounds):
         for name in _rotated(names, turn):
-            start_end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start_end[0].record()
+            start = now()
             calls[name]()
-            start_end[1].record()
-            events[name].append(start_end)
+            marks[name].append((start, now()))
     synchronize()
     return {
-        name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()
+        name: [a.elapsed_time(b) if on_gpu else (b - a) * 1e3 for a, b in pairs]
+        for name, pairs in marks.items()
     }
+
+
+def mark() -> torch.cuda.Event:
+    """An event at the end of what is queued."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
@@ -232,15 +230,12 @@ class Variants:
         }
         return {"rounds": rounds, "variants": variants, "errors": self.errors}
 
-    def profile(self, names: tuple[str, ...], top: int = 15) -> dict:
-        """:func:`kernel_times` of each working variant of `names`, the `top` largest kernels of
-        each: ``{name: profile}``.
+    def profile(self, top: int = 15) -> dict:
+        """:func:`kernel_times` of each variant that works, the `top` largest kernels of each:
+        ``{name: profile}``.
         """
-        found = {}
-        for name in names:
-            if name in self.calls:
-                call = self.calls[name]
-                found[name] = self.attempt(
-                    f"profile of {name}", functools.partial(kernel_times, call, top=top)
-                )
+        found = {
+            name: self.attempt(f"profile of {name}", functools.partial(kernel_times, call, top=top))
+            for name, call in self.calls.items()
+        }
         return {name: times for name, times in found.items() if times is not None}

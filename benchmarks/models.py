@@ -48,7 +48,6 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
         _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32000, sliding_window=4096),
     ),
 }
-GPT2 = {"n_embd": 1280, "n_layer": 12, "n_head": 20, "vocab_size": 50304, "n_positions": 1024}
 VIT = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -58,103 +57,93 @@ VIT = {
 IMAGES = 64
 
 
-#: Name -> (class in transformers, tokens of a sequence, its config): the widths of the model named
-#: behind it, and so many of its layers that a step takes some tens of milliseconds.
-OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
+#: Tokens of a sequence, of models that take less than 2048.
+SEQUENCES = {"modernbert": 1024, "gpt2": 1024, "bert": 512, "t5": 512}
+#: Name -> (class in transformers, its config): the widths of the model in the comment, and so many
+#: of its layers that a step takes some tens of milliseconds.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (  # 1.7B
         "Qwen3ForCausalLM",
-        2048,
         _widths(2048, 6144, 16, 8, num_key_value_heads=8, head_dim=128, vocab_size=151936),
     ),
     "qwen3_8b": (
         "Qwen3ForCausalLM",
-        2048,
         _widths(4096, 12288, 32, 4, num_key_value_heads=8, head_dim=128, vocab_size=151936),
     ),
     "qwen2": (  # 7B
         "Qwen2ForCausalLM",
-        2048,
         _widths(3584, 18944, 28, 4, num_key_value_heads=4, vocab_size=152064),
     ),
     "gemma2": (  # 2B
         "Gemma2ForCausalLM",
-        2048,
         _widths(2304, 9216, 8, 8, num_key_value_heads=4, head_dim=256, vocab_size=256000),
     ),
     "gemma3": (  # 1B
         "Gemma3ForCausalLM",
-        2048,
         _widths(1152, 6912, 4, 12, num_key_value_heads=1, head_dim=256, vocab_size=262144),
     ),
     "phi3": (  # mini
         "Phi3ForCausalLM",
-        2048,
         _widths(3072, 8192, 32, 8, num_key_value_heads=32, vocab_size=32064, pad_token_id=0),
     ),
     "mistral": (  # 7B
         "MistralForCausalLM",
-        2048,
         _widths(4096, 14336, 32, 4, num_key_value_heads=8, vocab_size=32768),
     ),
     "granite": (  # 3.3 2B
         "GraniteForCausalLM",
-        2048,
         _widths(2048, 8192, 32, 8, num_key_value_heads=8, vocab_size=49152, pad_token_id=0,
                 attention_multiplier=0.015625, residual_multiplier=0.22, embedding_multiplier=12.0,
                 logits_scaling=8.0),
     ),
     "olmoe": (
         "OlmoeForCausalLM",
-        2048,
         _widths(2048, 1024, 16, 8, num_experts=64, num_experts_per_tok=8, vocab_size=50304),
     ),
     "qwen3_moe": (  # 30B-A3B
         "Qwen3MoeForCausalLM",
-        2048,
         _widths(2048, 6144, 32, 8, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
                 num_experts=128, num_experts_per_tok=8, vocab_size=151936),
     ),
     "mixtral": (  # 8x7B
         "MixtralForCausalLM",
-        2048,
         _widths(4096, 14336, 32, 2, num_key_value_heads=8, vocab_size=32000),
     ),
     "olmo2": (  # 7B
         "Olmo2ForCausalLM",
-        2048,
         _widths(4096, 11008, 32, 4, num_key_value_heads=32, vocab_size=100352),
     ),
     "starcoder2": (  # 3B
         "Starcoder2ForCausalLM",
-        2048,
         _widths(3072, 12288, 24, 6, num_key_value_heads=2, vocab_size=49152, embedding_dropout=0.0,
                 residual_dropout=0.0),
     ),
     "gptneox": (  # Pythia 1.4B
         "GPTNeoXForCausalLM",
-        2048,
         _widths(2048, 8192, 16, 8, vocab_size=50304),
     ),
     "modernbert": (  # large
         "ModernBertForMaskedLM",
-        1024,
         _widths(1024, 2624, 16, 12, vocab_size=50368, pad_token_id=0),
     ),
     "bert": (  # large
         "BertForMaskedLM",
-        512,
         _widths(1024, 4096, 16, 12, vocab_size=30528, hidden_dropout_prob=0.0),
     ),
     "t5": (  # v1.1 large; as many layers decode
         "T5ForConditionalGeneration",
-        512,
         {"d_model": 1024, "d_ff": 2816, "num_layers": 8, "num_heads": 16, "vocab_size": 32128,
          "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 1280, "n_layer": 12, "n_head": 20, "vocab_size": 50304, "n_positions": 1024,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
 }  # fmt: skip
 
 
-def llama(size: str, length: int) -> Any:
+def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     """A Llama of shape `size` with positions for `length` tokens, in evaluation mode."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -164,12 +153,8 @@ def llama(size: str, length: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
     with torch.device(device()):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
-def _llama(size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
-    model = llama(size, length)
-    tokens = torch.randint(LLAMAS[size]["vocab_size"], (1, length), device=device())
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        tokens = torch.randint(config.vocab_size, (1, length))
     return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **LLAMAS[size]}
 
 
@@ -197,18 +182,6 @@ def _masked(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     return model, batch, {"tokens": length, **shape}
 
 
-def _gpt2(_size: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
-    """Sequences of 1024 tokens, as many as make `length` tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    each = min(length, GPT2["n_positions"])
-    config = GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    with torch.device(device()):
-        model = GPT2LMHeadModel(config).bfloat16()
-        tokens = torch.randint(GPT2["vocab_size"], (length // each, each))
-    return model, {"input_ids": tokens, "labels": tokens}, {"tokens": length, **GPT2}
-
-
 def _vit(_size: str, _length: int) -> tuple[Any, Batch, dict[str, Any]]:
     """A batch of 64 images of 224 x 224 pixels: 197 tokens each."""
     from transformers import ViTConfig, ViTForImageClassification
@@ -225,7 +198,7 @@ def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
     """As many whole sequences as `length` tokens make."""
     import transformers
 
-    kind, each, shape = OTHERS[name]
+    (kind, shape), each = OTHERS[name], SEQUENCES.get(name, 2048)
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**shape)
     config.attention_probs_dropout_prob = 0.0
@@ -241,7 +214,6 @@ def _other(name: str, length: int) -> tuple[Any, Batch, dict[str, Any]]:
 #: labels) and what to note of its shape.
 MODELS: dict[str, Callable[[str, int], tuple[Any, Batch, dict[str, Any]]]] = {
     **dict.fromkeys(LLAMAS, _llama),
-    "gpt2": _gpt2,
     "vit": _vit,
     **dict.fromkeys(MASKED, _masked),
     **dict.fromkeys(OTHERS, _other),

@@ -8,9 +8,8 @@ a column a variant; a speedup is torch.compile's time over ours.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +108,19 @@ def together(results: dict, suite: str, how: str) -> str:
         energies = [r.get("energy", {}) for r in found]
         ratios = [e["coda"]["joules"] / e["compile"]["joules"] for e in energies
                   if {"coda", "compile"} <= e.keys()]  # fmt: skip
-        rows.append([mode, str(len(speeds)), f"{_mean(speeds):.3f}", f"{min(speeds):.3f}"])
-        rows[-1] += [f"{max(speeds):.3f}", f"{_mean(ratios):.3f}" if ratios else "-"]
+        rows.append(
+            [
+                mode,
+                str(len(speeds)),
+                f"{statistics.geometric_mean(speeds):.3f}",
+                f"{min(speeds):.3f}",
+            ]
+        )
+        rows[-1] += [
+            f"{max(speeds):.3f}",
+            f"{statistics.geometric_mean(ratios):.3f}" if ratios else "-",
+        ]
     return table(rows, ["", "cases", "speedup, geometric mean", "least", "most", "energy"], how)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def failures(results: dict) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a suite: ``python -m benchmarks families --out DIR``.
+"""The command line of suite `families`: ``python -m benchmarks families --out DIR``.
 
 Each case has a process of its own, so that one that dies costs nothing else. Into DIR, after every
 case: ``results.json``, ``tables.txt`` and ``log.txt`` (all that the processes printed).
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 import signal
@@ -19,22 +20,26 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import contest, environment, report
-from .cases import Case, Way, chosen, json_object, ways
-from .environment import REPOSITORY
+import torch
 
-CACHE_VARIABLES = (
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR", "CODA_CACHE_DIR"),
-)
+from coda_inductor import report as reports
+
+from . import energy, environment, families, report
+from .cases import Case, Way, chosen, json_object, ways
+from .environment import REPOSITORY, scrub
+from .measure import Call, Variants, device, synchronize
+
+MIN_ROUNDS, MAX_ROUNDS = 11, 401
+TOP_KERNELS = 8
 
 
 def _list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _parser(suite: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        f"python -m benchmarks {suite}", description=(__doc__ or "").split("\n")[0]
+        "python -m benchmarks families", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the results")
@@ -42,8 +47,8 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         "--cases",
         type=_list,
         default=["*"],
-        help="shell patterns of names, such as '8B-*-training-*,1B-*'; a full name of a case "
-        "that is none of the suite's adds that one; a layer's width is a name or d/f/kv",
+        help="shell patterns of names, such as 'bert-*,*-training-*'; a full name such as "
+        "8B-4096-training-bf16 adds a case that is none of the suite's",
     )
     add("--variants", type=_list, default=["*"], help="patterns of the variants (default: all)")
     add("--options", type=json_object, help="JSON; ours with these options is a variant of its own")
@@ -57,25 +62,23 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _variants(suite: str, case: Case, options: argparse.Namespace) -> dict[str, Way]:
+def _variants(case: Case, options: argparse.Namespace) -> dict[str, Way]:
     """The variants measured of a case."""
     known = ways(options.options)
-    names = [name for name in contest.SUITES[suite].variants(case) if name in known]
+    names = [name for name in families.variants(case) if name in known]
     wanted = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in options.variants)]
     return {n: known[n] for n in wanted if n != "max_autotune" or options.max_autotune}
 
 
-def measure(
-    suite: str, case: Case, options: argparse.Namespace, caches: Path, until: float
-) -> dict:
+def measure(case: Case, options: argparse.Namespace, caches: Path, until: float) -> dict:
     """The result of a case, in a process of its own, or ``{"error": why there is none}``."""
-    named = {n: dataclasses.asdict(way) for n, way in _variants(suite, case, options).items()}
-    variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
+    named = {n: dataclasses.asdict(way) for n, way in _variants(case, options).items()}
+    variables = {name: str(caches / name.lower()) for name in environment.CACHES}
     if (left := min(options.timeout, until - time.monotonic())) <= 0:
         return {"error": "no time was left"}
     with tempfile.TemporaryDirectory() as name, (options.out / "log.txt").open("ab") as log:
         folder = Path(name)
-        order = {"suite": suite, "case": case.name, "ways": named}
+        order = {"case": case.name, "ways": named}
         order |= {"seconds": options.seconds, "energy_s": options.energy}
         (folder / "order.json").write_text(json.dumps(order))
         process = subprocess.Popen(
@@ -100,9 +103,93 @@ def work(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
     named = {name: Way(**way) for name, way in order["ways"].items()}
     effort = (order["seconds"], order["energy_s"])
-    result = contest.run(order["suite"], Case.parse(order["case"]), named, effort)
+    result = contest(Case.parse(order["case"]), named, effort)
     result["seconds"] = time.monotonic() - start
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def forget() -> None:
+    """Free what the last case left: compiled code, reports and memory."""
+    torch.compiler.reset()
+    reports.forget()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def decisions() -> dict | None:
+    """What ours says of the graphs compiled since :func:`forget`: ``{"gemms", "fused": of them,
+    "report": text}``; None where all came from a cache.
+    """
+    made = reports.reports()
+    if not made:
+        return None
+    return {
+        "gemms": sum(len(graph.sites) for graph in made),
+        "fused": sum(graph.kernels for graph in made),
+        "report": "\n".join(scrub(graph.table()) for graph in made),
+    }
+
+
+def contest(case: Case, named: dict[str, Way], effort: tuple[float, float]) -> dict:
+    """Measure one case.
+
+    Args:
+        case: a model and how it is called.
+        named: its variants.
+        effort: seconds of timing, all variants together, and of each one's energy (0 for none).
+
+    Returns:
+        what :meth:`Variants.measure` does, with ``"shape"``, ``"profile"``, ``"energy": {variant:
+        joules of a call}``, ``"accuracy": {variant: errors by tensor}`` and ``"decisions":
+        {variant: of ours}``.
+    """
+    seconds, energy_s = effort
+    forget()
+    variants = Variants()
+    found = {}
+    with torch.set_grad_enabled(case.training):
+        work = families.Model(case)
+        for name, way in named.items():
+            reports.forget()
+            variants.add(name, functools.partial(work.compiled, way))
+            if said := decisions():
+                found[name] = said
+        result = variants.measure(_rounds(variants.calls, seconds))
+        result["profile"] = variants.profile(TOP_KERNELS)
+        result["energy"] = _energy(variants, energy_s)
+        errors = functools.partial(work.errors, variants.calls)
+        result["accuracy"] = variants.attempt("accuracy", errors) or {}
+    return result | {"shape": work.shape, "decisions": found}
+
+
+def _rounds(calls: dict[str, Call], seconds: float) -> int:
+    """As many rounds as fit into `seconds`, within limits; the calls also warm the clock."""
+    if not calls:
+        return MIN_ROUNDS
+    for _ in range(2):  # the first for the clock
+        start = time.perf_counter()
+        for call in calls.values():
+            call()
+            call()
+        synchronize()
+    took = (time.perf_counter() - start) / 2
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / took)))
+
+
+def _energy(variants: Variants, seconds: float) -> dict[str, dict]:
+    """:func:`benchmarks.energy.joules` of every variant; none on a CPU."""
+    if not seconds or device() != "cuda":
+        return {}
+    counter = variants.attempt("energy", energy.Counter)
+    if counter is None:
+        return {}
+    found = {
+        name: variants.attempt(
+            f"energy of {name}", functools.partial(energy.joules, call, seconds, counter)
+        )
+        for name, call in variants.calls.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _line(result: dict) -> str:
@@ -115,28 +202,27 @@ def _line(result: dict) -> str:
     return ", ".join(known) + f" ({result['seconds']:.1f} s)"
 
 
-def main(suite: str, arguments: list[str]) -> None:
-    """Run `suite`, a key of ``contest.SUITES``; files and terminal as the docstring above says."""
+def main(arguments: list[str]) -> None:
+    """Run the suite; files and terminal as the docstring above says."""
     until = time.monotonic()
-    parser = _parser(suite)
+    parser = _parser()
     options = parser.parse_args(arguments)
     until += options.deadline
-    about = contest.SUITES[suite]
     try:
-        cases = chosen(options.cases, about.every(), about.check)
+        cases = chosen(options.cases, families.every())
     except ValueError as error:
         parser.error(f"--cases: {error}")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    described = environment.describe([suite, *arguments], options.commit)
-    results: dict = {"environment": described, suite: {}}
+    described = environment.describe(["families", *arguments], options.commit)
+    results: dict = {"environment": described, "families": {}}
     with tempfile.TemporaryDirectory() as folder:
         caches = (options.caches or Path(folder)).resolve()
         for case in cases:
-            result = results[suite][case.name] = measure(suite, case, options, caches, until)
+            result = results["families"][case.name] = measure(case, options, caches, until)
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
             (out / "tables.txt").write_text(report.short(results) + "\n")
-            print(f"{suite} {case.name}: {_line(result)}", flush=True)
+            print(f"{case.name}: {_line(result)}", flush=True)
     print("\n" + report.short(results))
 
 

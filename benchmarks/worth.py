@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from . import environment
+from .measure import mark
 from .worth_models import WORKLOADS, Workload
 from .worth_page import page
 
@@ -256,21 +257,15 @@ def sustained(step: Step, settle: float = SETTLE, sample: float = SAMPLE, least:
     times: list[float] = []
     for seconds in (settle, sample):
         torch.cuda.synchronize()
-        start, marks = time.perf_counter(), [_mark()]
+        start, marks = time.perf_counter(), [mark()]
         while len(marks) <= least or time.perf_counter() - start < seconds:
             step()
-            marks.append(_mark())
+            marks.append(mark())
             if len(marks) % 4 == 0:
                 marks[-2].synchronize()
         torch.cuda.synchronize()
         times = [before.elapsed_time(after) for before, after in pairwise(marks)]
     return statistics.median(times)
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @contextmanager

@@ -15,14 +15,15 @@ from .environment import REPOSITORY
 STEP, PEAK = 0.01, 0.03
 _HEAD = """# What each feature is worth
 
-For maintainers. Each row takes one pass, pattern or counter away from a stock model and says where
-that costs most: the longer step (sustained), the higher peak, host time and kernels beside those of
-the whole. A feature earns its lines with 1 % of a step or 3 % of a peak on one workload, if another
-one needs it, or as one of the method's primitives. One that saved 1.5 % or 6 % somewhere was not
-measured on every other workload. Differences under 1 % are noise; what has no lines went since.
-`tables` runs twice, and only its first run was taken away. Lines are those of the module or
-folder that the feature stands in, which several may share, and of the test files that name it or
-import that module. Written by `python -m benchmarks worth render`.
+For maintainers. Each row disables one pass, pattern or counter of a stock model and says where
+that costs most: a longer step (sustained), a higher peak, more host time or kernels than with
+everything. A feature earns its lines if it saves 1 % of a step or 3 % of a peak on one workload,
+if another feature needs it, or if it is one of the method's primitives. A feature that saved 1.5
+% of a step or 6 % of a peak on one workload was not measured on every other. Differences under 1
+% are noise. A feature without lines has been removed since. `tables` runs twice, and only its
+first run was disabled. Lines are those of the module or folder that has the feature, which
+several may share, and of the test files that name it or import that module. Written by `python -m
+benchmarks worth render`.
 """
 
 
@@ -55,11 +56,8 @@ def lines(feature: str) -> tuple[int, int]:
     names = (module, f'"{feature}"')
     tests = [path.read_text() for path in sorted((REPOSITORY / "tests").rglob("*.py"))]
     tests = [text for text in tests if any(name in text for name in names)]
-    return sum(len(_lines(path.read_text())) for path in files), sum(map(len, map(_lines, tests)))
-
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines()
+    texts = [path.read_text() for path in files]
+    return tuple(sum(len(text.splitlines()) for text in each) for each in (texts, tests))
 
 
 def _home(feature: str) -> Path | None:

@@ -154,7 +154,8 @@ _DO = {
 _NOTHING = {
     "expected-slower": f"fusing would cost time at this shape. {_ALWAYS}; another batch size may "
     "change it",
-    "measured-slower": f"fusing was measured, and costs time at this shape. {_ALWAYS}",
+    "measured-slower": "fusing was measured, and takes longer at this shape, or saves less than "
+    f"the measurement's error. {_ALWAYS}",
     "no-working-config": "each of its kernels fails on this GPU: please report it, with the file "
     "under measured/ in the cache folder",
     "layer-norm-slower": "a deferred LayerNorm reads its weights once more, too much for few rows "

@@ -270,7 +270,7 @@ def time_words(site: SiteReport) -> tuple[str, str]:
         return "unknown", ""
     rests_on = GROUNDS[found.ground]
     if not site.fused:
-        return f"{found.unfused_us:.1f}", f"cuBLAS, {rests_on}"
+        return f"{found.unfused_us:.1f}", f"cuBLAS alone, {rests_on}"
     if found.fused_us is None:
         return "unknown", f"no kernel: {found.refusal.text if found.refusal else rests_on}"
     if found.fused_us > found.unfused_us:

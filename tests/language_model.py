@@ -20,6 +20,13 @@ class LanguageModel(nn.Module):
         return self.loss(self.head(torch.tanh(self.body(x))), labels)
 
 
+class Several(nn.ModuleList):
+    """Models of the same inputs, in one graph."""
+
+    def forward(self, *inputs):
+        return [model(*inputs) for model in self]
+
+
 def inputs(dtype=torch.float64):
     """(B, T, D), and labels (B, T) of which two of the first sequence are 3."""
     labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(2))

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,16 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
 
 from benchmarks import (  # noqa: E402
     __main__,
-    account,
     cases,
-    contest,
     environment,
     families,
     first,
-    layer,
-    measure,
     models,
+    paper_page,
     report,
     run,
     sweep,
+    whole,
     worth_models,
 )
 from benchmarks.cases import Case, Way  # noqa: E402
@@ -59,8 +55,7 @@ def test_each_command_has_help(name, monkeypatch, capsys):
 def test_a_suite_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     """In a process of its own; eager only, for compiling takes longest."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run.main("families", ["--out", str(tmp_path), "--cases", TINY, "--variants", "eager",
-                             "--seconds", "0.01"])  # fmt: skip
+    run.main(["--out", str(tmp_path), "--cases", TINY, "--variants", "eager", "--seconds", "0.01"])
     results = json.loads((tmp_path / "results.json").read_text())
     found = results["families"][TINY]
     assert found["errors"] == {}
@@ -77,7 +72,7 @@ def test_the_first_step_of_a_case_is_timed_and_judged(tmp_path, monkeypatch, cap
     """In this process, uncompiled; then what is written and printed of made-up seconds."""
     monkeypatch.setenv("CODA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(worth_models, "TOKENS", 32)
-    monkeypatch.setitem(layer.SIZES, "1B", layer.SIZES["tiny"])
+    monkeypatch.setattr(first, "WIDTHS", (64, 128, 32))
     monkeypatch.setattr(torch, "compile", lambda model, backend: model)
     out = tmp_path / "out.json"
     first.main([str(out), "--part", "--case", "layer", "--backend", "coda"])
@@ -103,26 +98,6 @@ def test_a_first_step_that_fails_says_why(monkeypatch):
     assert "No module named benchmarks" in first.cold("layer", "coda")["error"]
 
 
-@pytest.mark.parametrize("pattern", ["9B-32-forward-bf16", "8B-512-sideways-bf16", "nothing*"])
-def test_an_unknown_case_is_refused(pattern, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run.main("grid", ["--out", str(tmp_path), "--cases", pattern])
-    assert f"--cases: {pattern!r} matches no case" in capsys.readouterr().err
-
-
-def test_a_case_whose_process_dies_or_hangs_is_an_error(monkeypatch, tmp_path):
-    start = subprocess.Popen
-    source = "import os, sys, time; time.sleep(float(sys.argv[1])); os._exit(7)"
-    for seconds, limit, why in ((0, 60, "exit status 7"), (60, 1, "killed after 1 s")):
-        command = [sys.executable, "-c", source, str(seconds)]
-        monkeypatch.setattr(run.subprocess, "Popen", lambda *_, c=command, **how: start(c, **how))
-        options = run._parser("grid").parse_args(["--out", str(tmp_path)])
-        case = Case.parse(TINY)
-        found = run.measure("grid", case, options, tmp_path, time.monotonic() + limit)
-        assert found["error"].startswith(why)
-    assert run.measure("grid", case, options, tmp_path, 0.0) == {"error": "no time was left"}
-
-
 # What is measured
 
 
@@ -133,24 +108,17 @@ def uncompiled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("suite", "case"),
-    [
-        ("grid", "tiny-32-forward-bf16"),
-        ("grid", "tiny-32-training-bf16"),
-        ("families", "tiny-16-forward-bf16"),
-        ("families", "packed-16-training-bf16"),
-        ("families", "padded-16-training-bf16"),
-    ],
+    "case", ["tiny-16-forward-bf16", "packed-16-training-bf16", "padded-16-training-bf16"]
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_a_case_is_measured(suite, case, monkeypatch):
+def test_a_case_is_measured(case, monkeypatch):
     monkeypatch.setattr(models, "MASKED", dict.fromkeys(models.MASKED, SMALL))
     monkeypatch.setattr(models, "PADDING", (0, 3))
     monkeypatch.setattr(models, "DOCUMENTS", (5, 11))
     case = Case.parse(case)
     named = {n: w for n, w in cases.ways().items() if n in ("compile", "coda", "compile_causal")}
-    named = {n: named[n] for n in contest.SUITES[suite].variants(case) if n in named}
-    found = contest.run(suite, case, named, (0.001, 0.0))
+    named = {n: named[n] for n in families.variants(case) if n in named}
+    found = run.contest(case, named, (0.001, 0.0))
     assert found["errors"] == {}
     assert list(found["variants"]) == list(named)
     for name in named:
@@ -159,63 +127,15 @@ def test_a_case_is_measured(suite, case, monkeypatch):
 
 
 def test_cases_are_chosen_by_pattern_or_named():
-    suite = contest.SUITES["grid"]
-    assert len(set(suite.every())) == 70
-    found = cases.chosen(["8B-512-*", "64/128/32-8-training-fp16"], suite.every(), suite.check)
+    every = families.every()
+    found = cases.chosen(["1B-8192-*", "tiny-8-training-bf16"], every)
     assert [case.name for case in found] == [
-        "8B-512-forward-bf16", "8B-512-training-bf16", "64/128/32-8-training-fp16",
+        "1B-8192-forward-bf16", "1B-8192-training-bf16", "tiny-8-training-bf16",
     ]  # fmt: skip
-    assert len(families.every()) == 2 * len(families.FAMILIES) + len(models.MASKED)
-    for about in contest.SUITES.values():
-        for case in about.every():
-            about.check(case.size)
-            assert {*about.variants(case)} <= {*cases.ways({"gate": "always"})}
-
-
-def test_a_variant_that_raises_leaves_its_error_and_the_others():
-    def broken():
-        raise RuntimeError("no kernel for this shape")
-
-    variants = measure.Variants()
-    variants.add("bad", broken)
-    variants.add("bad", lambda: pytest.fail("prepared again"))
-    variants.add("good", lambda: lambda: torch.ones(4).sum())
-    result = variants.measure(rounds=2)
-    assert result["errors"] == {"bad": "RuntimeError: no kernel for this shape"}
-    assert list(result["variants"]) == ["good"]
-
-
-def test_the_account_of_a_trace():
-    given = {"External id": 1, "Input Dims": [[64, 16], []], "Input type": ["float", "Scalar"]}
-    events = [
-        {"cat": "cpu_op", "name": "x", "args": given},
-        {"cat": "kernel", "name": "nvjet_tst", "ts": 0, "dur": 40.0, "args": {"External id": 9}},
-        {"cat": "kernel", "name": "triton_poi_3", "ts": 50, "dur": 6.0, "args": {"External id": 1}},
-    ]
-    found = account.read(events, 2)
-    kernel = found["triton_poi_3"]
-    assert (kernel.kind, kernel.maker, kernel.us) == (account.REST, "Inductor", 3.0)
-    assert kernel.bytes == 64 * 16 * 4 / 2
-    assert account.idle_us(events, 2) == 5.0
-    assert account.shares(found, 5.0)["all"] == pytest.approx(0.028)
-    assert "triton_poi_3" in account.text(found, 5.0, 1000.0, least_us=1.0)
-
-
-def test_a_way_is_measured_on_all_ranks(tmp_path):
-    """One case a call; the file keeps what it has of others."""
-    out = tmp_path / "results.json"
-    out.write_text('{"distributed": {"another": {}}}')
-    subprocess.run(
-        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-         *("-m", "benchmarks.distributed_job", str(out), "tensor", "tiny", "--tokens", "16"),
-         *("--rounds", "2", "--variants", "eager")],
-        cwd=ROOT, check=True, timeout=300,
-    )  # fmt: skip
-    results = json.loads(out.read_text())
-    found = results["distributed"]["tensor tiny 16"]
-    assert len(found["variants"]["eager"]["samples_ms"]) == 2
-    assert results["environment"]["ranks"] == 2
-    assert "another" in results["distributed"]
+    assert len(set(every)) == 2 * len(families.FAMILIES) + len(models.MASKED)
+    for case in every:
+        assert Case.parse(case.name) == case
+        assert {*families.variants(case)} <= {*cases.ways({"gate": "always"})}
 
 
 # Tables that ship
@@ -225,7 +145,10 @@ def test_a_way_is_measured_on_all_ranks(tmp_path):
     ("sources", "table"),
     [
         (["h100_sweep", "h100_experts_sites"], "nvidia_h100_80gb_hbm3.json"),
-        (["h200_sweep", "h200_heads_sites", "h200_sites_loaded"], "nvidia_h200.json"),
+        (
+            ["h200_sweep", "h200_heads_sites", "h200_sites_loaded", "h200_experts_sites"],
+            "nvidia_h200.json",
+        ),
     ],
 )
 def test_the_shipped_tables_are_made_of_what_is_committed(sources, table, tmp_path):
@@ -250,18 +173,16 @@ def test_a_measured_site_ships_with_its_best_configs(tmp_path):
 # Pages
 
 
-def test_the_page_of_results_is_rendered_from_its_files(tmp_path):
+def test_pages_are_rendered_from_their_files(tmp_path):
     names = ("h200_grid", "h200_families", "h200_families_more", "h200_fp8", "h200_model_train")
     page = tmp_path / "page.md"
     report.main([*(str(RESULTS / f"{name}.json") for name in names), "--page", str(page)])
     assert page.read_text() == report.PAGE.read_text()
-
-
-def test_runs_of_two_machines_do_not_merge():
-    parts = [{"environment": {"gpu": gpu}, "layer": {gpu: {"error": "x"}}} for gpu in ("A", "B")]
-    with pytest.raises(ValueError, match="differ in gpu"):
-        report.merged(parts)
-    assert "NOT MEASURED layer A: x" in report.short(parts[0])
+    (block,) = whole.BLOCK.findall(whole.PAGE.read_text())
+    assert block == whole.table(json.loads((RESULTS / "h200_whole.json").read_text()))
+    files = sorted(RESULTS.glob("*_paper.json"))
+    pages = [paper_page.markdown(json.loads(file.read_text()), file.name) for file in files]
+    assert pages == ([paper_page.PAGE.read_text()] if paper_page.PAGE.exists() else [])
 
 
 def test_scrub_removes_paths_only():

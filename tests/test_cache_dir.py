@@ -118,9 +118,12 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("what", [*PLANTED, "anybody renames"])
 def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
-    PLANTED[what](no_home)
+    if what == "anybody renames":
+        no_home.parent.chmod(0o777)
+    else:
+        PLANTED[what](no_home)
     if what == "a stranger's":
         belongs(no_home)
     own, read_only = find(caplog)
@@ -130,15 +133,10 @@ def test_a_planted_folder_is_not_used(what, no_home, caplog, belongs):
     assert mode(own) == 0o700
     assert not own.is_symlink()
     (said,) = caplog.messages
-    assert f"{no_home} is not this user's alone: {own} is used instead" in said
-
-
-def test_a_temporary_directory_in_which_anybody_can_rename(no_home, caplog):
-    no_home.parent.chmod(0o777)
-    own = find(caplog)[0]
-    assert own != no_home
-    assert mode(own) == 0o700
-    assert "folder of your own as CODA_CACHE_DIR" in caplog.text
+    if what == "anybody renames":
+        assert "folder of your own as CODA_CACHE_DIR" in said
+    else:
+        assert f"{no_home} is not this user's alone: {own} is used instead" in said
 
 
 def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
@@ -164,40 +162,36 @@ def test_a_chosen_folder_is_trusted_unless_everybody_may_write_to_it(
         place.chmod(0o700)
 
 
-def test_a_chosen_folder_that_a_stranger_made_in_the_temporary_directory(
-    place, caplog, monkeypatch, belongs
-):
-    chosen = place / "temp" / "cache"
+def test_what_a_stranger_made_in_the_temporary_directory(place, caplog, monkeypatch, belongs):
+    chosen, link = place / "temp" / "cache", place / "temp" / "link"
     chosen.mkdir(mode=0o755)
+    link.symlink_to(place / "home")
     monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
     assert find(caplog) == (chosen, None)
-    belongs(chosen)
-    assert find(caplog)[0] != chosen
-    assert f"everybody may make {chosen}, and user {STRANGER} did" in caplog.text
-    link = place / "temp" / "link"
-    link.symlink_to(place / "home")
-    belongs(link)
-    monkeypatch.setenv("CODA_CACHE_DIR", str(link))
-    assert find(caplog)[0] not in (link, place / "home")
+    for path in (chosen, link):
+        belongs(path)
+        monkeypatch.setenv("CODA_CACHE_DIR", str(path))
+        assert find(caplog)[0] not in (path, place / "home")
+        assert f"everybody may make {path}, and user {STRANGER} did" in caplog.text
 
 
-def test_the_default_must_be_ours(place, caplog, belongs):
+def test_the_default_must_be_ours(place, caplog, belongs, monkeypatch):
+    """What can only be read is read besides."""
+    image = place / "image"
+    image.mkdir()
     theirs = place / "home" / ".cache" / "coda_inductor"
+    with monkeypatch.context() as patch:
+        patch.setenv("CODA_CACHE_DIR", str(image))
+        patch.setattr(module, "writable", lambda path: path != image)
+        assert find(caplog) == (theirs, image)
+        assert not caplog.messages
+    theirs.rmdir()
     theirs.mkdir(parents=True)
     assert find()[0] == theirs
     belongs(theirs)
     own, _ = find(caplog)
     assert own == place / "temp" / f"coda_inductor_uid_{os.geteuid()}"
     assert f"CODA_CACHE_DIR={theirs} says that you trust them" in caplog.text
-
-
-def test_a_chosen_folder_that_can_only_be_read_is_read(place, caplog, monkeypatch):
-    chosen = place / "image"
-    chosen.mkdir()
-    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
-    monkeypatch.setattr(module, "writable", lambda path: path != chosen)
-    assert find(caplog) == (place / "home" / ".cache" / "coda_inductor", chosen)
-    assert not caplog.messages
 
 
 def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
@@ -214,27 +208,18 @@ def test_a_user_without_home_and_name_and_a_chosen_folder_that_cannot_be_made(
     assert f"CODA_CACHE_DIR={os.devnull} is not used" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("mask", "file", "around"),
-    [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)],
-)
-def test_modes_follow_the_umask(place, monkeypatch, umask, mask, file, around):
-    umask(mask)
-    monkeypatch.setenv("CODA_CACHE_DIR", str(place / "chosen"))
-    own, _ = find()
-    assert mode(own) == around
-    write(own / "proofs" / "one", "text")
-    assert mode(own / "proofs" / "one") == file
-    assert mode(own / "proofs") == around
-
-
-def test_a_groups_folder_stays_the_groups(place, monkeypatch, umask):
-    """Whatever umask its members have."""
+def test_modes_follow_the_umask(place, monkeypatch, umask):
+    """A group's folder stays the group's, whatever umask its members have."""
+    for mask, file, around in ((0o022, 0o644, 0o755), (0o077, 0o600, 0o700)):
+        umask(mask)
+        monkeypatch.setenv("CODA_CACHE_DIR", str(place / f"chosen{mask}"))
+        own, _ = find()
+        assert mode(own) == around
+        write(own / "proofs" / "one", "text")
+        assert mode(own / "proofs" / "one") == file
+        assert mode(own / "proofs") == around
     umask(0o022)
-    chosen = place / "chosen"
-    chosen.mkdir()
-    chosen.chmod(0o775)
-    monkeypatch.setenv("CODA_CACHE_DIR", str(chosen))
+    own.chmod(0o775)
     find()
     assert mode(folder("kernels", "version")) == 0o775
 

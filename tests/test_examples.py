@@ -15,48 +15,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from coda_inductor.report import GraphReport, SiteReport
-
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
-
-
-def found(**fields):
-    return {"title": "a Llama", "cuda": False, "seconds": 61.0, "error": 1e-3, "eager error": 2e-3,
-            "matched": {"swiglu": 1}, "graphs": [{"text": "", "folder": ""}], **fields}  # fmt: skip
-
-
-def text_of(results, monkeypatch, capsys) -> str:
-    """What the demo prints when its measurements find ``results``, by what they are of."""
-    monkeypatch.setattr(demo, "measure", lambda what, *_: results(what))
-    demo.main([])
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("how", ["kernel", "reference", "unfused"])
-def test_what_is_saved_is_said_of_kernels_only(how):
-    site = SiteReport("mlp.up", (8, 8, 8), how=how, bytes_before=4_000_000, bytes_after=1_000_000)
-    text = demo.told(GraphReport("g", [site]))["text"]
-    assert ("traffic saved: 3.0 MB" in text) == (how == "kernel")
-    assert ("would move 3.0 MB less" in text) == (how == "reference")
-
-
-def test_each_backend_is_compiled_in_a_process_of_its_own(monkeypatch, capsys):
-    asked = []
-
-    def results(what):
-        asked.append(what)
-        if what == "speed":
-            return {"torch.compile": 3.0, "coda": 2.0}
-        return found(cuda=True, seconds={"coda": 76.0}.get(what, 61.0))
-
-    text = text_of(results, monkeypatch, capsys)
-    assert asked == ["torch.compile", "coda", "speed"]
-    assert "torch.compile      61.0 s" in text
-    assert "coda               76.0 s" in text
-    assert "1.500x" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GEMM is below the default gate there")
@@ -72,12 +34,6 @@ def test_a_real_run(tmp_path):
     assert max(map(len, graph["text"].splitlines()[:-1])) <= 100
     assert any((tmp_path / "coda").iterdir())  # its caches were empty, and are not the user's
     json.dumps(ours)
-
-
-def test_a_failure_shows_what_the_process_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "gone.py"))
-    with pytest.raises(SystemExit, match=r"coda failed:\n.*gone\.py"):
-        demo.measure("coda", tmp_path)
 
 
 #: What fires in each, on a CPU (masks of packed rows stay there).

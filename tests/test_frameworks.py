@@ -120,7 +120,7 @@ def trained(fired, norms=NORMS, gates=GATES):
 def test_every_block_is_run():
     text = Path(__file__).read_text()
     ran = {name for name in BLOCKS if re.search(rf"""run\(\s*"{name}[",]""", text)}
-    assert {*ran, *LOOPS, *BY_BLOCK} == {*BLOCKS}
+    assert {*ran, *LOOPS, *GENERATES, *BY_BLOCK} == {*BLOCKS}
     assert PAGE.count("```python") == len(BLOCKS) + 1  # the first shows one line
 
 
@@ -149,7 +149,7 @@ def test_training_loops(name):
         assert list(saved) == list(eager["model"].state_dict())
 
 
-def test_what_the_page_says_of_copies_and_names():
+def test_what_the_page_says_of_copies_names_and_caches():
     model, batch = given()["model"], given()["batch"]
     names = list(model.state_dict())
     model.compile(backend="coda")
@@ -161,38 +161,25 @@ def test_what_the_page_says_of_copies_and_names():
     assert counters["coda"]["swiglu"] == GATES
     wrapper = torch.compile(model, backend="coda")
     assert all(name.startswith("_orig_mod.") for name in wrapper.state_dict())
+    without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
+    assert run("blocks", without)[1]["swiglu"] == LAYERS
 
 
-def generated(ours):
-    eager = given()
-    want = eager["model"].generate(eager["tokens"], max_new_tokens=8, do_sample=False)
-    assert torch.equal(ours["output"], want)
+#: Block -> norms that fire at least.
+GENERATES = {"generate": NORMS, "generate_static": LAYERS}
 
 
-def test_generate():
-    ours, fired = run("generate")
-    generated(ours)
-    assert fired["rms_norm"] >= NORMS
-    assert fired["swiglu"] >= GATES
-
-
-def test_generate_with_a_static_cache(monkeypatch):
+@pytest.mark.parametrize("name", GENERATES)
+def test_generate(name, monkeypatch):
     from transformers import CompileConfig
 
     monkeypatch.setattr(CompileConfig, "_compile_all_devices", True)  # else on GPUs only
-    ours, fired = run("generate_static")
-    generated(ours)
-    assert fired["rms_norm"] >= LAYERS
+    ours, fired = run(name)
+    eager = given()
+    want = eager["model"].generate(eager["tokens"], max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours["output"], want)
+    assert fired["rms_norm"] >= GENERATES[name]
     assert fired["swiglu"] >= GATES
-
-
-def test_accelerate_regions():
-    pytest.importorskip("accelerate")
-    ours, fired = run("accelerate_regions")
-    want = given()
-    want = want["model"](**want["batch"]).loss
-    same(ours["loss"], want)
-    assert fired["swiglu"] == fired["swiglu_backward"] == 1
 
 
 def test_peft():
@@ -268,11 +255,6 @@ def test_blocks(name):
     same(weights(ours), weights(eager), 1e-3)
 
 
-def test_what_the_page_says_of_caches_and_blocks():
-    without = BLOCKS["blocks"].replace("use_cache = False", "use_cache = True")
-    assert run("blocks", without)[1]["swiglu"] == LAYERS
-
-
 @pytest.fixture
 def settings_of_inductors():
     """Are put back: torchao's ``quantize_`` changes them for good."""
@@ -298,15 +280,20 @@ def test_export():
     assert fired["swiglu"] >= GATES
 
 
-def test_inductor():
-    ours, fired = run("inductor")
-    trained(fired)
+def test_inductor_and_accelerate_regions():
     want = given()
     loss = want["model"](**want["batch"]).loss
     loss.backward()
+    ours, fired = run("inductor")
+    trained(fired)
     same(ours["loss"], loss)
     grads = [{n: p.grad for n, p in names["model"].named_parameters()} for names in (ours, want)]
     same(*grads)
+    coda_inductor.disable()
+    pytest.importorskip("accelerate")
+    ours, fired = run("accelerate_regions")
+    same(ours["loss"], loss)
+    assert fired["swiglu"] == fired["swiglu_backward"] == 1
 
 
 def test_aot_inductor(monkeypatch, tmp_path):

@@ -39,13 +39,11 @@ def holder(path):
 
 
 def test_another_process_is_waited_for_so_long(path, holder):
+    """One that is killed holds nothing."""
     start = time.monotonic()
     with held(path, 0.3) as got:
         assert not got
     assert 0.3 <= time.monotonic() - start < 30
-
-
-def test_a_process_that_is_killed_holds_nothing(path, holder):
     threading.Timer(0.3, holder.kill).start()
     start = time.monotonic()
     with held(path, 60.0) as got:
@@ -54,7 +52,8 @@ def test_a_process_that_is_killed_holds_nothing(path, holder):
 
 
 def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatch):
-    """A folder that cannot be made; file systems without locks are the same to it."""
+    """A folder that cannot be made; file systems without locks are the same to it. Without any
+    place nothing is held."""
     path.parent.write_text("no folder")
     monkeypatch.setattr(locks, "private_dir", lambda: tmp_path)
     with held(path, 1.0) as got:
@@ -71,8 +70,6 @@ def test_where_no_lock_can_lie_another_place_is_taken(path, tmp_path, monkeypatc
         thread.join()
         assert seen == [False]
 
-
-def test_without_any_place_nothing_is_held(path, monkeypatch):
     def none(*_, **__):
         raise OSError("read-only")
 

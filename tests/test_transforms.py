@@ -53,10 +53,8 @@ TRANSFORMS = {
         lambda x: F.cross_entropy(x @ W, torch.arange(4)),
     ),
     "jacfwd": (torch.func.jacfwd, net),
-    "jacrev": (torch.func.jacrev, net),
     "vmap": (torch.func.vmap, net),
     "grad": (torch.func.grad, total),
-    "vmap_of_grad": (lambda f: torch.func.vmap(torch.func.grad(f)), total),
     "vmap_of_jvp": (
         lambda f: lambda x: torch.func.vmap(f)(x, DX),
         lambda x, dx: torch.func.jvp(net, (x,), (dx,)),

@@ -108,7 +108,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _model("Llama 1B, training", "1B-8192-training", causal=True),
         _model("Llama 1B, prefill", "1B-8192-forward", causal=True),
         Row(
-            "Llama 1B, training, beside Liger 0.8.5",
+            "Llama 1B, training, against Liger 0.8.5",
             "h200_model_train",
             ("model_train", "1B 8192", "variants"),
             ("compile", "liger", "liger_compile"),
@@ -138,12 +138,12 @@ def block() -> str:
     ms, our_ms, gib, our_gib = first.figures()
     forward, our_forward, *_ = prefill.figures()
     time = f"a training step takes {our_ms:.1f} ms instead of {ms:.1f}"
-    peak = f"{our_gib:.1f} GiB beside its weights instead of {gib:.1f}"
+    peak = f"{our_gib:.1f} GiB on top of its weights instead of {gib:.1f}"
     lines = [
         f"Llama 1B, 8192 tokens, no mask, one H200: {time} and",
         f"{peak}; prefill {our_forward:.1f} ms instead of {forward:.1f}.",
         "",
-        "| | fastest without coda, ms | coda, ms | | peak GiB beside weights |",
+        "| | fastest without coda, ms | coda, ms | | peak GiB on top of weights |",
         "| --- | --- | --- | --- | --- |",
     ]
     for condition, rows in GROUPS.items():
@@ -163,7 +163,7 @@ def draw(path: Path) -> None:
     places: list[float] = []
     labels, figures, y = [], [], 0.0
     figure = Figure(figsize=(11, 8.6), layout="constrained")
-    time, memory = figure.subplots(1, 2, sharey=True)
+    time, memory = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
     for condition, rows in GROUPS.items():
         title = condition.replace("`", "")
         time.text(0, y, title, weight="bold", va="center", fontsize=9.5, in_layout=False)
@@ -175,7 +175,7 @@ def draw(path: Path) -> None:
         y += 1.4
     for axes, first, unit, title in (
         (time, 0, "ms", "time of a step or a prefill"),
-        (memory, 2, "GiB", "peak memory beside the weights"),
+        (memory, 2, "GiB", "peak memory on top of the weights"),
     ):
         before, after = ([each[first + k] for each in figures] for k in (0, 1))
         parts = [100 * b / a for a, b in zip(before, after, strict=True)]

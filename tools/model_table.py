@@ -39,9 +39,9 @@ this page again). No row has more than 1.2 times eager's error, forward or backw
 in training, LayerNorms stay.
 
 *norms*: deferred, of those recognized. *gates*: pairs of GEMMs that meet in one tile. *masks*:
-attention masks that are proven to be SDPA's own, so that it runs flash attention. *fused*: GEMMs of
-the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward that
-did, weight gradients included in the total. What is missing is said in the last column.
+attention masks that are proven to be a flag of SDPA, so that it runs flash attention. *fused*:
+GEMMs of the forward pass that absorbed something, of all. *training*: GEMMs of forward and backward
+that did, weight gradients included in the total. The last column says what is missing.
 
 {table}
 
@@ -52,17 +52,17 @@ Of one training step of 8192 tokens on an H200
 [h200_account_gemma3.json](../benchmarks/results/h200_account_gemma3.json)), Inductor's kernels of
 norms in the forward pass, and what their traffic takes at full bandwidth:
 
-| | kernel | calls | us | at full bandwidth | most that is to be won |
+| | kernel | calls | us | at full bandwidth | largest possible gain |
 | --- | --- | --- | --- | --- | --- |
-| OLMo 2 | norm behind a projection, residual | 7 | 367 | 318 | 0.05 % of the step |
+| OLMo 2 | norm after a projection, residual | 7 | 367 | 318 | 0.05 % of the step |
 | BERT large | residual, LayerNorm | 24 | 372 | 273 | 0.4 % |
-| Gemma 3 1B | norm behind a projection, residual, norm in front of one | 23 | 1136 | 393 | 1.3 % |
+| Gemma 3 1B | norm after a projection, residual, norm before the next | 23 | 1136 | 393 | 1.3 % |
 
-OLMo 2 and BERT: the norm's result is read by the residual, so that somebody has to write it, and
-the kernel that does moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
-over rows of 1152. To let the second norm wait left one or two and did not pay: they took 0.96 ms in
-place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with `gate="always"`, which fuses
-everything else too), and a step 44.5 joules in place of 42.8.
+OLMo 2 and BERT: the residual reads the norm's result, so it must be written, and the kernel that
+writes it moves nothing that an epilogue would save. Gemma 3: the kernel has three loops
+over rows of 1152. Moving the second norm past the next GEMM left one or two loops and did not
+pay: they took 0.96 ms in place of 1.14, all GEMMs of the step 48.4 in place of 45.9 (with
+`gate="always"`, which fuses everything else too), and a step 44.5 joules in place of 42.8.
 """
 
 

@@ -34,6 +34,9 @@ def page(explanation: Explanation) -> str:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = report.readable_bytes
+    environment.filters["arrow"] = lambda text: text.replace(
+        " -> ", "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW}\N{NO-BREAK SPACE}"
+    )
     environment.filters["path"] = lambda path: Markup(".<wbr>").join(path.split("."))
     return environment.get_template("page.html.j2").render(
         e=explanation,

@@ -29,39 +29,23 @@ def target(tmp_path):
 
 
 def test_a_function_of_a_file_is_explained_and_saved(target, tmp_path, capsys):
+    """With ``--train`` both passes."""
     page = tmp_path / "page.html"
-    code = main(["explain", f"{target}:make", "--option", "gate=always", "--out", str(page)])
-    printed = capsys.readouterr().out
-    assert code == 0
-    assert "Sequential on cpu: 1 of 2 GEMMs absorb" in printed
-    assert "training" not in printed
+    command = ["explain", f"{target}:make", "--option", "gate=always", "--out", str(page)]
+    for train in ([], ["--train"]):
+        assert main([*command, *train]) == 0
+        printed = capsys.readouterr().out
+        assert "Sequential on cpu: " in printed
+        assert ("per training step" in printed) == bool(train)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_train_explains_both_passes(target, capsys):
-    assert main(["explain", f"{target}:make", "--train", "--option", "gate=always"]) == 0
-    assert "per training step" in capsys.readouterr().out
 
 
 def test_a_hugging_face_model_needs_no_weights(capsys):
     sizes = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "vocab_size=256",
              "num_attention_heads=4", "num_key_value_heads=2")  # fmt: skip
     settings = [word for size in sizes for word in ("--set", size)]
-    code = main(
-        [
-            "explain",
-            "--hf",
-            "llama",
-            *settings,
-            "--tokens",
-            "64",
-            "--option",
-            "gate=always",
-            "--gpu",
-            "h200",
-        ]
-    )
-    assert code == 0
+    how = ["--tokens", "64", "--option", "gate=always", "--gpu", "h200"]
+    assert main(["explain", "--hf", "llama", *settings, *how]) == 0
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM on cpu: 14 of 15 GEMMs absorb" in printed
     assert "64 x 64 x 64" in printed
@@ -81,12 +65,9 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
         (["explain", "TARGET:make", "--option", "gat=1"], "unknown option 'gat'"),
         (["explain", "TARGET:make", "--option", "patterns=no.py"], "no such file 'no.py'"),
         (["explain", "--hf", "no_such_family"], "no_such_family"),
-        (["explain", "--hf", "llama", "--option", "gat=1"], "unknown option 'gat'"),
         (["explain", "--hf", "llama", "--set", "hidden=3"], "LlamaConfig has no such value"),
         (["explain", "--hf", "llama", "--set", "hidden_size=big"], "expected int, got str"),
         (["explain", "TARGET:make", "--set", "a=1"], "--set is for --hf models"),
-        (["explain", "TARGET:make", "--dtype", "float16"], "--dtype is for --hf models"),
-        (["explain", "TARGET:make", "--tokens", "64"], "--tokens is for --hf models"),
         (["explain", "TARGET:make", "--out", "nowhere/page.html"], "folder does not exist"),
         (["explain", "TARGET:make", "--out", "."], "it is a folder"),
         (["explain", "TARGET:make", "--gpu", "h300"], "did you mean 'h200'?"),
@@ -100,10 +81,13 @@ def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsy
     assert HINT not in said
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", "0"), ("batch", "-1"), ("batch", "two")])
-def test_sizes_are_positive(name, value, capsys):
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [("explain", "tokens", "0"), ("explain", "batch", "two"), ("tune", "tokens", "-1")],
+)
+def test_sizes_are_positive(command, name, value, capsys):
     with pytest.raises(SystemExit):
-        main(["explain", "--hf", "llama", f"--{name}", value])
+        main([command, "--hf", "llama", f"--{name}", value])
     assert f"{value!r} is no positive number" in capsys.readouterr().err
 
 

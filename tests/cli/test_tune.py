@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,31 +38,18 @@ def full(cache):
     return cache
 
 
-def test_nothing_was_measured_yet(cache, tmp_path, capsys):
-    assert main(["tune", "--report"]) == 0
-    assert (
-        f"nothing was measured yet (it would be in {tmp_path / FOLDER})" in capsys.readouterr().out
-    )
-
-
 def test_a_report_says_what_won_and_by_how_much(full, capsys):
+    """A damaged file or a strange key hides no other."""
+    full.path.with_name("aaa.json").write_text("{")
+    full.add({"strange": replace(WON, name="strange")})
     assert main(["tune", "--report"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{full.path.stem}: 3 sites\n")
+    assert f"{full.path.stem}: 4 sites\n" in said
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if "8192x" in line}
     won = rows["layers.0.mlp.gate_proj + up_proj"]
     assert {"8192x8192x2048", "128x192:2x1:pp", "40", "100", "2.5", "1.2"} <= set(won)
     assert {"8192x2048x2048", "0.8", "128x128:2x1:pp"} <= set(rows["layers.0.o_proj"])
     assert "none works" in " ".join(rows["lm_head"])
-
-
-def test_a_damaged_file_or_a_strange_key_hides_no_other(full, capsys):
-    full.path.with_name("aaa.json").write_text("{")
-    full.add({"strange": WON})
-    assert main(["tune", "--report"]) == 0
-    said = capsys.readouterr().out
-    assert "layers.0.o_proj" in said
-    assert f"{full.path.stem}: 4 sites" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
@@ -137,17 +125,8 @@ def test_options_reach_the_backend(gpu, monkeypatch):
     [
         (["--seconds", "-1"], "'tune_seconds' takes a positive number of seconds"),
         (["--option", "gat=1"], "unknown option 'gat'"),
-        (["--set", "hidden=3"], "LlamaConfig has no such value"),
     ],
 )
 def test_wrong_usage_is_a_message(arguments, says, gpu, capsys):
     assert main(["tune", "--hf", "llama", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", ["", "512,", "512,-1"])
-def test_numbers_of_tokens_are_positive(wrong, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--hf", "llama", "--tokens", wrong])
-    assert ended.value.code == 2
-    assert "is no positive number" in capsys.readouterr().err

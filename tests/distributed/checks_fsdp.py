@@ -83,9 +83,11 @@ def check_blocks_and_a_graph_of_head_and_loss():
 
 
 def check_steps_of_clipped_gradients_that_were_added_up():
-    """Parameters stay gathered between two backward passes, and lie on the CPU behind them."""
+    """Parameters stay gathered between two backward passes, and lie on the CPU behind them.
+    HSDP: gradients are summed among those who share, then among the copies."""
+    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     offload = CPUOffloadPolicy(pin_memory=False)
-    how = {"reshard_after_forward": False, "offload_policy": offload}
+    how = {"mesh": copies, "reshard_after_forward": False, "offload_policy": offload}
     model, plain, data = sharded(**how), decoder(LAYERS), batches(2, 4)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     for number, tokens in enumerate(data):

@@ -40,29 +40,19 @@ def group(modules: tuple[str, ...], world: int, seconds: float) -> Group:
 
 class Group:
     """``world`` processes that have run the checks of ``modules``, and have ended. One that fails
-    ends the others, but with ``patience``.
+    ends the others.
 
     Attributes:
         codes: their exit codes; None where one had to be killed after ``seconds``.
         said: what they printed.
     """
 
-    def __init__(
-        self, modules: tuple[str, ...], world: int, seconds: float, *, patience: bool = False
-    ):
+    def __init__(self, modules: tuple[str, ...], world: int, seconds: float):
         self._port = str(_free_port())
         with tempfile.TemporaryDirectory() as folder:
-            self._run(modules, world, seconds, Path(folder), patience=patience)
+            self._run(modules, world, seconds, Path(folder))
 
-    def _run(
-        self,
-        modules: tuple[str, ...],
-        world: int,
-        seconds: float,
-        folder: Path,
-        *,
-        patience: bool,
-    ) -> None:
+    def _run(self, modules: tuple[str, ...], world: int, seconds: float, folder: Path) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, HERE, HERE.parent)), *_given()]),
@@ -75,7 +65,7 @@ class Group:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        command = [sys.executable, __file__, str(folder), str(seconds), str(patience), *modules]
+        command = [sys.executable, __file__, str(folder), str(seconds), *modules]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         codes = folder / "codes"
         self.codes = json.loads(codes.read_text()) if codes.exists() else []
@@ -108,8 +98,8 @@ def _given() -> list[str]:
     return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
-def _codes(ranks: list[int], seconds: float, *, patience: bool) -> list[int | None]:
-    """Wait for all of them; the deadline, or without patience one that fails, ends the others."""
+def _codes(ranks: list[int], seconds: float) -> list[int | None]:
+    """Wait for all of them; the deadline, or one that fails, ends the others."""
     deadline = time.monotonic() + seconds + 30  # for imports, then faulthandler ends each
     codes: dict[int, int | None] = dict.fromkeys(ranks)
     try:
@@ -119,7 +109,7 @@ def _codes(ranks: list[int], seconds: float, *, patience: bool) -> list[int | No
                 codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
             found = [*codes.values()]
             late = time.monotonic() > deadline
-            if None not in found or late or (any(found) and not patience):
+            if None not in found or late or any(found):
                 return found
             time.sleep(0.05)
     finally:
@@ -166,7 +156,7 @@ def op_by_op_only(gm: Any, _inputs: Any, **_how: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
-def main(folder: str, seconds: str, patience: str, *names: str) -> None:
+def main(folder: str, seconds: str, *names: str) -> None:
     """Fork the ranks, and write down their exit codes."""
     gc.disable()  # it would find nothing in modules, and unshare their pages
     if not Path("/dev/nvidiactl").exists():  # a driver that was asked for devices cannot be forked
@@ -181,7 +171,7 @@ def main(folder: str, seconds: str, patience: str, *names: str) -> None:
             one_rank(folder, float(seconds), names)
             return
         ranks.append(forked)
-    codes = _codes(ranks, float(seconds), patience=patience == "True")
+    codes = _codes(ranks, float(seconds))
     Path(folder, "codes").write_text(json.dumps(codes))
 
 

@@ -8,57 +8,36 @@ The checks are in the modules ``checks_...``. Graphs run op by op behind our pas
 from __future__ import annotations
 
 import importlib.util
-import signal
-import time
 
 import checks_ddp
 import checks_experts
-import checks_four
 import checks_fsdp
 import checks_inductor
 import checks_tensor
 import pytest
 import ranks
 
-#: Modules whose checks run in the same processes, how many, and seconds: several times what a
-#: machine takes that has nothing else to do.
-TWO = [checks_ddp, checks_experts, checks_fsdp, checks_tensor, checks_inductor]
+#: All run in the same two processes. Seconds: several times what a machine takes that has nothing
+#: else to do.
+MODULES = [checks_ddp, checks_experts, checks_fsdp, checks_tensor, checks_inductor]
 if importlib.util.find_spec("torchao") is not None:
     import checks_float8
 
-    TWO.append(checks_float8)
-GROUPS = ((TWO, 2, 540), ([checks_four], 4, 150))
-NAMED = [(tuple(m.__name__ for m in modules), *how) for modules, *how in GROUPS]
-CHECKS = [
-    pytest.param(*named, check, id=check)
-    for named, (modules, *_) in zip(NAMED, GROUPS, strict=True)
-    for module in modules
-    for check in ranks.checks(module)
-]
+    MODULES.append(checks_float8)
+SECONDS = 540
+CHECKS = [check for module in MODULES for check in ranks.checks(module)]
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(("modules", "world", "seconds", "check"), CHECKS)
-def test_ranks(modules, world, seconds, check):
-    if errors := ranks.group(modules, world, seconds).errors(check):
+def both() -> ranks.Group:
+    return ranks.group(tuple(module.__name__ for module in MODULES), 2, SECONDS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_ranks(check):
+    if errors := both().errors(check):
         pytest.fail(errors, pytrace=False)
 
 
-@pytest.mark.parametrize(("modules", "world", "seconds"), NAMED, ids=str)
-def test_every_rank_ends_by_itself(modules, world, seconds):
-    done = ranks.group(modules, world, seconds)
-    assert done.codes == [0] * world, done.said[-4000:]
-
-
-def test_a_rank_that_is_killed_ends_the_others_with_torchs_error():
-    """And nobody leaves processes behind: compile workers end with those who asked."""
-    died = ranks.Group(("dying",), 2, 60, patience=True)
-    assert died.codes == [1, -signal.SIGKILL]
-    error = died.errors("dying.check_that_a_rank_dies")
-    assert "RuntimeError" in error
-    assert "peer" in error
-    assert "cannot go on" not in error
-    deadline = time.monotonic() + 10
-    while (left := died.alive()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+def test_every_rank_ends_by_itself():
+    assert both().codes == [0, 0], both().said[-4000:]

@@ -17,11 +17,9 @@ from experts import (
     D,
     E,
     H,
-    K,
     count,
     fused,
     given,
-    halves,
     histogram_of_all,
     interleaved,
     no_gate,
@@ -30,16 +28,16 @@ from experts import (
     unweighted,
     viewed,
 )
+from harness import Harness
 
 from coda_inductor.semantic.experts import COMBINE, ROUTE, WGRAD
 from coda_inductor.semantic.experts import group_rows as GROUP_ROWS
 from coda_inductor.semantic.experts import grouped_mm as GROUPED
 
+#: Every way to sum, and each of the others at least once.
 ALL = [
-    *({"sort": each} for each in SORTS),
-    *({"count": each} for each in COUNTS),
-    *({"gather": each} for each in GATHERS),
-    *({"sum": each} for each in SUMS),
+    {"sum": s, "sort": SORTS[i % 2], "count": COUNTS[i // 2 % 2], "gather": [*GATHERS][i % 3]}
+    for i, s in enumerate(SUMS)
 ]
 
 
@@ -53,15 +51,6 @@ def test_every_spelling(how):
     assert fused(harness) == ["gathered pair", "", "gathered ", ""]
     assert [count(harness, op) for op in (ROUTE, COMBINE, WGRAD)] == [1, 2, 2]
     assert not [op for op in harness.ops() if "sort" in op or "cumsum" in op or "scatter_add" in op]
-
-
-@pytest.mark.parametrize(
-    ("up", "paired"), [(two_weights, "pair"), (no_gate, ""), (interleaved, "pair")]
-)
-def test_every_gate(up, paired):
-    harness = check_gradients(Block(up=up), *given())
-    assert harness.counts["experts"] == 1
-    assert fused(harness) == [f"gathered {paired}", "", "gathered ", ""]
 
 
 @pytest.mark.parametrize("mm", [F.grouped_mm, torch._grouped_mm], ids=["F", "torch"])
@@ -97,32 +86,12 @@ class Autocast(torch.nn.Module):
             return self.block(*inputs)
 
 
-@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (1, 5), (33, 3)])
+@pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 5), (33, 3)])
 def test_sizes(tokens, k):
-    harness = check_gradients(Block(), *given(tokens, k))
+    """And as many tokens that all go to one expert."""
+    x, ids, w = given(tokens, k)
+    harness = check_gradients(Block(), x, torch.full_like(ids, 3) if k == 3 else ids, w)
     assert harness.counts["experts"] == 1
-
-
-def test_all_tokens_to_one_expert():
-    x, ids, w = given(9)
-    assert check_gradients(Block(), x, torch.full_like(ids, 3), w).counts["experts"] == 1
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_pairs_of_no_expert(biased):
-    """They add nothing, in either direction: what masks them goes."""
-    x, ids, w = given(9)
-    ids[::3, 1] = E
-    harness = check_gradients(Block(masked=True, biased=biased), x, ids, w)
-    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
-    assert fused(harness)[0] == "gathered pair"
-
-
-@pytest.mark.parametrize("sum_", [viewed, scattered, unweighted])
-def test_a_bias_of_each_expert(sum_):
-    """A token's sum of them is added behind the sum of its rows."""
-    harness = check_gradients(Block(biased=True, sum=sum_), *given())
-    assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
 
 
 def row_operands(harness):
@@ -131,19 +100,29 @@ def row_operands(harness):
     return [sum(o.kind == "row" for o in program.operands) for program in programs]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("up", "paired", "rows"),
-    [(halves, "pair", 2), (two_weights, "pair", 1), (no_gate, "", 1), (interleaved, "pair", 2)],
-)
-def test_a_bias_in_front_of_the_gate(up, paired, rows, masked):
-    """It is a row of each group, of the tile that gates it; no rows of it are written."""
+MASKED, BIAS, EACH = {"masked": True}, {"biased": True}, {"biased_up": True, "biased": True}
+#: How a block is written, how its first product is multiplied, and how many rows of its group it
+#: reads: a bias in front of the gate is of the tile that gates, no rows of it are written.
+WRITTEN = [
+    ({"up": two_weights}, "pair", 0), ({"up": no_gate}, "", 0), ({"up": interleaved}, "pair", 0),
+    (MASKED, "pair", 0), (MASKED | BIAS, "pair", 0), (BIAS, "pair", 0),
+    ({"sum": scattered} | BIAS, "pair", 0), ({"sum": unweighted} | BIAS, "pair", 0),
+    (EACH, "pair", 2), (EACH | MASKED, "pair", 2),
+    ({"up": two_weights} | EACH | MASKED, "pair", 1), ({"up": no_gate} | EACH | MASKED, "", 1),
+    ({"up": interleaved} | EACH, "pair", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "paired", "rows"), WRITTEN)
+def test_gates_masks_and_biases(how, paired, rows):
+    """Pairs of no expert add nothing, in either direction: what masks them goes. A token's sum of
+    biases is added behind the sum of its rows."""
     x, ids, w = given(9)
-    if masked:
+    if "masked" in how:
         ids[::3, 1] = E
-    harness = check_gradients(Block(up=up, biased_up=True, biased=True, masked=masked), x, ids, w)
+    harness = check_gradients(Block(**how), x, ids, w)
     assert harness.counts["experts"] == harness.counts["experts_backward"] == 1
-    assert fused(harness)[0] == f"gathered {paired}"
+    assert fused(harness) == [f"gathered {paired}", "", "gathered ", ""]
     assert row_operands(harness)[0] == rows
     assert count(harness, GROUP_ROWS) == 0
 
@@ -166,23 +145,28 @@ def test_alternating_columns_share_a_tile():
     assert len(harness.fused[0].program.stores) == 1
 
 
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda z: z[:, ::2] * z[:, 1::2].sum(),
-        lambda z: z[:, ::2].sin() + z[:, ::2],
-        lambda z: z[:, ::2] * z[:, 1::2] + z[:, :H],
-        lambda z: z[:, 1::2] * z[:, 1::2].cos(),
-        lambda z: z[:, 0:H:2] * z[:, 1:H:2],
-        lambda z: z[:, :H] * z[:, 1 : H + 1],
-        lambda z: (z[::2] * z[1::2]).repeat(2, 1)[:, :H],
-        lambda z: (z[:, ::2].sin(), z[:, 1::2].cos()),
-    ],
+NOT_ALTERNATING = (
+    lambda z: z[:, ::2] * z[:, 1::2].sum(),
+    lambda z: z[:, ::2].sin() + z[:, ::2],
+    lambda z: z[:, ::2] * z[:, 1::2] + z[:, :H],
+    lambda z: z[:, 1::2] * z[:, 1::2].cos(),
+    lambda z: z[:, 0:H:2] * z[:, 1:H:2],
+    lambda z: z[:, :H] * z[:, 1 : H + 1],
+    lambda z: (z[::2] * z[1::2]).repeat(2, 1)[:, :H],
+    lambda z: (z[:, ::2].sin(), z[:, 1::2].cos()),
 )
-def test_what_alternates_not(combine):
+
+
+def test_what_alternates_not():
+    """Each with a weight of its own, in one graph."""
     offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-    x, w = randn(6, D), randn(3, D, 2 * H)
-    harness = check(lambda x, w: combine(GROUPED(x, w, offsets, None)), x, w)
+
+    def function(x, *weights):
+        products = (GROUPED(x, w, offsets, None) for w in weights)
+        return [each(z) for each, z in zip(NOT_ALTERNATING, products, strict=True)]
+
+    harness = check(function, randn(6, D), *(randn(3, D, 2 * H) for _ in NOT_ALTERNATING))
+    assert len(harness.report.sites) == len(NOT_ALTERNATING)
     assert not any(site.program.alternating for site in harness.fused)
 
 
@@ -224,53 +208,28 @@ def test_what_is_no_bias_in_front_of_the_gate(where):
     assert row_operands(harness)[0] == 0
 
 
-def test_a_bias_behind_a_mask_stays():
-    """It would be added to the zeros of pairs of no expert."""
-
-    class Late(Block):
-        def forward(self, x, ids, w):
-            perm, flat = torch.argsort(ids.reshape(-1)), ids.reshape(-1)
-            offs = torch.cumsum(histogram_of_all(flat, perm), 0, dtype=torch.int32)
-            mask, rows = (flat[perm] >= E)[:, None], x[perm // ids.shape[1]]
-            y = self.mm(halves(rows, offs, self.mm, self.w13), self.w2.mT, offs)
-            y = y.masked_fill(mask, 0.0) + self.bias[flat[perm].clamp(max=E - 1)]
-            return viewed(y, w, perm, x, ids.shape[1])
-
-    x, ids, w = given(9)
-    ids[::3, 1] = E
-    assert not check(Late(biased=True), x, ids, w).counts["experts"]
-
-
-def test_inference():
-    harness = check(Block(), *given())
-    assert harness.counts["experts"] == 1
-    assert fused(harness) == ["gathered pair", ""]
-
-
 def test_tokens_are_dynamic():
     """One graph serves every number of them."""
-    block, router = Block(), randn(E, D)
+    block, router, harness = Block(), randn(E, D), Harness()
 
     def routed(x):
-        w, ids = torch.topk(F.linear(x, router).softmax(-1), K)
+        w, ids = torch.topk(F.linear(x, router).softmax(-1), 2)
         return block(x, ids, w)
 
-    harness = check(routed, randn(7, D), dynamic=True)
-    assert harness.counts["experts"] == 1
     compiled = torch.compile(routed, backend=harness, dynamic=True)
     with torch.no_grad():
-        for x in (randn(5, D), randn(12, D)):
+        for x in (randn(7, D), randn(5, D), randn(12, D)):
             torch.testing.assert_close(compiled(x), routed(x))
     assert harness.graphs == 1
+    assert torch._dynamo.utils.counters["coda"]["experts"] == 1
 
 
-def test_frozen_weights():
+def test_only_what_is_wanted():
+    """In inference; of frozen weights; of nothing but weights."""
+    harness = check(Block(), *given())
+    assert fused(harness) == ["gathered pair", ""]
     harness = check_gradients(Block().requires_grad_(False), *given())
-    assert count(harness, WGRAD) == 0
-    assert harness.counts["experts_backward"] == 1
-
-
-def test_only_the_weights_are_trained():
+    assert (count(harness, WGRAD), harness.counts["experts_backward"]) == (0, 1)
     x, ids, w = given()
     harness = check_gradients(Block(), x.detach(), ids, w.detach())
     assert [count(harness, op) for op in (COMBINE, WGRAD)] == [1, 2]

@@ -84,7 +84,6 @@ def test_no_tokens_of_a_symbolic_batch():
 @pytest.mark.parametrize("gate", [F.glu, lambda z: F.glu(z, 2), nn.GLU()], ids=["", "dim", "nn"])
 def test_gated_linear_units_share_a_tile(gate):
     function = mlp(lambda z: (z,), gate)
-    assert pairs(check(function, randn(2, 5, D))) == 1
     assert pairs(check_gradients(function, randn(2, 5, D).requires_grad_())) == 1
 
 
@@ -101,12 +100,6 @@ def never_meeting(x, w):
 def not_k_major(x, w):
     z = F.linear(x, w.reshape(D, 2 * H).t())
     return F.silu(z[..., :H]) * z[..., H:]
-
-
-@pytest.mark.parametrize("function", [read_elsewhere, never_meeting, not_k_major])
-def test_products_that_stay_one(function):
-    harness = check_gradients(function, randn(2, 6, D).requires_grad_(), randn(2 * H, D))
-    assert not divided(harness)
 
 
 def test_in_fp8_halves_would_have_other_scales():
@@ -143,19 +136,10 @@ def test_halves_that_are_no_floats_are_no_failure(dtype):
     assert not harness.fused
 
 
-def glu_of_rows(x, w):
-    return F.glu(F.linear(x, w), dim=1)
-
-
 def as_in_gpt_oss(x, w):
     z = F.linear(x, w)
     gate, up = z[..., ::2].clamp(max=7.0), z[..., 1::2].clamp(min=-7.0, max=7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def in_rows(x, w):
-    low, high = F.linear(x, w).unflatten(1, (2, 3)).unbind(1)
-    return F.silu(low) * high
 
 
 def returned(x, w):
@@ -185,7 +169,10 @@ def in_two_modes(x, w):
     return F.silu(low) * high
 
 
-OTHERS = [glu_of_rows, as_in_gpt_oss, in_rows, returned, changed, changed_between, in_two_modes]
+OTHERS = [
+    read_elsewhere, never_meeting, not_k_major, lambda x, w: F.glu(F.linear(x, w), dim=1),
+    as_in_gpt_oss, returned, changed, changed_between, in_two_modes,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import TOLERANCE, assert_same, check, raised, randn, reasons, swiglu
+from checking import TOLERANCE, assert_same, check, raised, randn, reasons, side_by_side, swiglu
 from harness import Harness
 
 from coda_inductor.matching import Idiom
@@ -24,15 +24,15 @@ def norm(x, w, eps=1e-5):
     return w * h.to(x.dtype)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
-)
-def test_eps_none_is_the_epsilon_of_the_compute_dtype(dtype, weighted):
+def test_eps_none_is_the_epsilon_of_the_compute_dtype():
     # With inputs around 1e-3 a wrong eps is off by a factor; with inputs around 1 it hides.
-    x, w = randn(4, D, dtype=dtype) * 1e-3, randn(D, dtype=dtype)
-    harness = check(lambda x, w: F.rms_norm(x, (D,), w if weighted else None), x, w)
-    assert raised(harness, rms_norm) == 1
+    dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    given = [(randn(4, D, dtype=d) * 1e-3, randn(D, dtype=d)) for d in dtypes]
+
+    def function(given):
+        return [F.rms_norm(x, (D,), weight) for x, w in given for weight in (w, None)]
+
+    assert raised(check(function, given), rms_norm) == 2 * len(dtypes)
 
 
 def test_float32_weight_keeps_the_promoted_dtype():
@@ -52,10 +52,10 @@ SWIGLUS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spelling", SWIGLUS)
-def test_every_spelling_of_swiglu_raises_once(spelling, dtype):
-    harness = check(SWIGLUS[spelling], randn(3, D, dtype=dtype), randn(3, D, dtype=dtype))
-    assert raised(harness, swiglu) == 1
+def test_every_spelling_of_swiglu_raises_once(dtype):
+    function, tensors = side_by_side(SWIGLUS.values(), (3, D), (3, D))
+    harness = check(function, *(t.to(dtype) for t in tensors))
+    assert raised(harness, swiglu) == len(SWIGLUS)
     assert not any("silu" in str(n.target) for n in harness.raised.nodes)
 
 
@@ -210,7 +210,7 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_is_somebody_elses_is_no_idiom(function):
-    harness = check(function, randn(4, 6, 16))
+def test_what_is_somebody_elses_is_no_idiom():
+    function, tensors = side_by_side(FUNCTIONS, (4, 6, 16))
+    harness = check(function, *tensors)
     assert not any(raised(harness, op) for op in (rms_norm, rotate, cross_entropy))

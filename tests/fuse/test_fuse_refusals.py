@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, leave_custom_ops, randn, reasons
+from checking import check, leave_custom_ops, randn, reasons, side_by_side
 from harness import Harness
 
 from coda_inductor import FallbackError
@@ -17,6 +17,12 @@ from coda_inductor.refusal import refuse
 
 B, T, N, K = 2, 3, 10, 8
 LINEAR = ((B, T, K), (N, K))
+
+
+def of_their_own(table):
+    """What :func:`check` takes."""
+    function, tensors = side_by_side([each for each, *_ in table.values()], *LINEAR)
+    return function, *tensors
 
 
 # Function of a (B, T, K) input and an (N, K) weight -> reason why its GEMM absorbs nothing.
@@ -58,13 +64,15 @@ NOTHING_ABSORBED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOTHING_ABSORBED)
-def test_gemm_that_absorbs_nothing_is_left_alone(name):
-    function, reason = NOTHING_ABSORBED[name]
-    harness = check(function, *(randn(*shape) for shape in LINEAR))
+def test_gemm_that_absorbs_nothing_is_left_alone():
+    """Each of the functions in one graph, with tensors of its own."""
+    harness = check(*of_their_own(NOTHING_ABSORBED))
     assert harness.counts == {}
-    assert [site.how for site in harness.report.sites] == ["unfused"]
-    assert reason in reasons(harness)
+    for (name, (_, reason)), site in zip(
+        NOTHING_ABSORBED.items(), harness.report.sites, strict=True
+    ):
+        assert site.how == "unfused", name
+        assert reason in site.reason, name
 
 
 def through(outside):
@@ -87,12 +95,11 @@ PARTLY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARTLY)
-def test_a_part_stays_outside_but_the_rest_fuses(name):
-    function, inside, outside = PARTLY[name]
-    (site,) = check(function, *(randn(*shape) for shape in LINEAR)).fused
-    assert inside in site.absorbed
-    assert outside not in site.absorbed
+def test_a_part_stays_outside_but_the_rest_fuses():
+    sites = check(*of_their_own(PARTLY)).fused
+    for (name, (_, inside, outside)), site in zip(PARTLY.items(), sites, strict=True):
+        assert inside in site.absorbed, name
+        assert outside not in site.absorbed, name
 
 
 def test_nothing_is_absorbed_that_only_adds_a_store():
@@ -229,11 +236,7 @@ AWKWARD = (
 
 def test_awkward_neighbours_never_fail_and_never_change_the_value():
     """In one graph, each with a weight of its own. Strict: an exception of ours is an error."""
-
-    def function(x, *weights):
-        return [each(x, w) for each, w in zip(AWKWARD, weights, strict=True)]
-
-    check(function, randn(B, T, K), *(randn(N, K) for _ in AWKWARD))
+    check(*of_their_own(dict(enumerate((each,) for each in AWKWARD))))
 
 
 @pytest.mark.parametrize("more", [0, 1])

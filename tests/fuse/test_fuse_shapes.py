@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,14 +128,17 @@ def test_degenerate_and_shared_operands(name):
     check(function, *(randn(*shape) for shape in shapes))
 
 
-@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, torch.amax], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("dim", "keepdim"), [([], False), ([], True), ([0], False)], ids=str)
-def test_reductions_of_one_row_without_its_dimension(dim, keepdim, reduce):
-    """No dimension means all of them."""
+def test_reductions_of_one_row_without_its_dimension():
+    """No dimension means all of them. Each of another product."""
+    ways = [*itertools.product(((), (0,)), (False, True), (torch.sum, torch.mean, torch.amax))]
 
-    def function(x, w):
-        return reduce((x @ w).squeeze(0) * 2, dim=dim, keepdim=keepdim)
+    def function(x, ws):
+        each = zip(ways, ws, strict=True)
+        return [
+            reduce((x @ w).squeeze(0) * 2, dim=list(dim), keepdim=keep)
+            for (dim, keep, reduce), w in each
+        ]
 
-    inputs = randn(1, K), randn(K, N)
-    check(function, *inputs)
-    check_gradients(function, *(t.requires_grad_() for t in inputs))
+    x, ws = randn(1, K).requires_grad_(), [randn(K, N).requires_grad_() for _ in ways]
+    check(function, x.detach(), [w.detach() for w in ws])
+    check_gradients(function, x, ws)

@@ -43,15 +43,17 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_an_exchange_goes_through_every_step(name):
-    def function(x, w, cos, sin, row, col):
-        return turns(BETWEEN[name](x @ w, row, col), cos, sin)
+def test_an_exchange_goes_through_every_step():
+    """Each behind a product of its own."""
 
-    harness = check(function, *inputs(randn(N), randn(B, T, 1)))
-    assert harness.counts["rotary"] == 1
-    (site,) = harness.fused
-    assert site.program.head == D
+    def function(x, ws, cos, sin, row, col):
+        each = zip(BETWEEN.values(), ws, strict=True)
+        return [turns(between(x @ w, row, col), cos, sin) for between, w in each]
+
+    x, _, *tables = inputs(randn(N), randn(B, T, 1))
+    harness = check(function, x, [randn(K, N) for _ in BETWEEN], *tables)
+    assert harness.counts["rotary"] == len(BETWEEN)
+    assert [site.program.head for site in harness.fused] == [D] * len(BETWEEN)
 
 
 def on_rows(z, cos, sin):

@@ -29,14 +29,16 @@ def kernels() -> set[str]:
     return {s.how for s in coda_inductor.reports()[-1].sites if s.fused}
 
 
-@pytest.mark.parametrize("rows", [1, 7, 127, 1024, 8191])
+@pytest.mark.parametrize("rows", [1, 7, 8, 120, 127, 1024, 4104, 8191])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_inference_is_no_worse_than_torch_compiles(rows, dtype):
+@pytest.mark.parametrize("trains", [False, True])
+def test_results_and_gradients_are_no_worse_than_torch_compiles(rows, dtype, trains):
     model = make(dtype)
-    with torch.no_grad():
-        ours = compiled(model, strict=True, fp16_norms=True)
-        assert_as_good(model, ours, inputs(rows, dtype, trains=False))
-    assert {s.how for s in coda_inductor.reports()[-1].sites} == {"kernel"}
+    ours = compiled(model, strict=True, fp16_norms=dtype == torch.float16)
+    with torch.set_grad_enabled(trains):
+        assert_as_good(model, ours, inputs(rows, dtype, trains=trains))
+    assert kernels() == {"kernel"}
+    assert trains or all(site.fused for site in coda_inductor.reports()[-1].sites)
 
 
 def test_wide_models_fall_back_with_one_warning(caplog):
@@ -49,15 +51,6 @@ def test_wide_models_fall_back_with_one_warning(caplog):
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(Exception, match=r"FallbackError(.|\n)*no kernel"):
         compiled(model, strict=True)(*xs)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 8, 120, 127, 1024, 4104])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_no_worse_than_torch_compiles(rows, dtype):
-    model = make(dtype)
-    ours = compiled(model, strict=True, fp16_norms=dtype == torch.float16)
-    assert_as_good(model, ours, inputs(rows, dtype))
-    assert kernels() == {"kernel"}
 
 
 def test_biases_and_weights_in_either_order():

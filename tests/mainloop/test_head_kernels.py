@@ -60,10 +60,8 @@ def traced(monkeypatch, tmp_path):
     ("name", "config"),
     [
         ("halves_64", "64x64:1x1:co:k2"),
-        ("halves_80", "128x160:2x1:pp:lean"),
         ("neighbours_in_part", "192x128:2x1:pp"),
         ("part_of_80", "256x160:1x2:co:lean"),
-        ("rotary", "64x128:1x1:pp"),
     ],
 )
 def test_partners_are_the_columns_that_change_places(traced, name, config):

@@ -27,8 +27,7 @@ def terms(b_major: str = "n"):
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])
-@pytest.mark.parametrize("a_order", [1, -1])
-@pytest.mark.parametrize("b_order", [1, -1])
+@pytest.mark.parametrize(("a_order", "b_order"), [(1, 1), (1, -1), (-1, 1), (-1, -1)])
 def test_terms_in_place_start_at_the_lower_addresses(b_major, a_order, b_order):
     as_, bs = terms(b_major)
     a, b, variant, distances = JOIN.bind(as_[::a_order], bs[::b_order])

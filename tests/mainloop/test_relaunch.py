@@ -93,15 +93,12 @@ def test_what_was_copied_or_is_of_another_device_is_bound_each_time(kernel, monk
     assert (len(kernel.first), len(kernel.again)) == (6, 0)
 
 
-def test_maxima_too(kernel):
+def test_maxima_too_and_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     for rows, cols in ((True, True), (True, True), (True, False)):
         x = torch.randn(M, K).bfloat16()
         given = [torch.empty(size if wanted else 0) for wanted, size in ((rows, M), (cols, K))]
         fp8_casts.amax(x, None, *given, 128)
     assert (len(kernel.first), len(kernel.again)) == (2, 1)
-
-
-def test_sizes_without_end_are_not_all_kept(kernel, monkeypatch):
     monkeypatch.setattr(fp8_casts, "_MOST", 4)
     for m in range(1, 10):
         cast(x=torch.randn(m, K).bfloat16())

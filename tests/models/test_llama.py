@@ -30,28 +30,6 @@ def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (batch, length))
 
 
-def test_operands():
-    harness = Harness()
-    harness.run(llama(2), tokens(), use_cache=False)
-    # v of the first layer has nothing to absorb; gate and up are one site.
-    assert len(harness.report.sites) == 2 * 6 + 1
-    (near,) = harness.report.near_misses
-    assert "its input is not made by a GEMM" in near
-    kinds = {
-        name: [o.kind for o in site.program.operands]
-        for site in harness.fused
-        for name in ("q_proj", "gate_proj", "o_proj", "down_proj", "lm_head")
-        if name in site.site
-    }
-    assert kinds == {
-        "q_proj": ["col", "table", "table"],  # of the last layer; the first has an embedding
-        "gate_proj": ["col"],
-        "lm_head": ["col"],
-        "o_proj": ["tile", "row"],
-        "down_proj": ["tile", "row"],
-    }
-
-
 def test_nothing_around_attention_is_laid_out_anew():
     """Queries, keys, values and the result are in one layout for attention and for projections. Of
     the gradients one copy a layer is left, where torch.compile copies and concatenates."""

@@ -71,7 +71,6 @@ def compare(model, batch):
     return harness
 
 
-MISTRAL = {"sliding_window": 40}
 #: Layers that have a window or none, and a mask each.
 GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -81,7 +80,6 @@ GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attent
     [
         ("Llama", {}, packed, 1),
         ("Llama", {}, padded, 1),
-        ("Mistral", MISTRAL, packed, 1),
         ("Gemma3", GEMMA, padded, 2),
         ("Gemma3", GEMMA, plain, 1),
     ],

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of Transformers, unmodified and tiny: each layer's experts are found and fused in both
-directions, and training gives eager's numbers."""
+"""Mixtures of Transformers, unmodified and tiny: the experts of a layer are found and fused in both
+directions, and training it gives eager's numbers."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -47,34 +49,45 @@ def made(family, experts, **sizes):
     return model, torch.randint(3, 128, (2, 32))
 
 
+def block_of(model):
+    """The first module that has experts: with its router and shared ones."""
+    of_experts = (
+        m
+        for m in model.modules()
+        if any(type(c).__name__.endswith("Experts") for c in m.children())
+    )
+    return next(of_experts)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixture(family):
-    model, ids = made(family, "grouped_mm")
-
-    harness = Harness()
-    loss = harness.train(model, input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
+    block, x = block_of(made(family, "grouped_mm")[0]), torch.randn(2, 32, 64).bfloat16()
+    harness, found = Harness(), []
+    for call in (functools.partial(harness.train, block), block):
+        block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y = y[0] if isinstance(y, tuple) else y
+        y.float().square().sum().backward()
+        grads = [leaf.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+        found.append([t.detach().double() for t in (y, *grads)])
     assert harness.counts["experts"] == harness.counts["experts_backward"] == LAYERS
     assert "experts-loop" not in codes(harness)
-    eager = model(input_ids=ids, labels=ids, use_cache=False).loss
-    torch.testing.assert_close(loss, eager, rtol=1e-3, atol=0)
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_the_gate_of_gpt_oss_is_absorbed():
-    """With its biases: gate, up and activation are stored, their product is not."""
-    model, ids = made("gpt_oss", "grouped_mm")
-    harness = Harness()
-    harness.train(model, input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    site = next(s for s in harness.fused if s.program.alternating)
-    assert site.patterns == ("experts", "clamped_swiglu")
-    assert [o.kind for o in site.program.operands] == ["groups", "index", "row", "row"]
-    assert len(site.program.stores) == 3
+    noise = 1e-6 * max(t.norm() for t in found[1])  # a router's gradient may be nothing but that
+    for ours, eagers in zip(*found, strict=True):
+        assert (ours - eagers).norm() <= 2e-2 * eagers.norm() + noise
+    if family == "gpt_oss":  # gate, up (with biases) and activation are stored, no product
+        site = next(s for s in harness.fused if s.program.alternating)
+        assert site.patterns == ("experts", "clamped_swiglu")
+        assert [o.kind for o in site.program.operands] == ["groups", "index", "row", "row"]
+        assert len(site.program.stores) == 3
 
 
 def test_a_loop_over_experts_is_named_with_its_remedy():
     """All layers share its graph."""
-    model, ids = made("mixtral", "eager", num_hidden_layers=2)
+    model, ids = made(
+        "mixtral", "eager", num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1
+    )
     found = coda_inductor.explain(model, input_ids=ids, labels=ids, use_cache=False)
     (loop,) = found.advised["experts-loop"]
     assert loop.what == "experts"

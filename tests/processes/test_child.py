@@ -44,16 +44,15 @@ def ask(process: Child, do: str, seconds: float = 60.0) -> dict:
 
 
 def test_it_answers(start):
+    """What a library prints is no answer; one before an end counts."""
     process = start("a", "b")
     assert alive(process.pid)
     assert ask(process, "say(arguments=arguments)") == {"arguments": ["a", "b"]}
     assert ask(process, "say(one=1); say(two=2)") == {"one": 1}
     assert process.answer(time.monotonic() + 60) == {"two": 2}
-
-
-def test_what_a_library_prints_is_no_answer(start):
     do = "print('hello', flush=True); os.system('echo hello'); say(read=sys.stdin.read())"
-    assert ask(start(), do) == {"read": ""}
+    assert ask(process, do) == {"read": ""}
+    assert ask(process, "say(ready=True); os._exit(0)") == {"ready": True}
 
 
 @pytest.mark.parametrize(
@@ -75,25 +74,18 @@ def test_its_last_words_are_the_reason(do, code, said, start):
         ask(process, "say(ready=True)")
 
 
-def test_what_comes_before_an_end_counts(start):
-    assert ask(start(), "say(ready=True); os._exit(0)") == {"ready": True}
-
-
-def test_one_that_is_late_is_ended(start):
-    process = start()
-    with pytest.raises(LateError):
-        ask(process, FOR_EVER, 0.5)
-    assert not alive(process.pid)
-
-
-@pytest.mark.parametrize("how", ["ignores", "is stopped"])
+@pytest.mark.parametrize("how", ["ignores", "is stopped", "is late"])
 def test_to_end_takes_no_time(how, start):
     process = start()
     ask(process, "signal.signal(15, signal.SIG_IGN); say()")
     if how == "is stopped":
         os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    process.end()
+    if how == "is late":
+        with pytest.raises(LateError):
+            ask(process, FOR_EVER, 0.5)
+    else:
+        process.end()
     assert time.monotonic() - began < 30
     assert not alive(process.pid)
 
@@ -144,28 +136,15 @@ def test_it_ends_with_its_parent(ends, do, start, tmp_path):
         os.kill(other, signal.SIGKILL)
 
 
-def test_a_fork_leaves_it_to_its_parent(start):
-    process = start()
-    fork = os.fork()
-    if fork == 0:
-        process.abandon()
-        os._exit(0 if process.connection.closed else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
-    assert ask(process, "say(ready=True)") == {"ready": True}
-
-
-def test_an_interrupt_of_the_terminal_is_not_for_it(start):
-    process = start()
-    do = "say(session=os.getsid(0), ignored=signal.getsignal(2) == signal.SIG_IGN)"
-    assert ask(process, do) == {"session": process.pid, "ignored": True}
-    assert process.pid != os.getsid(0)
-
-
-def test_the_users_logs_and_traces_are_not_its_own(start, monkeypatch):
+def test_neither_interrupts_nor_logs_of_the_user_are_for_it(start, monkeypatch):
     for name in ("TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CODA_CACHE_DIR", "/somewhere")
-    found = ask(start(environment={"MORE": "1"}), "say(**os.environ)")
+    process = start(environment={"MORE": "1"})
+    do = "say(session=os.getsid(0), ignored=signal.getsignal(2) == signal.SIG_IGN)"
+    assert ask(process, do) == {"session": process.pid, "ignored": True}
+    assert process.pid != os.getsid(0)
+    found = ask(process, "say(**os.environ)")
     assert not {"TORCH_LOGS", "TORCH_TRACE", "CODA_DEBUG"} & set(found)
     assert (found["CODA_CACHE_DIR"], found["MORE"]) == ("/somewhere", "1")
 

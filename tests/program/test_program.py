@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -144,38 +143,15 @@ def test_the_key_is_of_what_is_computed_wherever_a_step_came_from():
     assert replace(made[0], steps=tuple(elsewhere)).key == made[0].key
 
 
-def test_printed_program_reads_like_the_documentation():
-    norm = program(**NORM)
-    first = replace(norm.steps[0], origin="aten.add.Tensor")
-    assert str(replace(norm, steps=(first, *norm.steps[1:]))).splitlines() == [
-        "program(acc: bfloat16 x bfloat16)",
-        "  load   c0      : tile bfloat16",
-        "  load   w0      : row float32",
-        "  x      = add acc c0                   # aten.add.Tensor",
-        "  h      = mul x w0",
-        "  xr     = round_bfloat16 x",
-        "  sq     = mul xr xr",
-        "  half   = mul h 0.5",
-        "  store  out0    = x : bfloat16",
-        "  store  out1    = half : float32",
-        "  reduce part0   = add over N of sq",
-    ]
-    assert str(SCALED).startswith(f"program(acc: {E4M3} x {E5M2}), fast accumulation\n")
-    assert str(program(**ROTARY)).startswith("program(acc: float64 x float64), heads of 8\n")
+#: What is not an op of torch's by that name: its binary digits.
+ROUNDED = {"round_bfloat16": 8, "round_float16": 11}
 
 
-#: What is not an op of torch's by that name: digits, the smallest number above 0, the largest.
-ROUNDED = {
-    "round_bfloat16": (8, 0.0, math.inf),
-    "round_float16": (11, 0.0, math.inf),
-}
-
-
-def nearest(x: torch.Tensor, digits: int, least: float, most: float) -> torch.Tensor:
+def nearest(x: torch.Tensor, digits: int) -> torch.Tensor:
     """``x`` with so many binary digits, ties to even."""
     _, exponent = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), exponent - digits).clamp_min(least)
-    return ((x / step).round() * step).clamp(-most, most)
+    step = torch.ldexp(torch.ones_like(x), exponent - digits)
+    return (x / step).round() * step
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -187,7 +163,7 @@ def test_an_op_means_torchs_of_its_name(op):
     values = {"acc": acc, "other": t, "positive": acc.abs() + 0.5, "small": acc.clamp_min(-4)}
     values |= {"p": acc < 0, "q": t > 0}
     args = [values[arg] for arg in next(step.args for step in made.steps if step.name == "v")]
-    want = nearest(*args, *ROUNDED[op]) if op in ROUNDED else getattr(torch, op)(*args)
+    want = nearest(*args, ROUNDED[op]) if op in ROUNDED else getattr(torch, op)(*args)
     want = torch.where(want, acc, t) if OPS[op].boolean else want
     torch.testing.assert_close(reference.run(made, [a], [b], [t])[0], want, rtol=1e-9, atol=1e-9)
 
@@ -345,7 +321,7 @@ def test_rotary_is_hugging_faces():
     torch.testing.assert_close(got, (x * cos[:, None] + half * sin[:, None]).flatten(-2))
 
 
-@pytest.mark.parametrize(("width", "distance"), [(8, 4), (8, 1), (4, 2), (8, 2), (4, 1)])
+@pytest.mark.parametrize(("width", "distance"), [(8, 4), (8, 1), (4, 2), (4, 1)])
 def test_a_swap_is_its_own_inverse_and_stays_in_its_head(width, distance):
     x = torch.arange(2 * HEAD)
     y = swap(x, HEAD, width, distance)

@@ -49,11 +49,18 @@ def weights(function, shapes, frozen=True):
     return made
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("frozen", [True, False])
+NORMED = ((D,), (D, D), *MLP)
+
+
 @pytest.mark.parametrize(
-    ("function", "shapes"),
-    [(of_mlp, MLP), (of_normed_mlp, ((D,), (D, D), *MLP)), (in_a_checkpoint, MLP)],
+    ("function", "shapes", "frozen", "dynamic"),
+    [
+        (of_mlp, MLP, True, True),
+        (of_mlp, MLP, False, False),
+        (of_normed_mlp, NORMED, True, False),
+        (of_normed_mlp, NORMED, False, True),
+        (in_a_checkpoint, MLP, True, False),
+    ],
 )
 def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, frozen, dynamic):
     model = weights(function, shapes, frozen)
@@ -68,8 +75,7 @@ def test_gradients_are_eagers_and_full_ranks_are_one_gemm(function, shapes, froz
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(trained):
     """Else dz would be stored twice: with adapters, the dgrads' epilogue scales."""
-    shapes = ((D,), (D, D), *MLP)
-    model = weights(of_normed_mlp, shapes)
+    model = weights(of_normed_mlp, NORMED)
     if trained:  # no adapters
         model = Weights(
             lambda x, gamma, first, gate, up, down: (
@@ -79,7 +85,7 @@ def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(tra
                     down,
                 )
             ),
-            *(randn(*s) / s[-1] ** 0.5 for s in (*shapes[:2], (WIDE, D), (WIDE, D), (D, WIDE))),
+            *(randn(*s) / s[-1] ** 0.5 for s in (*NORMED[:2], (WIDE, D), (WIDE, D), (D, WIDE))),
         )
     harness = check_gradients(model, randn(2, M // 2, D).requires_grad_())
     (made,) = [s for s in harness.fused if "sigmoid" in str(s.program) and s.role != "forward"]
@@ -89,10 +95,6 @@ def test_the_row_scale_of_a_norm_rides_on_dz_where_nobody_else_multiplies_it(tra
 def small(x, *matrices, number=0.5):
     """Products of ``x * number``, all small."""
     return tuple((x * number).reshape(-1, D) @ m for m in matrices)
-
-
-def shown_too(x, m):
-    return (x * 0.5 @ m, x * 0.5)
 
 
 NUMBERS = {
@@ -112,24 +114,30 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_waits_until_after_small_products(name):
-    function, moves = NUMBERS[name]
-    args = randn(M, D), randn(D, RANK)
-    graph = aten_graph(function, *args, decomposed=True)
+def rewritten(function, *args, moves, **how):
+    """The graph of ``function`` after the pass, which computes the same, and is as it was but where
+    something ``moves``; twice does nothing."""
+    graph = aten_graph(function, *args, **how)
     before = str(graph)
     run_pass(ADAPTERS, graph)
     assert (str(graph) != before) == moves
-    if moves:
-        sizes = [n.meta["val"].numel() for n in graph.nodes if n.target is aten.mul.Tensor]
-        assert sizes
-        assert max(sizes) * 8 <= M * D
     have = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(*args)
     for mine, theirs in zip(have, function(*args), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
     again = str(graph)
     run_pass(ADAPTERS, graph)
     assert str(graph) == again
+    return graph
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_waits_until_after_small_products(name):
+    function, moves = NUMBERS[name]
+    graph = rewritten(function, randn(M, D), randn(D, RANK), moves=moves, decomposed=True)
+    if moves:
+        sizes = [n.meta["val"].numel() for n in graph.nodes if n.target is aten.mul.Tensor]
+        assert sizes
+        assert max(sizes) * 8 <= M * D
 
 
 def mm(x, n):
@@ -154,26 +162,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_terms_of_full_rank_come_first(name):
     function, moves = SUMS[name]
-    x = randn(M, M)
-    graph = aten_graph(lambda x: (function(x),), x)
-    before = str(graph)
-    run_pass(ADAPTERS, graph)
-    assert (str(graph) != before) == moves
-    (have,) = torch.fx.Interpreter(torch.fx.GraphModule({}, graph)).run(x)
-    torch.testing.assert_close(have, function(x), rtol=1e-10, atol=1e-10)
-    again = str(graph)
-    run_pass(ADAPTERS, graph)
-    assert str(graph) == again
-
-
-def test_the_forward_pass_keeps_its_own_sums():
-    """What it adds up alone is one tensor to keep, not two."""
-
-    def function(x, w, a, b):
-        return (adapted(x, w, a, b) * x.sin()).sum()
-
-    model = weights(function, ((D, D), (RANK, D), (D, RANK)))
-    check_gradients(model, randn(M, D).requires_grad_())
+    rewritten(lambda x: (function(x),), randn(M, M), moves=moves)
 
 
 def test_what_is_of_low_rank():

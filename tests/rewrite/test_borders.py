@@ -14,40 +14,34 @@ from coda_inductor import pipeline
 AGAIN, SAVED = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
-def tagged(function, block_of) -> dict[str, object]:
-    """Target -> tag after the pass; `block_of` says in which checkpoint a node lies."""
+def viewed(x):
+    return x.sin().view(24).cos()
+
+
+def sorted_cosines(x):
+    values, indices = x.sort()
+    return values.cos(), indices
+
+
+#: Name -> (a function, the number of the checkpoint that its cosine lies in, where the rest lies in
+#: 0, and node -> tag after the pass).
+CASES = {
+    "a view is saved as what it views": (viewed, 1, {"sin": SAVED, "view": None, "cos": AGAIN}),
+    "one of several outputs takes the call and the others with it": (
+        sorted_cosines, 1, {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN},
+    ),
+    "no later block reads": (viewed, 0, dict.fromkeys(("sin", "view", "cos"), AGAIN)),
+    "no view is left to torch": (lambda x: x.sin().cos(), 1, {"sin": AGAIN, "cos": AGAIN}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_later_block_reads_is_saved(name):
+    function, block, tags = CASES[name]
     graph = aten_graph(function, torch.empty(4, 6))
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
-        node.meta |= {"recompute": AGAIN, "ac_graph_id": block_of(node)}
+        own = block if node.name == "cos" else 0
+        node.meta |= {"recompute": AGAIN, "ac_graph_id": own}
     run_pass(BORDERS, graph)
-    return {node.name: node.meta["recompute"] for node in nodes}
-
-
-def is_cosine(node):
-    return int(node.name.startswith("cos"))
-
-
-def test_a_view_that_a_later_block_reads_is_saved_as_what_it_views():
-    tags = tagged(lambda x: x.sin().view(24).cos(), is_cosine)
-    assert tags == {"sin": SAVED, "view": None, "cos": AGAIN}
-
-
-def test_one_of_several_outputs_takes_the_call_and_the_others_with_it():
-    def function(x):
-        values, indices = x.sort()
-        return values.cos(), indices
-
-    tags = tagged(function, is_cosine)
-    assert tags == {"sort": None, "getitem": None, "getitem_1": None, "cos": AGAIN}
-
-
-@pytest.mark.parametrize("block", [0, 1])
-def test_what_no_later_block_reads_stays(block):
-    tags = tagged(lambda x: x.sin().view(24).cos(), lambda node: block)
-    assert set(tags.values()) == {AGAIN}
-
-
-def test_what_is_no_view_is_left_to_torch():
-    tags = tagged(lambda x: x.sin().cos(), is_cosine)
-    assert tags == {"sin": AGAIN, "cos": AGAIN}
+    assert {node.name: node.meta["recompute"] for node in nodes} == tags

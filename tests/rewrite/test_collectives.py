@@ -81,66 +81,57 @@ def merged(function, *shapes, **options):
     return graph, record.fired["collective"], left
 
 
-def only(graph, target):
-    (node,) = [n for n in graph.nodes if n.target is target]
-    return node
-
-
 MATRICES = ((M, K), (K, N), (M, K), (K, N), (M, K), (K, N))
 
 
-def test_a_sum_is_reduced_once():
-    """As of q, k and v; the products add up where one kernel makes their sum."""
-
-    def gradient(a, b, c, d, e, f):
-        return ((reduced(a @ b) + reduced(c @ d)) + reduced(e @ f) + 1,)
-
-    graph, saved, left = merged(gradient, *MATRICES)
-    assert saved == 2
-    assert left[all_reduce] == left[wait_tensor] == 1
-    assert len(terms(only(graph, all_reduce).args[0])) == 3
+def views_between(a, b, c, d):
+    one, two = (reduced((x @ y).view(2, 2, N)) for x, y in ((a, b), (c, d)))
+    return (one.view(M, N) + two.view(M, N),)
 
 
-def test_views_between_are_no_obstacle():
-    def gradient(a, b, c, d):
-        one, two = (reduced((x @ y).view(2, 2, N)) for x, y in ((a, b), (c, d)))
-        return (one.view(M, N) + two.view(M, N),)
-
-    graph, saved, _ = merged(gradient, *MATRICES[:4])
-    assert saved == 1
-    assert len(terms(only(graph, all_reduce).args[0])) == 2
+def put_together_otherwise(n, wg, wu):
+    one, two = (torch.cat(torch.split(gathered(n), 2), 1) for _ in range(2))
+    return one @ wg, two @ wu
 
 
-def test_what_is_cut_before_it_is_scattered_is_added_before_it_is_cut():
-    def gradient(a, b, c, d):
-        return (scattered(a @ b) + scattered(c @ d),)
+CUT = {aten.split.Tensor: 1, aten.cat.default: 1}
+#: Name -> (function, shapes, messages that are saved, how often ops are left, what reads a sum of
+#: so many products, where one kernel makes it).
+MERGED = {
+    "as of q, k and v": (
+        lambda a, b, c, d, e, f: ((reduced(a @ b) + reduced(c @ d)) + reduced(e @ f) + 1,),
+        MATRICES, 2, {all_reduce: 1, wait_tensor: 1}, (all_reduce, 3),
+    ),
+    "views between": (views_between, MATRICES[:4], 1, {all_reduce: 1}, (all_reduce, 2)),
+    "added before it is cut": (
+        lambda a, b, c, d: (scattered(a @ b) + scattered(c @ d),),
+        MATRICES[:4], 1, CUT, (aten.split.Tensor, 2),
+    ),
+    "other pieces": (
+        lambda a, b, c, d: (
+            scattered(a @ b) + wait_tensor(reduce_scatter_tensor(c @ d, "sum", RANKS, "0")),
+        ),
+        ((2, K), (K, N), (4, K), (K, 3)), 1, CUT, None,
+    ),
+    "gate and up read one operand": (
+        put_together_otherwise, ((2, K), (2 * K, N), (2 * K, N)), 1,
+        {all_gather_into_tensor: 1, aten.cat.default: 1}, None,
+    ),
+}  # fmt: skip
 
-    graph, saved, left = merged(gradient, *MATRICES[:4])
-    assert saved == 1
-    assert left[aten.split.Tensor] == left[aten.cat.default] == 1
-    assert len(terms(only(graph, aten.split.Tensor).args[0])) == 2
 
-
-def test_other_pieces_are_added_as_they_are():
-    def gradient(a, b, c, d):
-        return (scattered(a @ b) + wait_tensor(reduce_scatter_tensor(c @ d, "sum", RANKS, "0")),)
-
-    _, saved, left = merged(gradient, (2, K), (K, N), (4, K), (K, 3))
-    assert saved == 1
-    assert left[aten.split.Tensor] == left[aten.cat.default] == 1
-
-
-def test_gate_and_up_read_one_operand():
-    """Also where the gathered pieces are put together along another dimension."""
-
-    def projections(n, wg, wu):
-        one, two = (torch.cat(torch.split(gathered(n), 2), 1) for _ in range(2))
-        return one @ wg, two @ wu
-
-    graph, saved, left = merged(projections, (2, K), (2 * K, N), (2 * K, N))
-    assert saved == 1
-    assert left[all_gather_into_tensor] == left[aten.cat.default] == 1
-    assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
+@pytest.mark.parametrize("name", MERGED)
+def test_what_is_merged(name):
+    function, shapes, number, ops, summed = MERGED[name]
+    graph, saved, left = merged(function, *shapes)
+    assert saved == number
+    assert {op: left[op] for op in ops} == ops
+    if summed:
+        reader, count = summed
+        (node,) = (n for n in graph.nodes if n.target is reader)
+        assert len(terms(node.args[0])) == count
+    if ops.get(all_gather_into_tensor):
+        assert len({node.args[0] for node in graph.nodes if node.target in GEMMS}) == 1
 
 
 @pytest.mark.parametrize(

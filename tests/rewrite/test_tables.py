@@ -39,16 +39,6 @@ def kept(graph) -> int:
     return sum(node.target is KEEP for node in graph.nodes)
 
 
-def test_both_tables_are_kept_and_gradients_agree():
-    harness = check_gradients(rotary, randn(2, HEADS, T, D).requires_grad_(), randn(D, D))
-    assert kept(harness.graph) == 2
-    forward, backward = harness.parts
-    assert kept(forward) == 2
-    slow = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
-    assert sum(n.target in slow for n in forward.nodes) == 2
-    assert not any(n.target in slow or n.target is KEEP for n in backward.nodes)
-
-
 @pytest.mark.parametrize(
     "disable", [[], ["heads"]], ids=["in epilogues", "in kernels of their own"]
 )

@@ -35,10 +35,10 @@ def both_reductions(dtype: str = "bfloat16"):
 
 
 CHECKED = [
-    (make(dtype), (M, N, K))
-    for make in (both_reductions, paired_sums, lambda dtype: rotary(24, dtype=dtype))
-    for dtype in ("float64", "float32", "bfloat16")
-] + [(program, (M, NARROW, WIDE)) for program in fp8().values()]
+    *((both_reductions(dtype), (M, N, K)) for dtype in ("float64", "float32", "bfloat16")),
+    *((program, (M, N, K)) for program in (paired_sums(), rotary(24))),
+    *((fp8()[name], (M, NARROW, WIDE)) for name in ("fp8_swiglu", "fp8_dswiglu")),
+]
 
 
 @pytest.mark.parametrize(("program", "sizes"), CHECKED)
@@ -60,7 +60,7 @@ def folded(program, outputs):
             yield reference.COMBINE[spec.combine](x, 1 if spec.axis == "row" else 0, keepdim=True)
 
 
-@pytest.mark.parametrize("m", [0, 1, 300])
+@pytest.mark.parametrize("m", [0, 300])
 @pytest.mark.parametrize("name", list(programs()))
 def test_partials_stand_in_the_first_tile(name, m):
     program = programs()[name]
@@ -209,13 +209,23 @@ def fails_with(monkeypatch, error):
     return builds
 
 
-def test_failed_kernel_falls_back_with_one_warning(call, warned):
+def test_failed_kernel_falls_back_with_one_warning(call, warned, monkeypatch):
+    """A launch that fails is tried again: it costs microseconds, and the next call has other
+    tensors."""
     for site in (SITE, SITE, "layers.1.mlp.down_proj"):  # one kernel, used twice
         call(site)
     (said,) = warned()
     assert both_reductions().key in said
     assert SITE in said
     assert "no such instruction" in said
+    launches = []
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
+    monkeypatch.setattr(launch, "_on_device", torch.device)
+    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: launches.append(1) or 1 / 0)
+    for _ in range(2):
+        call()
+    assert len(launches) == 2
 
 
 FULL_DISK = OSError("No space left on device")
@@ -237,17 +247,6 @@ def test_what_may_pass_is_tried_again_and_less_and_less_often(call, monkeypatch,
     torch.compile(torch.sin, backend=coda)(torch.ones(2))
     call()
     assert len(builds) == counts[-1] + 1
-
-
-def test_a_launch_that_fails_is_tried_again(call, monkeypatch):
-    """It costs microseconds, and the next call has other tensors."""
-    launches = []
-    monkeypatch.setattr(Kernel, "_build", lambda self, *key: self._plans.update({key: "plan"}))
-    monkeypatch.setattr(launch, "_on_device", torch.device)
-    monkeypatch.setattr(launch, "_quack_launcher", lambda: lambda *_: launches.append(1) or 1 / 0)
-    for _ in range(2):
-        call()
-    assert len(launches) == 2
 
 
 class Mlp(torch.nn.Module):
@@ -275,9 +274,7 @@ def on_gpu(call, monkeypatch):
     library._destroy()
 
 
-@pytest.mark.parametrize(
-    ("direction", "first"), [("forward", "strict"), ("backward", "lenient"), ("backward", "strict")]
-)
+@pytest.mark.parametrize(("direction", "first"), [("forward", "strict"), ("backward", "lenient")])
 def test_strictness_is_the_compiled_graphs(on_gpu, first, direction):
     """Compiling one model changes nothing for the other, whichever is compiled first; backward
     graphs, which run on autograd's own threads, too."""

@@ -43,33 +43,33 @@ def test_a_table_says_everything(tmp_path):
     assert hash(gpu)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"constants": {"capability": 9}}'])
-def test_what_is_no_table_is_an_error(text, tmp_path):
+def test_tables_that_ship_are_tables_and_others_are_an_error(tmp_path):
+    shipped = tables(None)
+    assert H100.name in shipped
+    assert all(read(gpu.sites) == gpu for gpu in shipped.values())
     path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        read(path)
+    for text in ("", "{}", "[]", '{"constants": {"capability": 9}}'):
+        path.write_text(text)
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            read(path)
 
 
-def test_a_model_with_a_table_has_its_constants(tmp_path):
-    shipped = table(tmp_path, "NVIDIA H900")
-    slower = replace(shipped, bytes_per_us=1.0)
+def test_what_is_known_of_a_model(tmp_path):
+    """One with a table has its constants, another of its generation borrows, one of another
+    generation has an H200's and is not rated."""
+    slower = replace(table(tmp_path, "NVIDIA H900"), bytes_per_us=1.0)
     gpu = known("NVIDIA H900", (9, 0), 114, SMEM, {slower.name: slower})
     assert gpu == replace(slower, processors=114)
-
-
-def test_another_of_its_generation_borrows():
     gpu = known("NVIDIA H900", (9, 0), 78, 1000, {H100.name: H100})
     assert (gpu.rated, gpu.sites, gpu.bytes_per_us) == (True, None, H100.bytes_per_us)
     assert gpu.flops_per_us == H100.flops_per_us * 78 / 132
     assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA H900", 78, 1000)
-
-
-def test_tables_that_ship_are_tables():
-    shipped = tables(None)
-    assert H100.name in shipped
-    for gpu in shipped.values():
-        assert read(gpu.sites) == gpu
+    for capability in ((10, 0), (12, 0), (8, 0)):
+        gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
+        assert (gpu.rated, gpu.sites) == (False, None)
+        assert gpu.bytes_per_us == tables(None)["NVIDIA H200"].bytes_per_us
+        assert (gpu.capability, gpu.arch) == (capability, capability[0])
+        assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
 
 
 @pytest.mark.parametrize(
@@ -81,27 +81,14 @@ def test_the_most_alike_name_lends(name, lender):
     assert known(name, (9, 0), 132, SMEM, tables(None)) == borrowing(of, name)
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (12, 0), (8, 0)])
-def test_another_generation_has_an_h200s_constants_and_is_not_rated(capability):
-    gpu = known("NVIDIA B200", capability, 148, SMEM, {H100.name: H100})
-    assert (gpu.rated, gpu.sites) == (False, None)
-    assert gpu.bytes_per_us == tables(None)["NVIDIA H200"].bytes_per_us
-    assert (gpu.capability, gpu.arch) == (capability, capability[0])
-    assert (gpu.name, gpu.processors, gpu.smem_bytes) == ("NVIDIA B200", 148, SMEM)
-
-
 def test_names_for_people_and_files():
     assert (H100.short, H100.file) == ("H100", "nvidia_h100_80gb_hbm3")
     gpu = replace(H100, name="NVIDIA RTX PRO 6000 (Blackwell)")
     assert (gpu.short, gpu.file) == ("RTX PRO 6000 (Blackwell)", "nvidia_rtx_pro_6000_blackwell")
 
 
-def test_without_a_gpu_an_h100_is_meant(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_of() == gpu_of("cpu") == gpu_of("cuda:1") == H100
-
-
 def test_the_gpu_of_this_machine(machine, monkeypatch):
+    """Without one an H100 is meant."""
     monkeypatch.delenv("CODA_TABLES", raising=False)
     machine(H100.name)
     assert gpu_of() == gpu_of("cuda:0") == H100
@@ -109,20 +96,19 @@ def test_the_gpu_of_this_machine(machine, monkeypatch):
     assert gpu_of("cuda").sites is None
     machine("NVIDIA B200", (10, 0), 148)
     assert not gpu_of("cuda").rated
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of() == gpu_of("cpu") == gpu_of("cuda:1") == H100
 
 
 def test_a_folder_of_tables_takes_the_place_of_the_shipped_ones(machine, monkeypatch, tmp_path):
-    mine = table(tmp_path, "NVIDIA H900")
+    """Also an empty one."""
+    machine(H100.name)
     monkeypatch.setenv("CODA_TABLES", str(tmp_path))
+    assert not gpu_of().rated
+    mine = table(tmp_path, "NVIDIA H900")
     machine("NVIDIA H900")
     assert gpu_of() == mine
     machine(H100.name)  # its shipped one does not count
     assert gpu_of() == borrowing(mine, H100.name)
-
-
-def test_an_empty_folder_hides_all_tables(machine, monkeypatch, tmp_path):
-    machine(H100.name)
-    monkeypatch.setenv("CODA_TABLES", str(tmp_path))
-    assert not gpu_of().rated
     monkeypatch.delenv("CODA_TABLES")
     assert gpu_of() == H100

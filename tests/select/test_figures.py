@@ -27,15 +27,9 @@ def test_the_first_in_order_of_those_that_are_equal():
     assert found.best(["unknown"]) is None
 
 
-@pytest.mark.parametrize(
-    ("spread", "counts"),
-    [(0.0, 0.005), (0.004, 0.005), (0.01, 0.01), (0.03, 0.03), (0.5, 0.03), (-1.0, 0.005)],
-)
-def test_what_counts_as_equal_has_bounds(spread, counts):
-    assert figures({}, spread=spread).tolerance == counts
-
-
-def test_to_win_takes_more_than_the_spread():
+def test_what_counts_as_equal_has_bounds_and_to_win_takes_more():
+    for spread, counts in ((-1.0, 0.005), (0.004, 0.005), (0.01, 0.01), (0.5, 0.03)):
+        assert figures({}, spread=spread).tolerance == counts
     found = figures({}, spread=0.02)
     assert found.wins(98.0, 100.0)
     assert not found.wins(98.1, 100.0)
@@ -43,21 +37,13 @@ def test_to_win_takes_more_than_the_spread():
     assert figures({}).wins(99.5, 100.0)
 
 
-@pytest.mark.parametrize(
-    ("m", "rows"),
-    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128),
-     (129, 256), (256, 256), (257, 384), (1000, 1024), (4096, 4096), (5000, 5120), (8192, 8192),
-     (8193, 8448), (16384, 16384), (16385, 16896), (32768, 32768), (32769, 33792)],
-)  # fmt: skip
-def test_classes_of_rows(m, rows):
-    assert rows_class(m) == rows
-
-
-def test_classes_follow_each_other():
+def test_classes_of_rows_follow_each_other():
+    known = {1: 16, 16: 16, 17: 32, 33: 64, 65: 128, 129: 256, 257: 384, 1000: 1024, 5000: 5120,
+             8192: 8192, 8193: 8448, 16385: 16896, 32769: 33792}  # fmt: skip
+    assert {m: rows_class(m) for m in known} == known
     classes = [rows_class(m) for m in range(1, 40000)]
     assert classes == sorted(classes)
-    assert all(m <= found for m, found in enumerate(classes, 1))
-    assert all(found <= m + max(m // 32, 128) for m, found in enumerate(classes, 1))
+    assert all(m <= found <= m + max(m // 32, 128) for m, found in enumerate(classes, 1))
     assert all(rows_class(found) == found for found in set(classes))
 
 
@@ -69,22 +55,12 @@ def test_what_a_measurement_is_of():
         {"copied": (512, 1536)}, {"a_major": "m"}, {"b_major": "n"},
     ]  # fmt: skip
     assert len({key_of(replace(one, **other)) for other in others}) == len(others)
-
-
-def test_neighbours_share_a_measurement():
-    assert key_of(site(m=5000)) == key_of(site(m=5003)) == key_of(site(m=5120))
-    assert key_of(site(m=5000)) != key_of(site(m=5121))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"name": "layers.3.mlp"}, {"device": torch.device("cuda", 1)}, {"after": frozenset({"out0"})},
-     {"crowded": True}],
-    ids=str,
-)  # fmt: skip
-def test_what_no_measurement_depends_on(other):
-    one = site()
-    assert key_of(replace(one, **other)) == key_of(one)
+    for same in (
+        {"name": "layers.3.mlp"}, {"device": torch.device("cuda", 1)}, {"crowded": True},
+        {"after": frozenset({"out0"})},
+    ):  # fmt: skip
+        assert key_of(replace(one, **same)) == key_of(one)
+    assert key_of(site(m=5000)) == key_of(site(m=5120)) != key_of(site(m=5121))
 
 
 def test_programs_are_alike_that_move_the_same_bytes_and_reduce_alike():
@@ -108,13 +84,10 @@ def full():
     )
 
 
-def test_a_row_says_everything():
+def test_a_row_says_everything_that_must_be_said():
     for found in (full(), figures({"128x128:2x1:pp": 1.0})):
         row = json.loads(json.dumps(to_row("some key", found)))
         assert from_row(row) == ("some key", found)
-
-
-def test_what_need_not_be_said():
     row = to_row("key", full())
     del row["failed"], row["name"], row["like"]
     assert from_row(row)[1] == replace(full(), failed={}, name="", like="")

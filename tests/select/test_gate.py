@@ -14,7 +14,6 @@ from programs import parsed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-import coda_inductor
 from coda_inductor.mainloop import availability
 from coda_inductor.options import parse
 from coda_inductor.plan import Plan
@@ -66,10 +65,8 @@ def gemm_of(graph: Graph) -> Node:
 @pytest.mark.parametrize(
     ("gemms", "training", "bound"),
     [
-        (llama(1), False, True),
         (llama(512), False, True),
         (llama(2048), False, False),
-        (llama(8192), False, False),
         # Autograd, once a step: what a layer alone waits for is little in a model of sixteen.
         (3 * llama(2048, d=2304), False, False),
         (3 * llama(2048, d=2304), True, True),
@@ -141,7 +138,6 @@ def test_support_is_asked_of_the_tensors_gpu(current, monkeypatch):
         ((BF16, BF16), None, None),
         ((BF16, BF16), (1, 4100), "its right operand has a stride of 4100"),  # a copy a call
         ((E4M3, E5M2), None, None),
-        ((E4M3, E4M3), None, None),
         ((E4M3, E4M3), (2048, 1), "contiguous along N"),
         ((E4M3, BF16), None, "has no epilogue program"),
         ((torch.float8_e4m3fnuz,) * 2, None, "has no epilogue program"),
@@ -162,14 +158,11 @@ def test_no_compiler_is_started_where_nothing_will_be_compiled(monkeypatch):
     assert not plan(graph).compiles
 
 
-def test_a_graph_whose_gemms_are_all_scaled_is_decided_as_one_of_a_gpu():
-    """The plan is made before scaled products are raised."""
+def test_scaled_products_are_those_of_a_gpu_and_take_less_time():
+    """The plan is made before they are raised."""
     graph = graph_of([(8192, 2048, 4096)], (E4M3, E4M3), op=aten._scaled_mm.default)
     assert plan(graph).on_gpu
     assert plan(graph).store is not None
-
-
-def test_a_gemm_alone_is_expected_to_take_less_in_fp8():
     graphs = [graph_of([(8192, 2048, 4096)], dtypes) for dtypes in ((BF16, BF16), (E4M3, E4M3))]
     half, eight = (plan(graph).estimate_plain(gemm_of(graph)) for graph in graphs)
     assert half.ground == eight.ground == "roofline"
@@ -258,16 +251,3 @@ def test_what_reads_a_sum_stays_behind_whichever_term_is_fused(judged):
 
     check(function, *(randn(*shape) for shape in ((6, 8), (16, 8), (6, 4), (16, 4), (6, 16))))
     assert judged[0] == ((16, 8), True)
-
-
-def test_explain_says_the_gates_own_verdict():
-    """A regression: it compared the times and forgot the gate's other reason."""
-
-    def sandwich(x, w, residual):
-        y = (x @ w).float()
-        return residual + (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).bfloat16()
-
-    x, w = torch.empty(8192, 8192).bfloat16(), torch.empty(8192, 2048).bfloat16()
-    with torch.no_grad():
-        (found,) = coda_inductor.explain(sandwich, x, w, torch.empty(8192, 2048).bfloat16()).sites
-    assert "statistics save nothing" in found.reason

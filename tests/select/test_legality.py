@@ -78,17 +78,17 @@ def test_architectures_without_kernels(major, generation):
     assert (why.code, f"{major}.x" in why.text, "quack" in why.text) == ("old-gpu", True, True)
 
 
-@pytest.mark.parametrize(("arch", "code"), [(9, None), (10, "fp8-mixed"), (12, None)])
-def test_mixed_dtypes_have_no_kernel_on_data_centre_blackwell(arch, code, generation):
-    generation(arch)
-    why = unsupported(replace(FP8, a_dtype=E5M2), 64, 64)
-    assert (why and why.code) == code
+MIXED = replace(FP8, a_dtype=E5M2)
 
 
-@pytest.mark.parametrize(("arch", "code"), [(9, None), (10, "grouped-arch"), (12, "grouped-arch")])
-def test_experts_have_kernels_on_hopper(arch, code, generation):
+@pytest.mark.parametrize(
+    ("program", "arch", "code"),
+    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 12, None),
+     (EXPERTS, 9, None), (EXPERTS, 10, "grouped-arch"), (EXPERTS, 12, "grouped-arch")],
+)  # fmt: skip
+def test_what_has_no_kernel_on_a_generation(program, arch, code, generation):
     generation(arch)
-    why = unsupported(EXPERTS, 64, 64)
+    why = unsupported(program, 64, 64)
     assert (why and why.code) == code
 
 

@@ -49,6 +49,10 @@ def test_a_kernel_is_a_product_with_stores_hidden_and_loads_not():
     assert pair == pytest.approx(2 * plain - START_US)
     short = fused_us(site("rms_partial", M, N, 64), H100)  # its stores take longer
     assert short == pytest.approx(START_US + 2 * loads + loads)
+    m, n = 128 * 5, 192 * 53  # of 3 x 132 tiles 131 are none: what idles at the end shows in part
+    one = fused_us(site("scale", m, n, K), H100)
+    idle = 1 + IDLE * 131 / 265
+    assert one - START_US == pytest.approx((product_us(m, n, K, H100) - START_US) * idle)
 
 
 @pytest.mark.parametrize(("n", "processors"), [(16, 66), (192, 66), (193, 132)])
@@ -59,14 +63,6 @@ def test_no_kernel_is_faster_than_its_tiles_read(n, processors):
     assert product_us(m, n, k, H100) == pytest.approx(START_US + read)
     one = fused_us(site("scale", m, n, k), H100)
     assert one == pytest.approx(START_US + read * 132 / processors)
-
-
-def test_what_idles_at_the_end_shows_in_part():
-    """Of 3 x 132 tiles 131 are none."""
-    m, n = 128 * 5, 192 * 53
-    one = fused_us(site("scale", m, n, K), H100)
-    idle = 1 + IDLE * 131 / 265
-    assert one - START_US == pytest.approx((product_us(m, n, K, H100) - START_US) * idle)
 
 
 def test_a_sum_of_products_is_one_kernel_over_all_of_k_and_several_products():
@@ -113,17 +109,15 @@ def test_a_table_is_read_once_for_all_heads():
     assert heads - none == pytest.approx(M * 128 * 2 * 2 / BYTES)
 
 
-@pytest.mark.parametrize("name", ["fp8_residual", "fp8_swiglu", "fp8_dswiglu"])
-def test_sites_of_a_llama_in_fp8_are_fused_by_default(name):
-    program = fp8()[name]
-    found = select(Site(program, 8192, 14336, 4096), gated=True)
-    assert (found.how, found.ground) == ("kernel", "roofline")
-    half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
-    twice = select(Site(half, 8192, 14336, 4096), gated=True)
-    assert found.fused_us < 0.7 * twice.fused_us
-
-
-def test_a_rotation_is_expected_to_cost_what_it_saves():
-    """As measured at 8B widths; where it wins, a measurement says so."""
+def test_what_is_fused_by_default():
+    """Sites of a Llama in FP8. A rotation costs what it saves, as measured at 8B widths; where it
+    wins, a measurement says so."""
+    for name in ("fp8_residual", "fp8_swiglu", "fp8_dswiglu"):
+        program = fp8()[name]
+        found = select(Site(program, 8192, 14336, 4096), gated=True)
+        assert (found.how, found.ground) == ("kernel", "roofline")
+        half = replace(program, a_dtype="bfloat16", b_dtype="bfloat16", fast=False)
+        twice = select(Site(half, 8192, 14336, 4096), gated=True)
+        assert found.fused_us < 0.7 * twice.fused_us
     choice = select(Site(kinds()["rotary"], 8192, 4096, 3072), gated=True)
     assert (choice.how, choice.refusal.code) == ("unfused", "expected-slower")

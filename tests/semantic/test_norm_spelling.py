@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checking import check, check_gradients, raised, randn, reasons
+from checking import check, check_gradients, raised, randn, reasons, side_by_side
 from passes import codes
 
 from coda_inductor.matching import normalize
@@ -59,19 +59,25 @@ RMS_NORMS = {
 CASTS = ("casts", "1 + w", "functional", "not weighted")
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "dtype"),
-    [
-        *((name, check_gradients, torch.float64) for name in RMS_NORMS),
-        *((name, check, torch.bfloat16) for name in CASTS),
-    ],
-)
-def test_rms_norm(name, run, dtype):
-    x, w = (randn(*shape, dtype=dtype).requires_grad_() for shape in ((4, 6, D), (D,)))
-    harness = run(RMS_NORMS[name], x, w)
-    (norm,) = (n for n in harness.raised.nodes if n.target is rms_norm)
-    assert (norm.args[1] is None) == ("not weighted" in name)
-    assert not any("rsqrt" in str(n.target) or "pow" in str(n.target) for n in harness.raised.nodes)
+def norms_of(table, dtype, x, *vectors):
+    """The ops that ``table``'s functions become, each with tensors of its own, in one graph;
+    in float64 with gradients."""
+    function, tensors = side_by_side(table.values(), x, *vectors)
+    run = check_gradients if dtype == torch.float64 else check
+    tensors = [2 + t if t.dim() > 1 else t for t in tensors]  # a mean in the wrong place shows
+    harness = run(function, *(t.to(dtype).requires_grad_() for t in tensors))
+    left = [str(n.target) for n in harness.raised.nodes if n.op.startswith("call")]
+    assert not [op for op in left if any(root in op for root in ("rsqrt", "sqrt", "pow"))]
+    return [n for n in harness.raised.nodes if n.target in (rms_norm, layer_norm)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rms_norm(dtype):
+    names = RMS_NORMS if dtype == torch.float64 else CASTS
+    norms = norms_of({name: RMS_NORMS[name] for name in names}, dtype, (4, 6, D), (D,))
+    for name, norm in zip(names, norms, strict=True):
+        assert norm.target is rms_norm, name
+        assert (norm.args[1] is None) == ("not weighted" in name), name
 
 
 def cohere(x, w, b):
@@ -102,20 +108,12 @@ LAYER_NORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "dtype"),
-    [
-        *((name, check_gradients, torch.float64) for name in LAYER_NORMS),
-        *((name, check, torch.bfloat16) for name in ("functional", "cohere", "squared_by_hand")),
-    ],
-)
-def test_layer_norm(name, run, dtype):
-    x, *vectors = (randn(*shape) for shape in ((2, 3, D), (D,), (D,)))
-    given = [t.to(dtype).requires_grad_() for t in (2 + x, *vectors)]
-    harness = run(LAYER_NORMS[name], *given)
-    assert raised(harness, rms_norm) == 0
-    (op,) = (n for n in harness.raised.nodes if n.target is layer_norm)
-    assert op.args[3] == EPS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_layer_norm(dtype):
+    names = LAYER_NORMS if dtype == torch.float64 else ("functional", "cohere", "squared_by_hand")
+    table = {name: LAYER_NORMS[name] for name in names}
+    norms = norms_of(table, dtype, (2, 3, D), (D,), (D,))
+    assert [(n.target, n.args[3]) for n in norms] == [(layer_norm, EPS)] * len(names)
 
 
 @pytest.mark.parametrize("lead", [(1,), (1, 1)], ids=str)
@@ -216,13 +214,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_only_looks_like_a_norm_stays(name):
-    given = randn(N, N, N).requires_grad_(), randn(N).requires_grad_()
-    harness = check_gradients(OTHERS[name], *given)
+def test_what_only_looks_like_a_norm_stays():
+    function, tensors = side_by_side(OTHERS.values(), (N, N, N), (N,))
+    harness = check_gradients(function, *(t.requires_grad_() for t in tensors))
     assert raised(harness, rms_norm) == raised(harness, layer_norm) == 0
-    if name == "read elsewhere":
-        assert "its intermediate" in reasons(harness)
+    assert "its intermediate" in reasons(harness)  # of what is read elsewhere
 
 
 @pytest.mark.parametrize("body", ["x.sum(0)", "x.norm(1.0, 0)", "x.std(0)", "x.unsqueeze(0)"])

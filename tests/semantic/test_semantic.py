@@ -161,8 +161,8 @@ WIDE = [op for op in DEFINITIONS if op not in (quantize, scaled_mm, fp8_linear)]
 WIDE += [ROUTE, COMBINE, WGRAD]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", WIDE, ids=lambda op: op.__name__)
-def test_op_is_what_torch_asks_of_one(op, dtype):
+def test_op_is_what_torch_asks_of_one(op):
+    """In 16 bits: of results that are wider than operands."""
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
-    torch.library.opcheck(op, examples(dtype)[op], test_utils=checks)
+    torch.library.opcheck(op, examples(torch.bfloat16)[op], test_utils=checks)

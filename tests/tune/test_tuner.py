@@ -46,32 +46,23 @@ def test_each_site_is_measured_once(machine, tmp_path):
 
 
 def test_what_was_found_is_kept(machine, tmp_path):
-    machine.tuner(tmp_path).measure([THIRD])
-    store = Store(HOPPER, tmp_path)
-    found, where = store.find(THIRD)
-    assert (list(found.us), where) == (wanted(THIRD), "here")
+    """Only so many configs are compiled and tried."""
+    machine.tuner(tmp_path, most=2).measure([THIRD])
+    (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
+    assert tried == wanted(THIRD, most=2)
+    assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
+    found, where = Store(HOPPER, tmp_path).find(THIRD)
+    assert (list(found.us), where) == (tried, "here")
     assert (found.name, found.like, found.m) == ("swiglu", signature(THIRD.program), THIRD.m)
 
 
-def test_only_so_many_configs_are_compiled_and_tried(machine, tmp_path):
-    machine.tuner(tmp_path, most=2).measure([ONE])
-    (tried,) = (message["configs"] for _, message in machine.said if "configs" in message)
-    assert tried == wanted(most=2)
-    assert list(dict.fromkeys(r.config for r in machine.submitted)) == tried
-
-
 def test_the_most_gain_comes_first(machine, tmp_path, monkeypatch):
+    """Of what occurs often each time counts."""
     monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
     small, large = site(m=512), site(m=16384)
     machine.tuner(tmp_path).measure([small, large, ONE])
-    assert machine.measured == [key_of(large), key_of(ONE), key_of(small)]
-
-
-def test_what_occurs_often_comes_first(machine, tmp_path, monkeypatch):
-    monkeypatch.setenv("CODA_COMPILE_WORKERS", "4")
-    large = site(m=16384)
-    machine.tuner(tmp_path).measure([large, *[ONE] * 3])
-    assert machine.measured == [key_of(ONE), key_of(large)]
+    machine.tuner(tmp_path / "often").measure([large, *[ONE] * 3])
+    assert machine.measured == [*map(key_of, (large, ONE, small)), key_of(ONE), key_of(large)]
 
 
 def test_by_default_a_process_has_some_seconds_once_it_can_compile(machine, tmp_path, monkeypatch):
@@ -140,14 +131,11 @@ def test_a_candidate_that_ends_its_process_ends_nothing_else(error, why, machine
     assert [configs for _, configs in tries] == [wanted(), [good, other]]
     assert tries[0][0] != tries[1][0]  # another process
     assert all(tuner._PATIENCE - 1 < seconds < tuner._PATIENCE for seconds in machine.waited)
-
-
-def test_no_time_left_accuses_no_candidate(machine, tmp_path):
-    machine.dies = dict.fromkeys(wanted(), LateError())
-    mine = machine.tuner(tmp_path, seconds=tuner._PATIENCE / 2)
-    assert not mine.measure([ONE])
-    assert mine.store.find(ONE) is None
-    assert len(machine.ended) == 1
+    machine.dies, ended = dict.fromkeys(wanted(OTHER), LateError()), len(machine.ended)
+    mine = machine.tuner(tmp_path, seconds=tuner._PATIENCE / 2)  # which accuses no candidate
+    assert not mine.measure([OTHER])
+    assert mine.store.find(OTHER) is None
+    assert len(machine.ended) == ended + 1
 
 
 def test_where_no_process_can_work_one_is_tried(machine, tmp_path, monkeypatch, caplog):
@@ -243,8 +231,7 @@ def another(store, **found):
 
 
 def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, monkeypatch):
-    """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike. One
-    that waits for nobody measures."""
+    """It waits, takes what is there, and leaves the rest as the first did: all ranks run alike."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     second = machine.tuner(tmp_path)
     with another(Store(HOPPER, tmp_path), x=1.0):
@@ -252,14 +239,10 @@ def test_another_rank_does_not_measure_what_the_first_left(machine, tmp_path, mo
     assert not machine.said
     assert set(second.left) == {key_of(OTHER)}
     assert second.store.find(ONE) is not None
-    assert machine.tuner(tmp_path).measure([OTHER])
-    assert machine.measured == [key_of(OTHER)]
-
-
-def test_who_is_no_rank_measures_what_another_process_left(machine, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE")  # who is no rank measures what is left
     with another(Store(HOPPER, tmp_path)):
-        assert machine.tuner(tmp_path).measure([ONE])
-    assert machine.measured == [key_of(ONE)]
+        assert machine.tuner(tmp_path).measure([OTHER])
+    assert machine.measured == [key_of(OTHER)]
 
 
 def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch):
@@ -275,36 +258,24 @@ def test_one_that_waits_too_long_measures_nothing(machine, tmp_path, monkeypatch
     assert set(mine.left) == {key_of(ONE)}
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("_requests", RuntimeError("no such layout")),
-        ("_uncompiled", RuntimeError("the pool is broken")),
-        ("from_row", ValueError("times must be positive numbers")),
-        ("signature", KeyError("x")),
-        ("torch.cuda.mem_get_info", RuntimeError("CUDA driver is lost")),
-    ],
-)
-def test_nothing_is_raised(name, error, machine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["_uncompiled", "from_row", "torch.cuda.mem_get_info"])
+def test_nothing_is_raised(name, machine, tmp_path, monkeypatch):
+    """What cannot be written is known in this process."""
+
     def fails(*_, **__):
-        raise error
+        raise RuntimeError("CUDA driver is lost")
 
-    monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
-    mine = machine.tuner(tmp_path)
-    assert not mine.measure([ONE, OTHER])
-    assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
-    mine.close()
-
-
-def test_what_cannot_be_written_is_known_in_this_process(machine, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("coda_inductor.select.store.write", full)
     mine = machine.tuner(tmp_path)
-    assert mine.measure(SITES)
-    assert not mine.left
-    assert set(mine.store.own()) == set(map(key_of, SITES))
+    assert mine.measure([THIRD])
+    assert set(mine.store.own()) == {key_of(THIRD)}
+    monkeypatch.setattr(f"{tuner.__name__}.{name}", fails)
+    assert not mine.measure([ONE, OTHER])
+    assert set(mine.left) == {key_of(ONE), key_of(OTHER)}
+    mine.close()
 
 
 def test_processes_are_few_and_end(machine, tmp_path):

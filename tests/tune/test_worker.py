@@ -97,12 +97,10 @@ def computes(program, monkeypatch):
     monkeypatch.setattr(worker, "gemm_epilogue", run)
 
 
-def test_a_site_is_compiled_before_its_candidates_are_there(bench):
+def test_candidates_are_announced_and_timed_together(bench):
+    """A site is compiled before they are there."""
     assert bench.ask(site=site_text(ONE)) == {"ready": True}
     assert not bench.timed
-
-
-def test_candidates_are_announced_and_timed_together(bench):
     answer = bench.ask(site=site_text(ONE), configs=[GOOD, OTHER])
     assert bench.said[:-1] == [{"trying": GOOD}, {"trying": OTHER}]
     assert bench.timed == [["plain", "unfused", GOOD, OTHER]]
@@ -155,20 +153,17 @@ def test_a_candidate_that_is_wrong_is_not_timed(broken, bench):
     assert bench.timed == [["plain", "unfused", GOOD]]
 
 
-def test_a_candidate_that_does_not_run_is_not_timed(bench):
-    def fails(_):
-        raise KernelError("no such kernel")
+def test_a_candidate_that_does_not_run_is_not_timed_and_what_else_fails_is_an_answer(bench):
+    def fails_with(error):
+        def fails(_):
+            raise error
 
-    bench.broken = {BAD: fails}
+        return fails
+
+    bench.broken = {BAD: fails_with(KernelError("no such kernel"))}
     found = figures_of(bench.ask(site=site_text(ONE), configs=[BAD, GOOD]))
     assert (list(found.us), found.failed) == ([GOOD], {BAD: "no such kernel"})
-
-
-def test_what_else_fails_is_an_answer(bench):
-    def fails(_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    bench.broken = {GOOD: fails}
+    bench.broken = {GOOD: fails_with(torch.OutOfMemoryError("CUDA out of memory"))}
     assert bench.ask(site=site_text(ONE), configs=[GOOD]) == {
         "error": "OutOfMemoryError: CUDA out of memory"
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention beside a mask that no flag of SDPA stands for: blocks that hold nothing are skipped.
+"""Attention with a mask that no flag of SDPA expresses: blocks that the mask hides are skipped.
 
 Before::
 

@@ -21,15 +21,17 @@ FULL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("number", "dtype", "make"), [(*each, "full") for each in FULL] + [(*FULL[0], "scalar_tensor")]
-)
-def test_constants_have_their_dtype(number, dtype, make):
-    def function(x, w):
-        args = (number,) if make == "scalar_tensor" else ((), number)
-        return (x @ w) * getattr(torch, make)(*args, dtype=dtype)
+def test_constants_have_their_dtype():
+    """Each a factor of another product."""
 
-    assert check(function, randn(6, 8), randn(8, 10)).fused
+    def function(x, ws):
+        found = [
+            (x @ w) * torch.full((), n, dtype=d) for (n, d), w in zip(FULL, ws[1:], strict=True)
+        ]
+        return found, (x @ ws[0]) * torch.scalar_tensor(*FULL[0][:1], dtype=FULL[0][1])
+
+    harness = check(function, randn(6, 8), [randn(8, 10) for _ in range(len(FULL) + 1)])
+    assert len(harness.fused) == len(FULL) + 1
 
 
 def test_a_number_that_is_complex_is_no_constant():
@@ -51,7 +53,6 @@ WAYS = {
     "cuda()": lambda g: g.call_method("cuda", (made(g),)),
     "cuda(1)": lambda g: g.call_method("cuda", (made(g), 1), {"non_blocking": True}),
     "device=0": lambda g: made(g, device=0),
-    "device='cuda:1'": lambda g: made(g, device="cuda:1"),
     "device=torch.device": lambda g: made(g, device=torch.device("cuda", 0)),
     "to('cuda')": lambda g: g.call_method("to", (made(g), "cuda")),
     "to(device=0)": lambda g: g.call_method("to", (made(g),), {"device": 0}),

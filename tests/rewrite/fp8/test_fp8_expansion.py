@@ -16,7 +16,6 @@ from float8 import (
     needs_scaled_mm,
     quantizations,
     ran,
-    serve,
     stack,
     trained,
 )
@@ -209,27 +208,3 @@ def test_through_inductor():
             found.append(torch.compile(model, backend=backend, options=options)(x))
     assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
     assert torch._dynamo.utils.counters["coda"]["fp8_product"] == 3
-
-
-def test_a_stock_llama():
-    transformers = pytest.importorskip("transformers")
-    layers = 2
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=96,
-    )  # fmt: skip
-    model = serve(transformers.LlamaForCausalLM(config).bfloat16().eval(), "row")
-    tokens = torch.arange(24).view(2, 12)
-    harness = Harness(**ALL)
-    have, want = (
-        each.run(lambda x: model(x, use_cache=False).logits, tokens) for each in (harness, Eager())
-    )
-    assert (have - want).norm() < 0.1 * want.norm()
-    counts, ops = harness.counts, harness.ops()
-    assert counts["fp8_product"] == 7 * layers + 1
-    assert counts["fp8_quantize"] == 4 * layers + 1  # q, k and v share one, gate and up too
-    assert counts["swiglu"] == layers
-    assert counts["residual"] == counts["rms_norm"] == 2 * layers
-    # By rows, the first norm's kernel casts as well, and so does that behind attention.
-    assert ops["coda_inductor.fp8_cast.default"] == 4 * layers + 1 - (1 + layers)

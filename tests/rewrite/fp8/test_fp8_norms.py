@@ -110,11 +110,6 @@ def test_float32_under_autocast():
         assert error <= 1.2 * reference
 
 
-class First(Behind):
-    def forward(self, x):
-        return self.second(self.norm(x))
-
-
 class Scanned(Behind):
     def forward(self, x):
         return self.second(self.norm(self.first(x).cumsum(1)))
@@ -134,7 +129,6 @@ class Mixed(Behind):
 
 STAY = [
     (lambda: Behind(extra=lambda n: n.float().cumsum(1)), "rowwise", "norm-read-elsewhere"),
-    (First, "rowwise", "norm-input-no-gemm"),
     (Scanned, "rowwise", "norm-input-no-gemm"),
     (lambda: Behind(norm=nn.LayerNorm(D)), "rowwise", "norm-read-elsewhere"),
     (Mixed, "tensorwise", "norm-read-elsewhere"),

@@ -69,11 +69,16 @@ def test_sliced_gradients(smoothing, monkeypatch):
     assert harness.counts["cross_entropy_backward"] == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "reduction"), [(n, "mean") for n in EDGES] + [("both inf", "sum")]
-)
-def test_one_such_row_among_others(name, reduction):
-    (on, off), (edges, targets) = EDGES[name], rows()
-    edges, targets = torch.zeros_like(edges)[:4], targets[:4]
-    edges[2, targets[2]], edges[2, 200] = on, off
-    check(losses(reduction, 0.0), randn(4, D), randn(V, D), edges, targets)
+def test_one_such_row_among_others():
+    """Of each kind a loss of its own, in one graph."""
+    _, targets = rows()
+    edges = torch.zeros(len(EDGES), 4, V, dtype=torch.float64)
+    for each, (on, off) in zip(edges, EDGES.values(), strict=True):
+        each[2, targets[2]], each[2, 200] = on, off
+
+    def function(x, ws, edges, targets):
+        each = zip(ws, edges, strict=True)
+        found = [losses("mean", 0.0)(x, w, edge, targets) for w, edge in each]
+        return found, losses("sum", 0.0)(x, ws[-1] + 1, edges[3], targets)
+
+    check(function, randn(4, D), randn(len(EDGES), V, D), edges, targets[:4])
