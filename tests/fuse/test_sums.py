@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from graphlib import CycleError
+
 import pytest
 import torch
 import torch.nn.functional as F
