@@ -35,7 +35,6 @@ from coda_inductor.graph.nodes import aten, elementwise, fake, renames, renames_
 from coda_inductor.graph.sides import Scope, checkpoint
 from coda_inductor.graph.sizes import hint, same
 from coda_inductor.graph.walk import base, closure, readers
-from coda_inductor.mainloop.readings.grouped import terms_differ as grouped_terms_differ
 from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.program.ir import EpilogueProgram
 from coda_inductor.select.site import Site
@@ -76,8 +75,6 @@ def in_place(found: tuple[Node, ...]) -> bool:
     """Can one kernel read the terms where they lie? Off the GPU, two of one K stand for that."""
     pairs = [gemm_inputs(t) for t in found]
     left, right = [fake(a) for a, _ in pairs], [fake(b) for _, b in pairs]
-    if left[0].is_cuda and right[0].dim() == 3:
-        return grouped_terms_differ(left, right) is None
     if left[0].is_cuda:
         return unjoinable(left, right) is None
     return len(pairs) == 2 and same(left[0].shape[1], left[1].shape[1])

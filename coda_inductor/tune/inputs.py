@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +85,6 @@ def size(site: Site) -> int:
     return factors * 2 + site.m * site.n * (2 * tiles + 8 * len(program.accs))
 
 
-def _by_address(made: list[Tensor]) -> list[Tensor]:
+def _by_address(made: Sequence[Tensor]) -> list[Tensor]:
     """In the order in which they lie, so that one variant of a kernel serves."""
-    return made if made[0].is_meta else sorted(made, key=Tensor.data_ptr)
+    return [*made] if made[0].is_meta else sorted(made, key=Tensor.data_ptr)

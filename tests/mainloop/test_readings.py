@@ -7,7 +7,9 @@ import pytest
 import torch
 from programs import fp8, inputs, kinds
 
-from coda_inductor.mainloop.readings import reading_of
+from coda_inductor.mainloop.readings import READINGS, reading_of
+from coda_inductor.mainloop.readings.grouped import GroupedJoin, GroupedPair
+from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.mainloop.readings.pair import pair_order
 from coda_inductor.mainloop.tensors import UnpairableError, tma_matrix, vector
 
@@ -98,6 +100,32 @@ def test_a_deterministic_sum_does_not_depend_on_addresses():
         assert JOIN.kernels(as_, bs) == [("k", "n", "")]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_weights_of_experts_are_read_so_too():
+    """A pair or two terms, of as many as there are, whose own distance is a stride as well."""
+    pair, join = (reading for reading in READINGS if type(reading) in (GroupedPair, GroupedJoin))
+    a, b = terms()[0], torch.randn(4, 3, N, F).bfloat16()
+    for first, second in ((b[0].mT, b[2].mT), (b[2].mT, b[0].mT)):
+        swapped = first.data_ptr() > second.data_ptr()
+        assert pair_order(first, second) == (swapped, 2 * 3 * N * F)
+        assert pair.kernels(a[:1], [first, second]) == [("k", "k", ""), ("k", "k", "swapped")]
+    odd = torch.zeros(8 * N * F).bfloat16().as_strided((2, 3, N, F), (4 * N * F, N * F + 4, F, 1))
+    with pytest.raises(UnpairableError, match="16-byte rows"):
+        pair_order(odd[0].mT, odd[1].mT)
+    assert unjoinable(a, [*odd[:, :, :F]]) is not None
+    for bs in (b[:2, :, :F, :], b[:2, :, :F, :].mT):
+        got_a, got_b, variant, distances = join.bind(a, [bs[0], bs[1]])
+        assert (got_a is a[0], variant) == (True, "straight")
+        assert got_b.data_ptr() == bs[0].data_ptr()
+        assert distances == (2 * M * F, 3 * N * F)
+        assert join.in_place(a, [*bs]) is not None
+    short = [x[:, : F - 8] for x in a], [x[:, : F - 8] for x in b[:2]]
+    left, both, *how = join.bind(*short)
+    assert how == ["", ()]
+    assert torch.equal(both, torch.cat(short[1], 1))
+    assert torch.equal(left, torch.cat(short[0], 1))
+    assert join.in_place(*short) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

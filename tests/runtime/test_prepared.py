@@ -72,10 +72,10 @@ def entry(monkeypatch):
     mod.load.cache_clear()
 
 
-def view_of(pointer, k, n, stride, dtype, _device):
-    size = dtype.itemsize * ((n - 1) * stride + k)
-    memory = (ctypes.c_char * size).from_address(pointer)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((k, n), (1, stride))
+def view_of(pointer, shape, strides, dtype, _device):
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (dtype.itemsize * (last + 1))).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides).mT
 
 
 def case(name: str, m: int = M):

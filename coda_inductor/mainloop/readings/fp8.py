@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from coda_inductor.mainloop.readings.pair import Pair
-from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, b_major
+from coda_inductor.mainloop.readings.plain import Majors, Plain, Read, Tensors, Why, b_major
 from coda_inductor.mainloop.tensors import tma_matrix
 from coda_inductor.program import EpilogueProgram, reference
 
@@ -38,9 +38,7 @@ class Fp8(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.fp8
 
-    def refuses(
-        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
-    ) -> tuple[str, str] | None:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         for name, major, other in zip(("left", "right"), majors, "MN", strict=True):
             if major != "k":
                 text = f"its {name} operand is contiguous along {other}: FP8 is read along K alone"

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from coda_inductor.mainloop.readings.plain import Bound, Plain, Read, Tensors, b_major
+from coda_inductor.mainloop.readings.plain import Bound, Plain, Read, Tensors
 from coda_inductor.mainloop.tensors import DELTA_DIVISOR, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF
@@ -37,9 +37,9 @@ _ORDER = "the order of the sum is the allocator's choice"
 
 
 class Join(Plain):
-    """The sum of two terms, each (M, f) times (f, N), of 16 bits. Terms that cannot be read in
-    place are copied into one; so are all under ``torch.use_deterministic_algorithms``, for in place
-    the sum starts with the term at the lower address, which is the allocator's choice."""
+    """The sum of two terms, each (M, f) times (f, N) or (E, f, N), of 16 bits. Terms that cannot be
+    read in place are copied into one; so are all under ``torch.use_deterministic_algorithms``, for
+    in place the sum starts with the term at the lower address, which is the allocator's choice."""
 
     variants = ("straight", "crossed")
     distances = ("join_delta_a", "join_delta_b")
@@ -55,12 +55,12 @@ class Join(Plain):
     def kernels(self, as_: Tensors, bs: Tensors) -> list[tuple[str, str, str]]:
         if _deterministic() or unjoinable(as_, bs) is not None:
             return [("k", "n", "")]  # of what torch.cat makes
-        return [("k", b_major(bs[0]), variant) for variant in self.variants]
+        return [(*self.majors(as_, bs), variant) for variant in self.variants]
 
     def bind(self, as_: Tensors, bs: Tensors) -> Bound:
         with contextlib.suppress(UnpairableError):
             return self.reads(as_, bs)(as_, bs)
-        return super().bind([torch.cat([*as_], 1)], [torch.cat([*bs], 0)])
+        return super().bind([torch.cat([*as_], 1)], [torch.cat([*bs], -2)])
 
     def in_place(self, as_: Tensors, bs: Tensors) -> Read | None:
         return self.reads(as_, bs) if unjoinable(as_, bs) is None else None
@@ -88,7 +88,7 @@ def unjoinable(as_: Tensors, bs: Tensors) -> str | None:
     if len(as_) != 2:
         return f"{len(as_)} terms: only two are read in place"
     (a0, a1), (b0, b1) = as_, bs
-    k, n = b0.shape
+    k, n = b0.shape[-2:]
     rows, unit = a_stride = a0.stride()
     b_stride = b0.stride()
     if b0.shape != b1.shape or a0.shape[1] != a1.shape[1]:
@@ -102,8 +102,11 @@ def unjoinable(as_: Tensors, bs: Tensors) -> str | None:
         return f"K={k} of a term is not a multiple of {_STEP}"
     if unit != 1 or rows % 8 or rows < k:
         return "the left operands are not K-major with 16-byte rows"
-    unit, rows, length = (*reversed(b_stride), n) if b_stride[1] == 1 else (*b_stride, k)
-    if unit != 1 or rows % 8 or rows < length:
+    *batches, unit, rows = b_stride
+    length = k
+    if rows == 1:  # N-major
+        unit, rows, length = rows, unit, n
+    if unit != 1 or rows < length or any(stride % 8 for stride in (*batches, rows)):
         return "the right operands have no unit stride or no 16-byte rows"
     return None
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.mainloop.readings.plain import Bound, Majors, Plain, Read, Tensors
+from coda_inductor.mainloop.readings.plain import Bound, Majors, Plain, Read, Tensors, Why
 from coda_inductor.mainloop.tensors import ALIGN, UnpairableError, distance
 from coda_inductor.program import EpilogueProgram
 from coda_inductor.program.dtypes import HALF_NAMES
@@ -41,8 +41,8 @@ _WHAT = "paired weights"
 
 
 class Pair(Plain):
-    """One A (M, K) times two B's (K, N), K-major, of 16 bits. The variant "swapped" is for a second
-    weight at the lower address."""
+    """One A (M, K) times two B's (K, N) or (E, K, N), K-major, of 16 bits. The variant "swapped" is
+    for a second weight at the lower address."""
 
     variants: tuple[str, ...] = ("", "swapped")
     distances: tuple[str, ...] = ("pair_delta",)
@@ -50,9 +50,7 @@ class Pair(Plain):
     def takes(self, program: EpilogueProgram, terms: int) -> bool:
         return program.paired
 
-    def refuses(
-        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
-    ) -> tuple[str, str] | None:
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
         wide = next((s for s in program.stores if s.dtype not in HALF_NAMES), None)
         if wide is not None:
             text = f"store {wide.name!r}: paired stores are 16-bit, not {wide.dtype}"
@@ -73,12 +71,13 @@ class Pair(Plain):
 
     def reads(self, as_: Tensors, bs: Tensors) -> Read:
         pair_order(*bs)
-        (k, n), stride, dtype, device = bs[0].shape, bs[0].stride(1), bs[0].dtype, bs[0].device
+        (*batch, k, n), (*batches, _, row) = bs[0].shape, bs[0].stride()
+        shape, strides = (*batch, 2 * n, k), (*batches, row, 1)
+        dtype, device = bs[0].dtype, bs[0].device
 
         def read(as_, bs):
             swapped, delta = distance(bs[0], bs[1], _WHAT)
-            lower = bs[swapped].data_ptr()
-            view = foreign_view(lower, k, 2 * n, stride, dtype, device)
+            view = foreign_view(bs[swapped].data_ptr(), shape, strides, dtype, device)
             return as_[0], view, "swapped" if swapped else "", (delta,)
 
         return read
@@ -91,7 +90,8 @@ class Pair(Plain):
 
 
 def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
-    """(b1 lies lower, the distance in elements) of two weights, each (K, N) and K-major.
+    """(b1 lies lower, the distance in elements) of two weights, each (K, N), or (E, K, N), and
+    K-major.
 
     Raises:
         UnpairableError: naming the condition that does not hold.
@@ -99,25 +99,27 @@ def pair_order(b0: Tensor, b1: Tensor) -> tuple[bool, int]:
     if b0.shape != b1.shape or b0.stride() != b1.stride() or b0.dtype != b1.dtype:
         raise UnpairableError("the paired weights differ in shape, strides or dtype")
     step = ALIGN // b0.element_size()
-    if b0.stride(0) != 1 or b0.stride(1) % step or b0.stride(1) < b0.shape[0]:
+    *batches, unit, row = b0.stride()
+    if unit != 1 or row < b0.shape[-2] or any(stride % step for stride in (*batches, row)):
         raise UnpairableError("the paired weights are not K-major with 16-byte rows")
     return distance(b0, b1, _WHAT)
 
 
 @functools.lru_cache(maxsize=1024)
-def foreign_view(pointer: int, k: int, n: int, stride: int, dtype, device) -> Tensor:
-    """A non-owning K-major (k, n) view of device memory; what lies between is never touched."""
+def foreign_view(pointer: int, shape, strides, dtype: torch.dtype, device) -> Tensor:
+    """A non-owning view, (K, N) or (E, K, N), of device memory that is (N, K) or (E, N, K) there;
+    what lies between is never touched."""
     size = dtype.itemsize
     memory = types.SimpleNamespace(
         __cuda_array_interface__={
-            "shape": (n, k),
-            "strides": (stride * size, size),
+            "shape": shape,
+            "strides": tuple(stride * size for stride in strides),
             "typestr": "<u2" if size == 2 else "|u1",
             "data": (pointer, False),
             "version": 3,
         }
     )
-    return torch.as_tensor(memory, device=device).view(dtype).t()
+    return torch.as_tensor(memory, device=device).view(dtype).mT
 
 
 class PairedWeights:  # a mixin for QuACK kernel classes

@@ -20,6 +20,12 @@ Majors = tuple[str, str]
 Bound = tuple[Tensor, Tensor, str, tuple[int, ...]]
 #: (as_, bs) of a call -> the same. Raises UnpairableError if it is to be bound the long way.
 Read = Callable[[Tensors, Tensors], Bound]
+#: Of a refusal, its code and text.
+Why = tuple[str, str] | None
+#: From a dtype and a scale to what makes tensors.
+Makes = Callable[[str, float], Callable[..., Tensor]]
+#: as_ and bs.
+Factors = tuple[Tensors, Tensors]
 
 
 class Plain:
@@ -39,10 +45,8 @@ class Plain:
         """Does it read ``terms`` products of ``program``, if none before it does?"""
         return True
 
-    def refuses(
-        self, program: EpilogueProgram, majors: Majors, terms: int, arch: int
-    ) -> tuple[str, str] | None:
-        """The code and text of why there is no kernel that reads so, or None."""
+    def refuses(self, program: EpilogueProgram, majors: Majors, terms: int, arch: int) -> Why:
+        """Why there is no kernel that reads so, or None."""
         del program, majors, terms, arch
         return None
 
@@ -107,11 +111,8 @@ class Plain:
         columns = n * len(program.accs)
         return laid_out(a, m, k, majors[0] == "k"), laid_out(b, k, columns, majors[1] == "n")
 
-    def inputs(
-        self, site: Any, made: Callable[[str, float], Callable[..., Tensor]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """(as_, bs) of a call of ``site`` (``select.site``). ``made`` takes a dtype and a scale and
-        gives what makes tensors."""
+    def inputs(self, site: Any, made: Makes) -> Factors:
+        """Those of a call of ``site`` (``select.site``)."""
         program, a = site.program, made(site.program.a_dtype, 1.0)
         as_ = [laid_out(a, site.m, k, site.a_major == "k") for k in site.ks]
         bs = []
@@ -124,9 +125,7 @@ class Plain:
         """Of the weights that a site is measured with: products are then of order one."""
         return k**-0.5
 
-    def unfused(
-        self, program: EpilogueProgram, as_: Tensors, bs: Tensors
-    ) -> tuple[Tensors, Tensors]:
+    def unfused(self, program: EpilogueProgram, as_: Tensors, bs: Tensors) -> Factors:
         """The factors as an unfused graph has them, for ``reference.run``."""
         del program
         return as_, bs
