@@ -37,7 +37,6 @@ class Private:
 
     Attributes:
         path: where it is, from the top-level package on.
-        purpose: what it is used for.
         without: what a user loses without it.
         instead: what takes its place; None for a class or function that raises CodaError, so that
             the pass that calls it fails alone.
@@ -45,7 +44,6 @@ class Private:
     """
 
     path: str
-    purpose: str
     without: str = "coda does nothing on this torch"
     instead: Any = None
     essential: bool = False
@@ -73,172 +71,153 @@ def _boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _NO_CONFIG = types.SimpleNamespace(patch=_no_context)
 _DISPATCHED = "each call of a kernel takes the host some microseconds more"
-_ONE_BY_ONE = "gradients of q, k and v are copied before their projections' gradient"
 _NO_NODE = types.SimpleNamespace(saved_tensors=())
-_UNMATCHED = "an operator of that name is not recognized"
-_MEANING = "the gradient of a user's pattern may fail under a dispatch mode"
 _EXPLAIN = "explain, check and the command line's tables do not work"
 
 #: Of torch: the name that it has here -> what it is.
 TORCH: dict[str, Private] = {
     # without these: plain Inductor
     **{
-        path.rpartition(".")[2]: Private(path, purpose, essential=True)
-        for path, purpose in {
-            "torch._inductor.compile_fx.compile_fx": "compiles the rewritten graph",
-            "torch._inductor.compile_fx.compile_fx_inner": "compiles one part of it",
-            "torch._inductor.custom_graph_pass.CustomGraphPass": "is what our pass is",
-            "torch._inductor.config.joint_custom_pre_pass": "is where Inductor runs it",
-            "torch._inductor.list_options": "knows Inductor's options",
-            "torch._inductor.list_mode_options": "knows Inductor's modes",
-            "torch._subclasses.fake_tensor.unset_fake_temporarily": "computes with constants",
-            "torch._ops.OpOverload": "tells an op of torch's from a function",
-            "torch._ops.OpOverloadPacket": "does so for all overloads",
-            "torch._ops.HigherOrderOperator": "finds nested graphs",
-            "torch.utils._pytree.tree_map": "maps nested arguments",
-            "torch.utils._pytree.tree_leaves": "lists them",
-            "torch.utils._pytree.tree_flatten": "opens one",
-            "torch.utils._pytree.tree_unflatten": "puts them together",
+        name: Private(f"{place}.{name}", essential=True)
+        for place, names in {
+            "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
+            "torch._inductor.custom_graph_pass": "CustomGraphPass",
+            "torch._inductor.config": "joint_custom_pre_pass",
+            "torch._inductor": "list_options list_mode_options",
+            "torch._subclasses.fake_tensor": "unset_fake_temporarily",
+            "torch._ops": "OpOverload OpOverloadPacket HigherOrderOperator",
+            "torch.utils._pytree": "tree_map tree_leaves tree_flatten tree_unflatten",
         }.items()
+        for name in names.split()
     },
-    "inductor_config": Private("torch._inductor.config", "has its settings", essential=True),
+    "inductor_config": Private("torch._inductor.config", essential=True),
     "TracingContext": Private(
-        "torch._guards.TracingContext", "is told the strides of a graph's outputs",
+        "torch._guards.TracingContext",
         "a graph that is compiled twice, for want of a kernel, is an error",
         types.SimpleNamespace(try_get=_nothing),
     ),
     "empty_strided_cuda": Private(
-        "torch._C._dynamo.guards._empty_strided_cuda", "allocates as Inductor does", _DISPATCHED,
+        "torch._C._dynamo.guards._empty_strided_cuda", _DISPATCHED,
         lambda *how: torch.empty_strided(*how[:2], dtype=how[2], device="cuda"),
     ),
     "fallback_handler": Private(
-        "torch._inductor.lowering.fallback_handler", "says how Inductor calls ops", _DISPATCHED,
-        _nothing,
+        "torch._inductor.lowering.fallback_handler", _DISPATCHED, _nothing
     ),
     "register_lowering": Private(
-        "torch._inductor.lowering.register_lowering", "says how it calls ours", _DISPATCHED,
-        lambda *_, **__: _nothing,
+        "torch._inductor.lowering.register_lowering", _DISPATCHED, lambda *_, **__: _nothing
     ),
     "ConcatKernel": Private(
-        "torch._inductor.ir.ConcatKernel", "writes tensors beside each other", _ONE_BY_ONE, False,
+        "torch._inductor.ir.ConcatKernel",
+        "gradients of q, k and v are copied before their projections' gradient", False,
     ),
     "virtualized": Private(
-        "torch._inductor.virtualized.V", "has the graph that it compiles", _DISPATCHED,
+        "torch._inductor.virtualized.V", _DISPATCHED,
         types.SimpleNamespace(graph=types.SimpleNamespace(cpp_wrapper=True)),
     ),
     "lookup_backend": Private(
-        "torch._dynamo.lookup_backend", "finds Inductor where coda cannot work",
+        "torch._dynamo.lookup_backend",
         "where coda cannot work, graphs run as they are, uncompiled",
         lambda _name: lambda gm, _inputs: gm.forward,
     ),
     "InductorError": Private(
-        "torch._inductor.exc.InductorError", "is raised where Inductor cannot compile a graph",
+        "torch._inductor.exc.InductorError",
         "what Inductor cannot compile is an error, as without coda", _NeverRaised,
     ),
     "make_boxed_func": Private(
         "torch._functorch.aot_autograd.make_boxed_func",
-        "hands a graph's inputs over in a list, which the graph empties",
         "a graph that runs op by op frees its inputs later", _boxed,
     ),
     "without_saved_tensors_hooks": Private(
         "torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing",
-        "keeps a user's saved-tensors hooks from fake tensors",
         "compiling under torch.autograd.graph.saved_tensors_hooks may fail",
         lambda: lambda function: function,
     ),
     "remove_noop_ops": Private(
         "torch._inductor.fx_passes.post_grad.remove_noop_ops",
-        "removes full slices and clones that hide idioms",
-        "an idiom with such an op in it is not found", _nothing,
+        "an idiom with a full slice or a clone in it is not found", _nothing,
     ),
     "select_decomp_table": Private(
         "torch._inductor.decomposition.select_decomp_table",
-        "decomposes what we put into a graph as Inductor would have",
         "what is not fused may take a kernel more", dict,
     ),
     "stable_topological_sort": Private(
         "torch._inductor.pattern_matcher.stable_topological_sort",
-        "puts recomputed activations before their readers",
         "activations are kept for the backward pass, not recomputed",
     ),
     "recursive_pre_grad_passes": Private(
         "torch._inductor.compile_fx._recursive_pre_grad_passes",
-        "hands us the graphs inside a graph", "branches of torch.cond are rewritten too", _nothing,
+        "with coda_inductor.enable(), branches of torch.cond are rewritten too", _nothing,
     ),
     # graphs and values
     "TorchDispatchMode": Private(
-        "torch.utils._python_dispatch.TorchDispatchMode", "finds random numbers in constant masks",
-        "attention masks are not simplified",
+        "torch.utils._python_dispatch.TorchDispatchMode", "attention masks are not simplified"
     ),
     "current_autograd_node": Private(
         "torch._C._current_autograd_node",
-        "tells whether a gradient reads logits that were returned",
         "changing returned logits in place before backward is not noticed", lambda: _NO_NODE,
     ),
     "make_wrapper_subclass": Private(
-        "torch.Tensor._make_wrapper_subclass", "makes tensors of exact elements",
-        "a new pattern of a semantic op cannot be proven",
+        "torch.Tensor._make_wrapper_subclass", "a new pattern of a semantic op cannot be proven"
     ),
     # the gradient of what a user's pattern means, as if at top level
-    "disable_current_modes": Private(
-        "torch.utils._python_dispatch._disable_current_modes", "does so", _MEANING, _no_context,
-    ),
     **{
-        name.lstrip("_"): Private(f"torch._C.{name}", "does so", _MEANING, instead)
-        for name, instead in {
-            "_dispatch_keyset_full": lambda: 0, "_dispatch_tls_local_include_set": lambda: 0,
-            "_ForceDispatchKeyGuard": _no_context,
+        path.rpartition(".")[2].lstrip("_"): Private(
+            path, "the gradient of a user's pattern may fail under a dispatch mode", instead
+        )
+        for path, instead in {
+            "torch.utils._python_dispatch._disable_current_modes": _no_context,
+            "torch._C._dispatch_keyset_full": lambda: 0,
+            "torch._C._dispatch_tls_local_include_set": lambda: 0,
+            "torch._C._ForceDispatchKeyGuard": _no_context,
         }.items()
     },
     # what happened, for people
     "counters": Private(
-        "torch._dynamo.utils.counters", "counts what fired",
-        'torch._dynamo.utils.counters["coda"] stays empty', defaultdict(Counter),
+        "torch._dynamo.utils.counters", 'torch._dynamo.utils.counters["coda"] stays empty',
+        defaultdict(Counter),
     ),
-    "default_store": Private("torch.distributed.distributed_c10d._get_default_store",
-                             "tells what ranks said", "each gives all warnings", _nothing),
+    "default_store": Private(
+        "torch.distributed.distributed_c10d._get_default_store", "each rank gives all warnings",
+        _nothing,
+    ),
     "register_log": Private(
-        "torch._logging._internal.register_log", "makes our logger known to TORCH_LOGS",
-        'TORCH_LOGS="+coda_inductor" is refused', _nothing,
+        "torch._logging._internal.register_log", 'TORCH_LOGS="+coda_inductor" is refused', _nothing
     ),
     # explain and check: graphs without code generation
-    "aot_autograd": Private(
-        "torch._dynamo.backends.common.aot_autograd", "traces a graph without compiling", _EXPLAIN,
-    ),
+    "aot_autograd": Private("torch._dynamo.backends.common.aot_autograd", _EXPLAIN),
     "min_cut_rematerialization_partition": Private(
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "splits a joint graph as Inductor does", _EXPLAIN,
+        "torch._functorch.partitioners.min_cut_rematerialization_partition", _EXPLAIN
     ),
     "BackendCompilerFailed": Private(
-        "torch._dynamo.exc.BackendCompilerFailed", "what Dynamo wraps our errors in",
-        "explain's errors are Dynamo's", _NeverRaised,
+        "torch._dynamo.exc.BackendCompilerFailed", "explain's errors are Dynamo's", _NeverRaised
     ),
     "Unsupported": Private(
-        "torch._dynamo.exc.Unsupported", "tells explain of a graph break",
-        "explain takes no model with graph breaks", _NeverRaised,
+        "torch._dynamo.exc.Unsupported", "explain takes no model with graph breaks", _NeverRaised
     ),
     "UserError": Private(
-        "torch._dynamo.exc.UserError", "tells explain of one that depends on data",
-        "explain takes no model with such graph breaks", _NeverRaised,
+        "torch._dynamo.exc.UserError",
+        "explain takes no model with graph breaks that depend on data", _NeverRaised,
     ),
-    "dynamo_config": Private("torch._dynamo.config", "has its errors and static sizes",
-                             "explain may show symbolic sizes", _NO_CONFIG),
-    "functorch_config": Private("torch._functorch.config", "keeps explain out of torch's caches",
-                                "explain may leave entries in torch's caches", _NO_CONFIG),
-    "pgo": Private("torch._dynamo.pgo", "gives explain a memory of sizes of its own",
-                   "a size that explain saw may be dynamic later", types.SimpleNamespace()),
+    "dynamo_config": Private("torch._dynamo.config", "explain may show symbolic sizes", _NO_CONFIG),
+    "functorch_config": Private(
+        "torch._functorch.config", "explain may leave entries in torch's caches", _NO_CONFIG
+    ),
+    "pgo": Private(
+        "torch._dynamo.pgo", "a size that explain saw may be dynamic later", types.SimpleNamespace()
+    ),
     # ops of torch's whose names say that they may go
     **{
-        path.rpartition(".")[2].lstrip("_"): Private(
-            f"torch.ops.{path}.default", "is an op that graphs have", _UNMATCHED, f"no {path}"
+        name.lstrip("_"): Private(
+            f"torch.ops.{place}.{name}.default", "an operator of that name is not recognized",
+            f"no {name}",
         )
-        for path in (
-            "aten._grouped_mm", "aten._scaled_mm", "aten._to_copy",
-            "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate",
-            "aten._unsafe_view", "_c10d_functional.all_gather_into_tensor",
-            "_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor",
-            "_c10d_functional.wait_tensor",
-        )
+        for place, names in {
+            "aten": "_grouped_mm _scaled_mm _to_copy _unsafe_index_put "
+            "_unsafe_masked_index_put_accumulate _unsafe_view",
+            "_c10d_functional": "all_gather_into_tensor all_reduce reduce_scatter_tensor "
+            "wait_tensor",
+        }.items()
+        for name in names.split()
     },
 }  # fmt: skip
 
@@ -277,8 +256,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = _find(private.path)
     except (ImportError, AttributeError):
-        said = private.path, private.purpose, private.without
-        _log.warning("this torch has no %s (it %s): %s", *said)
+        _log.warning("this torch has no %s: %s", private.path, private.without)
         value = _unusable(private) if private.instead is None else private.instead
     if name != "joint_custom_pre_pass":  # a setting, which may change
         globals()[name] = value
@@ -288,7 +266,13 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def lacking() -> list[str]:
     """The essential names that this torch does not have: with any, the backend does nothing."""
-    return [p.path for p in TORCH.values() if p.essential and not _exists(p.path)]
+    missing = []
+    for path in (private.path for private in TORCH.values() if private.essential):
+        try:
+            _find(path)
+        except (ImportError, AttributeError):
+            missing.append(path)
+    return missing
 
 
 def storage(tensor: Tensor) -> int:
@@ -346,13 +330,6 @@ def _find(path: str) -> Any:
                 raise
             found = importlib.import_module(".".join([first, *others[: i + 1]]))
     return found
-
-
-def _exists(path: str) -> bool:
-    with contextlib.suppress(ImportError, AttributeError):
-        _find(path)
-        return True
-    return False
 
 
 def _unusable(private: Private) -> type:
