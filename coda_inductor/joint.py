@@ -60,9 +60,9 @@ class Chained(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Everything that the result depends on; None (never cached) where a pass of the user's
-        does not say what it depends on."""
+        does not say what it depends on, and while debugging."""
         inner = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
-        if None in inner:
+        if None in inner or self.options.debug:
             return None
         options = self.options
         files = tuple(_digest(path) for path in patterns.files(options.patterns))
@@ -86,10 +86,6 @@ class JointPass(Chained):
     def run(self, graph: Graph) -> None:
         self.ran = True
         on_aten(graph, self.record)
-
-    def uuid(self) -> Any:
-        """As every pass's; None while debugging."""
-        return None if self.options.debug else super().uuid()
 
 
 def begin(gm: GraphModule, inputs: Sequence[Any], record: Record) -> Callable[..., Any]:

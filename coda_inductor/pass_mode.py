@@ -112,11 +112,10 @@ class _JointPass(_Enabled):
         on_aten(graph, _compiling.now(options) or _compiling.begin(options))
 
     def uuid(self) -> Any:
-        """As every pass's; None while debugging, and where something could not be done that the
-        next process may be able to do. Inductor asks again before it keeps a result."""
+        """As every pass's; None where something could not be done that the next process may be able
+        to do. Inductor asks again before it keeps a result."""
         record = _compiling.now(self.options)
-        failed = record is not None and record.failed
-        return None if failed or self.options.debug else super().uuid()
+        return None if record is not None and record.failed else super().uuid()
 
 
 def enable(**options: Any) -> None:

@@ -65,8 +65,8 @@ class Machine:
         store = Store(HOPPER, folder)
         return tuner.Tuner(store, CUDA, seconds, most, self.process, self)
 
-    def process(self, index: int) -> Process:
-        assert index == CUDA.index
+    def process(self, module: str, index: str) -> Process:
+        assert (module, index) == ("coda_inductor.tune.worker", str(CUDA.index))
         return Process(self)
 
     def wait(self, wanted: list[Any], timeout: float) -> dict[Any, str | None]:

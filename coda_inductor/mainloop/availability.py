@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 
 from coda_inductor.compat import KERNELS
-from coda_inductor.mainloop.requirements import CUTEDSL, QUACK, Range
+from coda_inductor.mainloop.environment import version
+from coda_inductor.mainloop.requirements import CUTEDSL, QUACK
 from coda_inductor.refusal import Refusal, refuse
 
 #: Compute capabilities, major, that QuACK has GEMMs for. Its class for 8 (Ampere, Ada) is a stub
@@ -51,46 +51,38 @@ def scales_vectors(device: torch.device) -> bool:
         return True
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return version >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.lru_cache(maxsize=1)
 def library_stack() -> Refusal | None:
     """Why no kernel can be compiled here, device or not, or None."""
-    if (why := _missing(QUACK) or _missing(CUTEDSL)) is not None:
-        return why
+    text = _lacking()
+    return None if text is None else refuse("no-kernel-stack", text)
+
+
+def _lacking() -> str | None:
+    """What a kernel library lacks, or None."""
+    for needed in (QUACK, CUTEDSL):
+        found = version(needed.package)
+        if found == "absent":
+            return f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
+        if not needed.holds(found):
+            wanted = f">={needed.low},<{needed.high} is needed: pip install '{needed.spec}'"
+            return f"{needed.package} {found} is installed, {wanted}"
     if importlib.util.find_spec("cutlass") is None:
-        text = (
+        return (
             "nvidia-cutlass-dsl is installed without its libraries (no module cutlass): "
             "pip install --force-reinstall 'coda-inductor[cuda]'"
         )
-        return refuse("no-kernel-stack", text)
-    if (name := missing_from_libraries()) is not None:
-        package = CUTEDSL if name.startswith("cutlass") else QUACK
-        version = importlib.metadata.version(package.package)
-        text = (
-            f"{package.package} {version} has no {name}, which coda_inductor needs: another "
-            f"version of {package.spec} may have it"
-        )
-        return refuse("no-kernel-stack", text)
-    return None
-
-
-def _missing(needed: Range) -> Refusal | None:
-    """Why a kernel library cannot be used, by its version, or None."""
-    try:
-        version = importlib.metadata.version(needed.package)
-    except importlib.metadata.PackageNotFoundError:
-        text = f"{needed.package} is not installed: pip install 'coda-inductor[cuda]'"
-        return refuse("no-kernel-stack", text)
-    if needed.holds(version):
+    if (name := missing_from_libraries()) is None:
         return None
-    text = (
-        f"{needed.package} {version} is installed, >={needed.low},<{needed.high} is needed: "
-        f"pip install '{needed.spec}'"
+    of = CUTEDSL if name.startswith("cutlass") else QUACK
+    return (
+        f"{of.package} {version(of.package)} has no {name}, which coda_inductor needs: another "
+        f"version of {of.spec} may have it"
     )
-    return refuse("no-kernel-stack", text)
 
 
 @functools.cache

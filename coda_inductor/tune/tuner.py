@@ -35,6 +35,7 @@ from coda_inductor.select.site import Site, site_text
 from coda_inductor.select.store import Store
 from coda_inductor.tune import inputs
 
+_WORKER = "coda_inductor.tune.worker"
 #: Seconds that measuring takes: in a process where nobody asked for it, for a graph where somebody
 #: did.
 BY_DEFAULT, ASKED = 8.0, 60.0
@@ -69,15 +70,6 @@ def spare() -> float:
     return 0.0 if _others() or not pool.serving() else max(0.0, BY_DEFAULT - _spent)
 
 
-def start(index: int) -> Child:
-    """A measuring process for the CUDA device ``index``.
-
-    Raises:
-        OSError: none can be started.
-    """
-    return Child("coda_inductor.tune.worker", str(index))
-
-
 class Tuner:
     """Measures on ``device`` for at most ``seconds`` in all, into ``store``.
 
@@ -88,7 +80,7 @@ class Tuner:
 
     def __init__(
         self, store: Store, device: torch.device, seconds: float, most: int | None,
-        start: Callable[[int], Child] = start, compiler: Any = pool,
+        start: Callable[..., Child] = Child, compiler: Any = pool,
     ):  # fmt: skip
         self.store, self.most = store, most
         self._start, self._compiler = start, compiler
@@ -206,7 +198,7 @@ class Tuner:
         if thread not in self._processes:
             if self._hopeless or time.monotonic() > deadline:
                 raise DeadError(self._hopeless or "no time left")
-            self._processes[thread] = self._start(self._device.index)
+            self._processes[thread] = self._start(_WORKER, str(self._device.index))
         process = self._processes[thread]
         trying, limit = "", deadline
         try:
