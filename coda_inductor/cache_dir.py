@@ -93,11 +93,9 @@ def private_dir() -> Path:
         OSError: none can be made.
     """
     path = Path(tempfile.gettempdir()) / f"coda_inductor_uid_{_uid()}"
-    with contextlib.suppress(OSError):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        if _is_private(path) and _planted(path) is None:
-            return path
+    ours = unusable(path, owned=True) is None and not path.is_symlink()
+    if ours and (os.name != "posix" or not path.stat().st_mode & 0o077):
+        return path
     fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}_"))
     _warn(
         f"{path} is not this user's alone: {fresh} is used instead, by this process. Choose a "
@@ -202,13 +200,6 @@ def _open_to_others(path: Path) -> str | None:
         if everybody and (part == path or not in_sticky):
             return f"everybody may write to {part} (chmod o-w it, or choose another folder)"
     return None
-
-
-def _is_private(path: Path) -> bool:
-    """Is it a folder, no link, that only this user can write to and look into?"""
-    info = path.lstat()
-    alone = os.name != "posix" or (info.st_uid == _uid() and not info.st_mode & 0o077)
-    return stat.S_ISDIR(info.st_mode) and alone
 
 
 def _uid() -> int:

@@ -67,26 +67,19 @@ def ready(plan: GemmEpiPlan, names: Sequence[str]) -> Launch | None:
         if convert is not None and name in names
     ]
 
-    def launch(a, b, d, c, values, groups=None, index=None) -> None:
-        varlen = make_varlen_args(groups, None, index)
-        launch_gemm(plan, a, b, d, c, pick(values), scheduler, varlen)
-
     others = plan_scheduler_args(plan, None)
 
-    def launch_dynamic(a, b, d, c, values, groups=None, index=None) -> None:
-        own = counter(a)  # the kernel is told where it is: it lives until that is launched
-        counted = others._replace(tile_count_semaphore=own.data_ptr())
+    def launch(a, b, d, c, values, groups=None, index=None) -> None:
+        for place, convert, key in converted:
+            values[place] = convert(values[place], key)
+        counted = others
+        if scheduler is None:
+            own = counter(a)  # the kernel is told where it is: it lives until that is launched
+            counted = others._replace(tile_count_semaphore=own.data_ptr())
         varlen = make_varlen_args(groups, None, index)
         launch_gemm(plan, a, b, d, c, pick(values), counted, varlen)
 
-    chosen = launch_dynamic if scheduler is None else launch
-
-    def launch_converted(a, b, d, c, values, *routes) -> None:
-        for place, convert, key in converted:
-            values[place] = convert(values[place], key)
-        chosen(a, b, d, c, values, *routes)
-
-    return launch_converted if converted else chosen
+    return launch
 
 
 def _picker(places: list[int]) -> Callable[[list], tuple]:
