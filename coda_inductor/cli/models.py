@@ -5,6 +5,7 @@ MODULE:FUNCTION, where the function returns (model, args) or (model, args, kwarg
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -18,6 +19,7 @@ import torch
 from coda_inductor.errors import ExplainError, OptionError, PatternError
 from coda_inductor.options import parse
 
+_WORDS = ("true", "false", "none")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -160,12 +162,6 @@ def _setting(text: str, flag: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise OptionError(f"{flag} {text!r}: write KEY=VALUE")
-    words: dict[str, Any] = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return key, words[value.lower()]
-    for read in (int, float):
-        try:
-            return key, read(value)
-        except ValueError:
-            continue
+    with contextlib.suppress(ValueError, SyntaxError):
+        return key, ast.literal_eval(value.title() if value.lower() in _WORDS else value)
     return key, value

@@ -23,7 +23,7 @@ from coda_inductor.tracing import Traced
 def build(name: str, found: Capture, gpu: Gpu) -> Explanation:
     """Put together what was captured of the model called ``name``, as on ``gpu``."""
     graphs = found.graphs
-    result = Explanation(name, _device(graphs), any(g.training for g in graphs), gpu.article)
+    result = Explanation(name, _device(graphs), any(g.ours.training for g in graphs), gpu.article)
     for captured in graphs:
         result.sites += captured.report.sites
         result.near_misses += captured.report.refusals

@@ -44,10 +44,6 @@ class Captured:
     ours: Traced
     report: GraphReport
 
-    @property
-    def training(self) -> bool:
-        return self.ours.training
-
 
 @dataclass
 class Capture:

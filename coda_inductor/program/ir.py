@@ -171,7 +171,10 @@ class EpilogueProgram:
         return (*self.stores, *self.reduces)
 
     def to_json(self) -> str:
-        return _to_json(self)
+        head = {"format": _FORMAT, "accs": self.accs, "a_dtype": self.a_dtype}
+        head |= {"b_dtype": self.b_dtype, "fast": self.fast}
+        head |= {"head": self.head} if self.head else {}
+        return _as_text(head | ({"alternating": True} if self.alternating else {}), self)
 
     @staticmethod
     def from_json(text: str) -> EpilogueProgram:
@@ -212,13 +215,6 @@ class EpilogueProgram:
 
 
 _FORMAT = 2  # bump when the meaning of the serialized form changes
-
-
-def _to_json(program: EpilogueProgram) -> str:
-    head = {"format": _FORMAT, "accs": program.accs, "a_dtype": program.a_dtype}
-    head |= {"b_dtype": program.b_dtype, "fast": program.fast}
-    head |= {"head": program.head} if program.head else {}
-    return _as_text(head | ({"alternating": True} if program.alternating else {}), program)
 
 
 def _as_text(body: dict[str, object], program: EpilogueProgram) -> str:

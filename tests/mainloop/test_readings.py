@@ -7,7 +7,7 @@ import pytest
 import torch
 from programs import fp8, inputs, kinds
 
-from coda_inductor.mainloop.readings import READINGS, reading_of
+from coda_inductor.mainloop.readings import READINGS, pair, reading_of
 from coda_inductor.mainloop.readings.grouped import GroupedJoin, GroupedPair
 from coda_inductor.mainloop.readings.join import unjoinable
 from coda_inductor.mainloop.readings.pair import pair_order
@@ -73,6 +73,11 @@ REFUSED = {
         "no unit stride",
     ),
     "odd rows": (lambda a, b: (a, [wider(F, N, 4) for _ in b]), "16-byte rows"),
+    "overlapping rows": (lambda a, b: (a, [x.as_strided((F, N), (64, 1)) for x in b]), "no unit"),
+    "overlapping columns": (
+        lambda a, b: (a, [x.as_strided((F, N), (1, 56)) for x in b]),
+        "no unit",
+    ),
     "dtypes": (lambda a, b: (a, [b[0], b[1].half()]), "one 16-bit dtype"),
     "float32": (lambda a, b: ([x.float() for x in a], [x.float() for x in b]), "16-bit dtype"),
     "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands are not a legal"),
@@ -104,15 +109,17 @@ def test_a_deterministic_sum_does_not_depend_on_addresses():
 
 def test_weights_of_experts_are_read_so_too():
     """A pair or two terms, of as many as there are, whose own distance is a stride as well."""
-    pair, join = (reading for reading in READINGS if type(reading) in (GroupedPair, GroupedJoin))
+    paired, join = (reading for reading in READINGS if type(reading) in (GroupedPair, GroupedJoin))
     a, b = terms()[0], torch.randn(4, 3, N, F).bfloat16()
     for first, second in ((b[0].mT, b[2].mT), (b[2].mT, b[0].mT)):
         swapped = first.data_ptr() > second.data_ptr()
         assert pair_order(first, second) == (swapped, 2 * 3 * N * F)
-        assert pair.kernels(a[:1], [first, second]) == [("k", "k", ""), ("k", "k", "swapped")]
+        assert paired.kernels(a[:1], [first, second]) == [("k", "k", ""), ("k", "k", "swapped")]
     odd = torch.zeros(8 * N * F).bfloat16().as_strided((2, 3, N, F), (4 * N * F, N * F + 4, F, 1))
     with pytest.raises(UnpairableError, match="16-byte rows"):
         pair_order(odd[0].mT, odd[1].mT)
+    with pytest.raises(UnpairableError, match="not K-major"):
+        pair_order(b[0, ..., ::2].mT, b[1, ..., ::2].mT)
     assert unjoinable(a, [*odd[:, :, :F]]) is not None
     for bs in (b[:2, :, :F, :], b[:2, :, :F, :].mT):
         got_a, got_b, variant, distances = join.bind(a, [bs[0], bs[1]])
@@ -126,6 +133,20 @@ def test_weights_of_experts_are_read_so_too():
     assert torch.equal(both, torch.cat(short[1], 1))
     assert torch.equal(left, torch.cat(short[0], 1))
     assert join.in_place(*short) is None
+
+
+def test_a_pair_is_one_operand_of_twice_the_columns(monkeypatch):
+    monkeypatch.setattr(pair, "foreign_view", lambda pointer, *how: (pointer, *how[:2]))
+    a, b = terms()[0][:1], torch.randn(2, 3, N, F).bfloat16()
+    for reading, (one, two), shape, strides in (
+        (reading_of(kinds()["swiglu"]), b[0, :2].mT, (2 * N, F), (F, 1)),
+        (GroupedPair(), b.mT, (3, 2 * N, F), (N * F, F, 1)),
+    ):
+        for order in ([one, two], [two, one]):
+            _, view, variant, distances = reading.bind(a, order)
+            assert view == (one.data_ptr(), shape, strides)
+            assert variant == ("" if order[0] is one else "swapped")
+            assert distances == ((two.data_ptr() - one.data_ptr()) // 2,)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
