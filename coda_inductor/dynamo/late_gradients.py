@@ -155,10 +155,10 @@ def _head(logits: Node) -> _Head | None:
     layer = None if match is None else next(n for n in match.nodes if target_name(n) == "linear")
     if match is None or layer is None or any(cast > layer for cast in match.casts):
         return None
-    cap, operands = match.bound.get("cap", 0.0), arguments(layer).values()
+    cap, (h, w, b) = match.bound.get("cap", 0.0), arguments(layer).values()
     capped = isinstance(cap, (int, float)) and bool(cap)
-    known = all(isinstance(n, Node | None) for n in operands)
-    return _Head(*operands, float(cap)) if known and capped == ("cap" in match.bound) else None
+    known = all(isinstance(n, Node | None) for n in (h, w, b))
+    return _Head(h, w, b, float(cap)) if known and capped == ("cap" in match.bound) else None
 
 
 def _wrap(compiled: Compiled, found: list[tuple[int, int, int | None, float]]) -> Compiled:

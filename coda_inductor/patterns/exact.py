@@ -139,11 +139,12 @@ class Exact(Tensor):
         cls, formula: Callable[..., Any], args: Any, *, alpha: Any = 1, **options: Any
     ) -> Any:
         given = (*args, *options.values())
-        args = [a if a is None or isinstance(a, str) else cls.exactly(a) for a in given]
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        exact: list[Any] = [a if a is None or isinstance(a, str) else cls.exactly(a) for a in given]
+        tensors = [a for a in exact if isinstance(a, cls)]
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         n = math.prod(shape)
-        columns = [a.expand(shape).elements if isinstance(a, Tensor) else [a] * n for a in args]
+        exactly = [cls.exactly(a.expand(shape)) if isinstance(a, cls) else a for a in exact]
+        columns = [a.elements if isinstance(a, cls) else [a] * n for a in exactly]
         if alpha != 1:  # of a sum's second term
             columns[1] = [cls.number(alpha) * c for c in columns[1]]
         items = [formula(*column) for column in zip(*columns, strict=True)]

@@ -72,4 +72,4 @@ def _direct(op, own, *given):
 OPS = (ROUTE, COMBINE, WGRAD)
 for _op, _own in zip(OPS, (_route, _combine, _wgrad), strict=True):
     LIB.impl(_op.name().partition("::")[2], _own, "CUDA")
-    _op.direct = functools.partial(_direct, _op, _own)  # type: ignore[attr-defined]
+    _op.direct = functools.partial(_direct, _op, _own)
