@@ -1,12 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm and LayerNorm in the semantic vocabulary."""
+"""Norms of rows in the semantic vocabulary, each with the record that its deferral asks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coda_inductor.compat import OpOverload
 from coda_inductor.semantic.define import define, statistics_dtype
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What ``rewrite.norm`` asks of ``y = (x - shift) * scale * weight + bias``, a norm of rows.
+
+    Attributes:
+        name: what it counts as when it is deferred.
+        rows: plain torch, of a row in the statistics' dtype, of the dtype in which GEMMs read it
+            and of the op's numbers. Returns what ``slope`` reads, the scale first, and the shifts:
+            all (..., 1), by sums over the row, which an epilogue makes.
+        numbers: the op's parameters that are numbers.
+        mean: which of the op's results is the mean of x, for a norm that has a shift.
+        backward: the op of its gradients; None where it is only deferred in inference.
+        slope: plain torch, of rowsum(dy * y), x, what ``rows`` returned first, and the numbers:
+            what x is multiplied with in dx = scale * dy * weight + slope * x.
+    """
+
+    name: str
+    rows: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    numbers: tuple[str, ...] = ("eps",)
+    mean: int | None = None
+    backward: OpOverload | None = None
+    slope: Callable[..., Tensor] | None = None
+
+
+#: Every norm, by its op.
+NORMS: dict[OpOverload, Norm] = {}
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Of each row, (..., 1)."""
+    return (x * x).mean(-1, keepdim=True)
+
+
+def sum_square(x: Tensor) -> Tensor:
+    """Of each row, (..., 1)."""
+    return (x * x).sum(-1, keepdim=True)
 
 
 def rms_norm_definition(
@@ -115,3 +158,96 @@ layer_norm = define(
     of=("x", "weight", "bias"),
     counted_by_rewrite=True,
 )
+
+
+def _rms_rows(x: Tensor, _dtype: torch.dtype, eps: float) -> Any:
+    return (torch.rsqrt(mean_square(x) + eps),), ()
+
+
+def _rms_slope(dot: Tensor, x: Tensor, rstd: Tensor, _eps: float) -> Tensor:
+    return rstd * rstd * dot * (-1.0 / x.shape[-1])
+
+
+def _layer_rows(x: Tensor, dtype: torch.dtype, eps: float) -> Any:
+    """Of a row whose mean is small: its variance by its second moment, for the partial sums of one
+    pass make both.
+
+    The variance is at least what rounding the row to ``dtype`` at its mean would add to it, a
+    twelfth of the square of the spacing there: eager's has that. Less is what is left of float32
+    sums that cancel, and may be nothing or negative.
+    """
+    mean = x.mean(-1, keepdim=True)
+    moment = mean_square(x)
+    square = mean * mean
+    variance = torch.maximum(moment - square, square * (torch.finfo(dtype).eps ** 2 / 12))
+    return (torch.rsqrt(variance + eps),), (mean,)
+
+
+NORMS[rms_norm] = Norm("rms_norm", _rms_rows, backward=rms_norm_backward, slope=_rms_slope)
+NORMS[layer_norm] = Norm("layer_norm", _layer_rows, mean=1)
+
+
+def define_norm(
+    op_name: str,
+    name: str,
+    square: Callable[[Tensor], Tensor],
+    scale: Callable[..., Tensor],
+    numbers: Sequence[str],
+) -> OpOverload:
+    """The op ``y = x * scale(square(x), *numbers) * weight`` and its record, whose gradient follows
+    from the derivative of ``scale``. ``square`` is :func:`mean_square` or :func:`sum_square`.
+
+    The op returns y, the scale and the square; dx = scale * dy * weight + slope * x, with
+    slope = 2 scale' rowsum(dy * weight * x), for a sum's derivative by x is 2 x.
+    """
+
+    def rows(x: Tensor, _dtype: torch.dtype, *values: float) -> Any:
+        found = square(x)
+        return (scale(found, *values), found), ()
+
+    def slope(dot: Tensor, x: Tensor, factor: Tensor, found: Tensor, *values: float) -> Tensor:
+        count = x.shape[-1] if square is mean_square else 1
+        pull = torch.func.vjp(lambda s: scale(s, *values), found)[1]
+        (derivative,) = pull(torch.ones_like(found))
+        return dot / factor * derivative * (2.0 / count)
+
+    def forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+        *values, out_dtype = others
+        wide = x.to(statistics_dtype(x.dtype))
+        statistics, _ = rows(wide, out_dtype, *values)
+        y = wide * statistics[0]
+        return (y if weight is None else y * weight.to(y.dtype)).to(out_dtype), *statistics
+
+    def backward(
+        dy: Tensor, x: Tensor, weight: Tensor | None, factor: Tensor, found: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor]:
+        *values, needs = others
+        wide, scaled = x.to(factor.dtype), dy.to(factor.dtype) * factor
+        dx, dweight = x.new_empty(0), x.new_empty(0)
+        if needs[0]:
+            p = scaled if weight is None else scaled * weight.to(factor.dtype)
+            dot = (p * wide).sum(-1, keepdim=True)
+            dx = (p + wide * slope(dot, wide, factor, found, *values)).to(x.dtype)
+        if needs[1] and weight is not None:
+            dweight = (scaled * wide).flatten(0, -2).sum(0).to(weight.dtype)
+        return dx, dweight
+
+    floats = "".join(f"float {n}, " for n in numbers)
+    gradient = define(
+        f"{op_name}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor scale, Tensor square, "
+        f"{floats}bool[] needs) -> (Tensor, Tensor)",
+        backward,
+        name=f"{name}_backward",
+        counted_by_rewrite=True,
+    )
+    op = define(
+        f"{op_name}(Tensor x, Tensor? weight, {floats}ScalarType out_dtype) "
+        "-> (Tensor y, Tensor scale, Tensor square)",
+        forward,
+        gradient=gradient,
+        of=("x", "weight"),
+        name=name,
+        counted_by_rewrite=True,
+    )
+    NORMS[op] = Norm(name, rows, tuple(numbers), backward=gradient, slope=slope)
+    return op

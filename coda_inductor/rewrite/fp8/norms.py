@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm in front of FP8 products waits until its result is quantized.
+"""A norm without shift in front of FP8 products waits until its result is quantized.
 
 Before::
 
@@ -38,7 +38,8 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.scales import Source
 from coda_inductor.rewrite.norm.forward import statistics
 from coda_inductor.rewrite.norm.uses import input_refusal
-from coda_inductor.semantic.norms import rms_norm
+from coda_inductor.rewrite.norm.pivot import shifted
+from coda_inductor.semantic.norms import NORMS
 
 
 def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Source | None:
@@ -49,26 +50,28 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
     if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
         result = base(result.all_input_nodes[0])
     norm = next(iter(result.all_input_nodes), result)
-    if result.target is not operator.getitem or norm.target is not rms_norm:
+    if result.target is not operator.getitem or norm.target not in NORMS or shifted(norm):
         return None
+    name = NORMS[norm.target].name
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
-    others = [(user, name) for user, name in reads if user not in casts]
+    others = [read for read in reads if read[0] not in casts]
     others += [read for cast in casts for read in _reads(cast)]
-    others = [(user, name) for user, name in others if user not in nodes]
+    others = [read for read in others if read[0] not in nodes]
     why = _refusal(norm, others, scope, record)
     if why is not None:
-        record.refuse("rms_norm", place(norm), why)
+        record.refuse(name, place(norm), why)
         return None
-    put = Put(graph, like=norm, pattern=("rms_norm", norm.name))
-    made = statistics(put, norm, fake(result).dtype, None)
-    if (rstd := parts(norm).get(1)) is not None:
-        rstd.replace_all_uses_with(made.rstd)
-        prune([rstd])
+    put = Put(graph, like=norm, pattern=(name, norm.name))
+    made = statistics(put, norm, fake(result).dtype, [])
+    kept = [part for i, part in parts(norm).items() if i > 0]
+    for part in kept:
+        part.replace_all_uses_with(made.statistics[arguments(part)["index"] - 1])
+    prune(kept)
     with graph.inserting_before(norm):
         x = arguments(norm)["x"]
         x = put.reshape(x, [-1, fake(x).shape[-1]])
-        weight = None if made.gamma is None else put.reshape(made.gamma, [1, -1])
+        weight = put.reshape(made.gamma[0], [1, -1]) if made.gamma else None
     return Source(made.h, x, made.flat, weight, others)
 
 
@@ -96,12 +99,12 @@ def _reads(result: Node) -> list[tuple[Node, Node]]:
 def _refusal(
     norm: Node, others: list[tuple[Node, Node]], scope: Scope, record: Record
 ) -> Refusal | None:
-    if not record.enabled("rms_norm"):
-        return refuse("disabled", "options['disable'] names rms_norm")
-    for user, name in others:
+    if not record.enabled(name := NORMS[norm.target].name):
+        return refuse("disabled", f"options['disable'] names {name}")
+    for user, read in others:
         if user in scope.forward or user.op != "call_function":
             text = f"{user.name} ({user.target}) reads it and is not a GEMM"
             return refuse("norm-read-elsewhere", text)
-        if fake(name).dim() != 2:
+        if fake(read).dim() != 2:
             return refuse("norm-reshaped", f"{user.name} reshapes its rows")
     return input_refusal(norm, scope, record)

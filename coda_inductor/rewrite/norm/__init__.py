@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms between GEMMs wait until after the GEMMs that read them: RMSNorm by rules R1 to R4,
-LayerNorm by R5 as well. RMSNorm is LayerNorm with no mean and no shift.
+LayerNorm by R5 as well. What one norm does and another does not stands in their records
+(``semantic.norms``), also for a norm of a user's pattern file.
 
 defer      the pass: which norms wait, and why the others do not
 uses       who reads a norm: GEMMs, its gradient, the gradients of weights; what makes its input
-pivot      LayerNorm only: the mean at hand without which its operand would round too much
+pivot      for a norm with a shift: the mean at hand without which its operand would round too much
 forward    one norm: its statistics, the operand of the GEMMs, the GEMMs: row scale and shift
-backward   RMSNorm only: its gradients and the weights'
+backward   its gradients and the weights'
 """

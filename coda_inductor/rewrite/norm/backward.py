@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients around a deferred RMSNorm, after the GEMMs that make its own (rules R3, R4).
+"""The gradients around a deferred norm, after the GEMMs that make its own (rules R3, R4).
 
 Before (x is M x d; one z = n @ W, dz its gradient, for every GEMM)::
 
-    dn = sum of dz @ W.T;  dx, dgamma = rms_norm_backward(dn, x, gamma, ...);  dW = n.T @ dz
+    dn = sum of dz @ W.T;  dx, dgamma = norm_backward(dn, x, gamma, ...);  dW = n.T @ dz
 
 After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
 
-    zs = dz * rstd;  dot = sum of rowsum(dz * z)          (both where dz is made)
+    zs = dz * scale;  dot = sum of rowsum(dz * z)         (both where dz is made)
     s = sum of zs @ W.T                                   one GEMM or several, its epilogue:
-    dx = s * gamma - (rstd**2 / d) * dot * x
+    dx = s * gamma + slope * x                            RMSNorm's is -(scale**2 / d) * dot
     dgamma = colsum(s * x)                                (partials)
     dW = h.T @ zs                                         h: as the forward stored it
 
-and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * rstd, zs only for dW.
+and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * scale, zs only for dW.
 
-Why it is valid: with nh = x rstd and p = dn gamma, ``rms_norm_backward`` says
-dx = rstd (p - nh rowmean(p nh)). s = rstd dn (R1). rowsum(p nh) = rowsum((dz W^T) n)
-= rowsum(dz (n W)) (R3), n W being z. n = D_rstd h, transposed and multiplied with
-dz, is dW (R4).
+Why it is valid: scale depends on the row by one sum alone, whose derivative is x times a number, so
+that with nh = x scale and p = dn gamma, dx = scale p + slope x, slope being rowsum(p nh) times what
+the norm's record knows of its statistics. s = scale dn (R1). rowsum(p nh) = rowsum((dz W^T) n)
+= rowsum(dz (n W)) (R3), n W being z. n = D_scale h, transposed and multiplied with dz, is dW (R4).
 
 Rounding: zs and z are rounded to 16 bits. Where W has a singular value much larger than the others
 and dz hardly any of its direction, that error is all there is in dx: 40 times eager's at 1000 times
@@ -39,7 +39,7 @@ from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import base, parts, readers
-from coda_inductor.rewrite.norm.forward import Deferred, Product
+from coda_inductor.rewrite.norm.forward import Deferred, Product, traced
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
 
@@ -86,7 +86,7 @@ class _Scaled:
         self.made: dict[Node, Node] = {}
 
     def __call__(self, dz: Node, reader: Node) -> Node:
-        """``dz * rstd``."""
+        """``dz * scale``."""
         if (key := base(dz)) not in self.made:
             put = Put(self.graph, like=reader)
             with self.graph.inserting_before(reader):
@@ -113,17 +113,19 @@ def _gradients(
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
-    put = Put(graph, like=backward, pattern=("rms_norm_backward", backward.name))
-    s, x, gamma, _, needs = arguments(backward).values()
-    wide, d = fake(norm.rstd).dtype, fake(x).shape[-1]
+    put = Put(graph, like=backward, pattern=(f"{norm.record.name}_backward", backward.name))
+    given, scale = arguments(backward), norm.statistics[0]
+    s, x, gamma, needs = (given[name] for name in ("dy", "x", "weight", "needs"))
+    wide = fake(scale).dtype
     s, x_wide = put.cast(s, wide), put.cast(x, wide)
     if not early:
-        s = put.mul(s, norm.rstd)
+        s = put.mul(s, scale)
     results: dict[int, Node] = {}
     if needs[0]:
         p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
         dot = _dot(Put(graph, like=backward), p, x_wide, norm, products)
-        slope = put.mul(put.mul(put.mul(norm.rstd, norm.rstd), dot), -1.0 / d)
+        function, read = norm.record.slope, (x_wide, *norm.statistics, *norm.numbers)
+        slope = traced(put, backward, function, dot, *read)
         results[0] = put.cast(put.add(p, put.mul(x_wide, slope)), fake(x).dtype)
     if needs[1]:
         results[1] = put.cast(put.column_sum(put.mul(s, x_wide)), fake(gamma).dtype)
@@ -131,13 +133,13 @@ def _gradients(
 
 
 def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
-    """rowsum(dn * gamma * nh), shaped like rstd: from the products where they are known, else from
-    p = rstd dn * gamma."""
+    """rowsum(dn * gamma * nh), shaped like the scale: from the products where they are known, else from
+    p = scale dn * gamma."""
     if products is None:
         return put.row_sum(put.mul(p, x))
     wide = fake(p).dtype
     terms = [put.mul(put.cast(dz, wide), put.cast(z, wide)) for z, dz in products]
-    return put.reshape(_add_rows(put, terms), put.sizes(norm.rstd))
+    return put.reshape(_add_rows(put, terms), put.sizes(norm.statistics[0]))
 
 
 def _add_rows(put: Put, matrices: list[Node]) -> Node:

@@ -3,17 +3,18 @@
 
 Before, and after (``forward`` and ``backward`` have the algebra and why it holds)::
 
-    x = x0 + y @ Wo;  n, rstd = rms_norm(x, gamma, eps);  z = n @ W        (for every consumer)
-    x = x0 + y @ Wo;  h = x * gamma;  rstd = rsqrt(mean(x * x) + eps);  z = (h @ W) * rstd
+    x = x0 + y @ Wo;  n, scale = norm(x, gamma, eps);  z = n @ W           (for every consumer)
+    x = x0 + y @ Wo;  h = x * gamma;  scale = of sums over x;  z = (h @ W) * scale
 
 Why it pays: nothing normalized is stored. The epilogue that makes x makes the sums and h too; the
-epilogues that follow apply rstd.
+epilogues that follow apply the scale. What a norm's statistics and gradient are its record says
+(``semantic.norms``): RMSNorm, LayerNorm, or one of a pattern file's.
 
 Refuses (the norm then stays as it was, for Inductor): x is not made in a GEMM's epilogue
 (``uses``), or comes from a collective; something other than a GEMM, or the gradient of its
 weight, reads n; a consumer cannot be fused; float16, where the un-normalized h may overflow (unless
 options["fp16_norms"]); of LayerNorm, what ``pivot`` says, and all that are trained: the sums that
-their gradients would need cost more than is saved (docs/gotchas.md).
+their gradients would need cost more than is saved (docs/gotchas.md), so that its record has none.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from coda_inductor.log import logger
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.rewrite.norm.backward import differentiate
-from coda_inductor.rewrite.norm.forward import NORMS, defer
-from coda_inductor.rewrite.norm.pivot import Means
+from coda_inductor.rewrite.norm.forward import defer
+from coda_inductor.rewrite.norm.pivot import Means, shifted
 from coda_inductor.rewrite.norm.uses import Uses, input_refusal, uses
 from coda_inductor.semantic.fp8 import quantize
-from coda_inductor.semantic.norms import layer_norm, rms_norm
+from coda_inductor.semantic.norms import NORMS
 
 
 def defer_norms(graph: Graph, record: Record) -> None:
@@ -44,7 +45,7 @@ def defer_norms(graph: Graph, record: Record) -> None:
     of it counts."""
     scope, means = Scope(graph), Means()
     for norm in [n for n in graph.nodes if n.target in NORMS]:
-        name = NORMS[norm.target]
+        name = NORMS[norm.target].name
         if not record.enabled(name) or _quantized(norm):
             continue
         try:
@@ -54,28 +55,27 @@ def defer_norms(graph: Graph, record: Record) -> None:
             found = failed(error)
         if isinstance(found, Refusal):
             record.refuse(name, place(norm), found)
-            if norm.target is layer_norm:
-                means.stays(norm)
+            means.stays(norm)
             continue
         x = arguments(norm)["x"]  # the norm is gone after this
         deferred, products = defer(graph, norm, found)
         differentiate(graph, found, deferred, products, scope)
-        if deferred.mean is not None:
-            means.note(x, deferred.mean)
+        for mean in deferred.means:
+            means.note(x, mean)
         prune(list(norm.users))
         scope.refresh(graph)
         logger.debug("%s at %s waits for %d GEMMs", name, place(norm), len(found.gemms))
 
 
 def _quantized(norm: Node) -> bool:
-    """Is the result of the RMSNorm ``norm`` quantized? ``rewrite.fp8`` judges it then."""
+    """Is the result of ``norm`` quantized? If it has no shift, ``rewrite.fp8`` judges it then."""
 
     def same(user: Node) -> bool:
         narrows = is_cast(user) and fake(user.all_input_nodes[0]).dtype == torch.float32
         return user.target is operator.getitem or renames(user) or narrows
 
     _, users = readers(norm, same)
-    return norm.target is rms_norm and any(user.target is quantize for user in users)
+    return not shifted(norm) and any(user.target is quantize for user in users)
 
 
 def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
@@ -84,21 +84,21 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(found, Refusal):
         return found
     why = _refusal(norm, found, scope, record)
-    if why is not None or norm.target is not layer_norm:
+    if why is not None or not shifted(norm):
         return why or found
     rounded = record.plan.rounds(fake(gemm_inputs(found.gemms[0])[0]))
     pivot = means.choose(norm, found.dtype, rounded)
     if isinstance(pivot, Refusal):
         return pivot
-    found.pivot = pivot
+    found.pivots.append(pivot)
     return record.plan.norm_loses(found.gemms) or found
 
 
 def _refusal(norm: Node, found: Uses, scope: Scope, record: Record) -> Refusal | None:
-    """Why the conditions of both norms do not hold, or None."""
-    legal = record.plan.legal
-    if found.backward is not None and not record.enabled("rms_norm_backward"):
-        return refuse("disabled", "options['disable'] names rms_norm_backward")
+    """Why the conditions of all norms do not hold, or None."""
+    legal, gradient = record.plan.legal, f"{NORMS[norm.target].name}_backward"
+    if found.backward is not None and not record.enabled(gradient):
+        return refuse("disabled", f"options['disable'] names {gradient}")
     if not found.gemms:
         return refuse("norm-no-gemm", "no GEMM reads it")
     if found.dtype == torch.float16 and not record.options.fp16_norms:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LayerNorms round no worse when they wait: those with a mean at hand.
+"""Which norms with a shift (LayerNorm) round no worse when they wait: those with a mean at hand.
 
 The operand of the GEMMs is h = v * gamma with v = x - pivot, in 16 bits; so v should be small. The
 pivot is the mean of the residual stream x0 that x was made from by adding terms; the LayerNorm that
@@ -31,6 +31,12 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.walk import parts, source
 from coda_inductor.program.dtypes import HALF
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.norms import NORMS
+
+
+def shifted(norm: Node) -> bool:
+    """Does ``norm`` take its mean away from a row?"""
+    return NORMS[norm.target].mean is not None
 
 
 class Means:
@@ -44,11 +50,14 @@ class Means:
         self.known[source(x)] = mean
 
     def stays(self, norm: Node) -> None:
-        """Remember what a LayerNorm that stays returns beside its result: its mean."""
-        mean = parts(norm).get(1)
+        """Remember the mean that a norm that stays returns beside its result, if it does."""
+        place = NORMS[norm.target].mean
+        if place is None:
+            return
+        mean = parts(norm).get(place)
         if mean is None:
             with norm.graph.inserting_after(norm):
-                mean = insert(norm.graph, operator.getitem, (norm, 1), like=norm)
+                mean = insert(norm.graph, operator.getitem, (norm, place), like=norm)
         self.note(arguments(norm)["x"], mean)
 
     def find(self, norm: Node) -> tuple[Node, list[Node]] | None:

@@ -28,7 +28,7 @@ from coda_inductor.graph.walk import base, chain, parts, readers
 from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.experts import grouped_mm
-from coda_inductor.semantic.norms import layer_norm, rms_norm_backward
+from coda_inductor.semantic.norms import NORMS
 
 
 @dataclass
@@ -39,16 +39,17 @@ class Uses:
         gemms: ``mm`` and ``addmm`` nodes of the forward pass that read the normalized n as A.
         wgrads: ``mm`` nodes that make a weight's gradient -> whether n (transposed) is their A;
             else it is their B.
-        backward: an RMSNorm's own backward node, if a gradient is wanted.
+        backward: the norm's own backward node, if a gradient is wanted.
         dgrads: the ``mm`` nodes whose sum is the gradient of n.
-        pivot: LayerNorm only: one value a row that is taken away from x, chosen by ``pivot``.
+        pivots: what is taken away from x, one value a row: as many as the norm has shifts, chosen
+            by ``pivot``.
     """
 
     gemms: list[Node] = field(default_factory=list)
     wgrads: dict[Node, bool] = field(default_factory=dict)
     backward: Node | None = None
     dgrads: list[Node] = field(default_factory=list)
-    pivot: Node | None = None
+    pivots: list[Node] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,13 +144,14 @@ def _is_wgrad(user: Node, node: Node) -> bool:
 
 def _gradient(norm: Node, statistics: list[Node], found: Uses) -> Refusal | None:
     readers = list(dict.fromkeys(user for output in statistics for user in output.users))
-    if norm.target is layer_norm and (readers or found.wgrads):
+    gradient_of = NORMS[norm.target].backward
+    if gradient_of is None and (readers or found.wgrads):
         return refuse("layer-norm-training", "in training, its gradient costs more than it saves")
     if not readers:
         return None
     (found.backward, *others) = readers
-    if others or found.backward.target is not rms_norm_backward:
-        return refuse("norm-statistics-read", "its rstd is read")
+    if others or found.backward.target is not gradient_of:
+        return refuse("norm-statistics-read", "its statistics are read")
     gradient = arguments(found.backward)["dy"]
     found.dgrads = terms(gradient) or []
     if not found.dgrads:
