@@ -31,6 +31,7 @@ import torch
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number, row, row_wise
+from coda_inductor.patterns.spellings import norms
 from coda_inductor.semantic import layer_norm
 
 
@@ -50,36 +51,17 @@ def functional(x, weight, bias, eps):
     return torch.layer_norm(x, (1,), weight, bias, eps)
 
 
-def spellings(variance):
-    """With weight and bias, with a weight only, and bare, most specific first."""
-
-    def times(x, eps):
-        return centered(x) * torch.rsqrt(variance(x) + eps)
-
-    def over(x, eps):
-        return centered(x) / torch.sqrt(variance(x) + eps)
-
-    def weighted(x, weight, eps):
-        return weight * times(x, eps)
-
-    def weighted_over(x, weight, eps):
-        return weight * over(x, eps)
-
-    def early(x, weight, eps):
-        return torch.rsqrt(variance(x) + eps) * (weight * centered(x))
-
-    def early_over(x, weight, eps):
-        return (weight * centered(x)) / torch.sqrt(variance(x) + eps)
-
-    with_weight = (weighted, weighted_over, early, early_over)
-    return *map(biased, with_weight), *with_weight, times, over
-
-
 def biased(weighted):
     def affine(x, weight, bias, eps):
         return weighted(x, weight, eps) + bias
 
     return affine
+
+
+def spellings(variance):
+    """With weight and bias, with a weight only, and bare: most specific first."""
+    weighted, bare = norms(centered, variance)
+    return *map(biased, weighted), *weighted, *bare
 
 
 def _arguments(match: Match):
@@ -89,11 +71,7 @@ def _arguments(match: Match):
 
 PATTERN = Pattern(
     name="layer_norm",
-    idioms=(
-        functional,
-        *spellings(by_squares),
-        *spellings(by_var),
-    ),
+    idioms=(functional, *spellings(by_squares), *spellings(by_var)),
     op=layer_norm,
     arguments=_arguments,
     conditions=(constant("eps"), row_wise("weight", "bias")),

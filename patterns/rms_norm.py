@@ -28,47 +28,15 @@ import torch
 
 from coda_inductor import Match, Pattern, value
 from coda_inductor.patterns.conditions import constant, number, row, row_wise
+from coda_inductor.patterns.spellings import norms
 from coda_inductor.semantic import rms_norm
 
 
-def shifted(x, eps):
-    return x.pow(2).mean(-1, keepdim=True) + eps
+def mean_square(x):
+    return x.pow(2).mean(-1, keepdim=True)
 
 
-def root(x, eps):
-    return torch.sqrt(shifted(x, eps))
-
-
-def inverse(x, eps):
-    return torch.rsqrt(shifted(x, eps))
-
-
-def last(x, weight, eps):
-    return weight * (inverse(x, eps) * x)
-
-
-def early(x, weight, eps):
-    return inverse(x, eps) * (weight * x)
-
-
-def folded(x, weight, eps):
-    return x * (inverse(x, eps) * weight)
-
-
-def bare(x, eps):
-    return inverse(x, eps) * x
-
-
-def last_over(x, weight, eps):
-    return weight * (x / root(x, eps))
-
-
-def early_over(x, weight, eps):
-    return (weight * x) / root(x, eps)
-
-
-def bare_over(x, eps):
-    return x / root(x, eps)
+WEIGHTED, BARE = norms(lambda x: x, mean_square)
 
 
 def functional(x, weight, eps):
@@ -86,7 +54,7 @@ def _arguments(match: Match):
 
 PATTERN = Pattern(
     name="rms_norm",
-    idioms=(functional, last, early, folded, bare, last_over, early_over, bare_over),
+    idioms=(functional, *WEIGHTED, *BARE),
     op=rms_norm,
     arguments=_arguments,
     conditions=(constant("eps", none=True), row_wise("weight")),

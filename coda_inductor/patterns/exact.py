@@ -219,6 +219,13 @@ def _var_mean(
     return square.mean(dims, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
+def _vector_norm(
+    _cls: Any, x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any
+) -> Any:
+    assert order == 2, "the Euclidean norm"
+    return torch.sqrt((x * x).sum(dims, keepdim=keepdim))
+
+
 def _var(*args: Any, **how: Any) -> Any:
     return _var_mean(*args, **how)[0]
 
@@ -268,6 +275,7 @@ Exact.specials.update({
     "_local_scalar_dense": _read, "log_sigmoid_forward": lambda _, x: (-F.softplus(-x), x),
     "_to_copy": _copy, "clone": _copy, "sum": _sum, "mean": _mean, "var": _var,
     "var_mean": _var_mean, "native_layer_norm": _layer_norm, "logsumexp": _logsumexp,
+    "linalg_vector_norm": _vector_norm, "ones_like": lambda _, x, **__: x * 0 + 1,
     "_log_softmax": _log_softmax, "nll_loss_forward": _nll_loss,
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
 })  # fmt: skip

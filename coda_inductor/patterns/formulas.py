@@ -41,7 +41,13 @@ def _piecewise(condition: Any, yes: Any, no: Any) -> sympy.Expr:
 
 
 def _maximum(x: Any, y: Any) -> sympy.Expr:
-    return _piecewise(x > y, x, y)
+    return _piecewise(_greater(x, y), x, y)
+
+
+def _greater(x: Any, y: Any) -> Any:
+    """``x > y``; of a root and a number as of their squares, as which others write it."""
+    root = isinstance(x, sympy.Pow) and x.exp == sympy.Rational(1, 2)
+    return x.base > y**2 if root and y.is_nonnegative else x > y
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:

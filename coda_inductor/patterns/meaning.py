@@ -9,7 +9,7 @@ where annotated ``float``, numbers::
 and gets ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, both of which joint graphs show
 as one node. The digest is of the file's content: an edited file has another op and other cache
 keys, and two files never share one by accident. The gradient is torch's own, of the meaning, unless
-the author gives one.
+the author gives one. A norm's author writes its scale (``Pattern.norm``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coda_inductor.matching import Match, value
 from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.define import define
+from coda_inductor.semantic.norms import define_norm
 
 #: Where the loader leaves the digest of a file's content, for the functions defined in it.
 DIGEST = "__coda_digest__"
@@ -137,6 +138,28 @@ def op_of(
         name=name,
         pointwise=True,
     )
+
+
+def norm_of(name: str, scale: Callable[..., Tensor], values: tuple[Any, ...]) -> OpOverload:
+    """The semantic op of a norm, as ``Pattern.norm`` describes it, made on the first call for its
+    name and content. ``values`` are for the numbers of ``scale``, to try it."""
+    first, *numbers = Signature(scale).names
+    if Signature(scale).tensors != (first,) or first not in ("mean_square", "sum_square"):
+        raise PatternError(
+            f"norm {name}: scale takes mean_square or sum_square and numbers annotated float"
+        )
+    squares = torch.tensor([0, *(10.0**i for i in range(-9, 10, 3))], dtype=torch.float64)
+    slopes = torch.autograd.functional.jacobian(lambda s: scale(s, *values), squares)
+    if (scale(squares, *values) <= 0).any() or not torch.equal(slopes, slopes.diag().diag()):
+        raise PatternError(
+            f"norm {name}: scale is not positive, not of each row by itself, or has no derivative "
+            "somewhere, be it at a row of zeros"
+        )
+    op_name = f"{name}_{_digest(name, scale)}"
+    known = getattr(torch.ops.coda_inductor, op_name, None)
+    if known is not None:
+        return known.default
+    return define_norm(name, scale, numbers, op_name=op_name, of_sum=first == "sum_square")
 
 
 def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:

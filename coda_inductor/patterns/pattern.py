@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coda_inductor.errors import PatternError
-from coda_inductor.matching import Idiom, Match
-from coda_inductor.patterns.meaning import Signature, op_of
+from coda_inductor.matching import Idiom, Match, value
+from coda_inductor.patterns.conditions import constant, number, row, row_wise
+from coda_inductor.patterns.meaning import Signature, norm_of, op_of
 from coda_inductor.refusal import Refusal, refuse
+from coda_inductor.semantic.define import parameters
 
 #: A side condition: None if it holds, else why the pattern must not fire.
 Condition = Callable[[Match], "Refusal | str | None"]
@@ -69,6 +71,45 @@ class Pattern:
             self._define()
         elif self.arguments is None or not self.idioms:
             raise PatternError(f"pattern {self.name}: with op, give idioms and arguments too")
+
+    @classmethod
+    def norm(
+        cls,
+        name: str,
+        scale: Callable[..., Any],
+        idioms: tuple[Callable[..., Any], ...],
+        **how: Any,
+    ) -> Pattern:
+        """The pattern of a norm ``x * scale * weight`` over the last dimension; its op, gradient
+        and deferral past GEMMs follow from ``scale``.
+
+        Args:
+            name: see :class:`Pattern`.
+            scale: a positive elementwise torch function of ``mean_square`` or ``sum_square``, the
+                mean or the sum of the squares of each row of x, and of numbers.
+            idioms: of x, these numbers and, where there is one, weight.
+            how: ``conditions``; ``example``, with numbers for which 0.5 is no good example.
+        """
+        numbers = parameters(scale)[1:]
+        example = {**dict.fromkeys(numbers, 0.5), **how.get("example", {})}
+        for idiom in idioms:
+            if {*parameters(idiom)} - {"weight"} != {"x", *numbers}:
+                expected = ", ".join(("x", *numbers))
+                raise PatternError(f"norm {name}: an idiom takes {expected} and may take weight")
+
+        def arguments(match: Match) -> tuple[Any, ...]:
+            given = [number(match, n) for n in numbers]
+            return (match.bound["x"], row(match, "weight"), *given, value(match.root).dtype)
+
+        return cls(
+            name,
+            idioms,
+            op=norm_of(name, scale, tuple(example[n] for n in numbers)),
+            arguments=arguments,
+            conditions=(constant(*numbers), row_wise("weight"), *how.get("conditions", ())),
+            result=0,
+            example={"x": (2, 3), "weight": (3,), **example},
+        )
 
     def _define(self) -> None:
         """Fill in what follows from the meaning."""

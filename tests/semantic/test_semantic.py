@@ -25,7 +25,7 @@ from coda_inductor.semantic.experts import (
 from coda_inductor.semantic.fp8 import quantize, scaled_mm
 from coda_inductor.semantic.fp8_linear import fp8_linear
 from coda_inductor.semantic.loss import cross_entropy, cross_entropy_backward, row_logsumexp
-from coda_inductor.semantic.norms import layer_norm, rms_norm, rms_norm_backward
+from coda_inductor.semantic.norms import NORMS, layer_norm, rms_norm
 from coda_inductor.semantic.rotary import rotate, rotate_heads, rotate_pairs
 
 D, EPS = 6, 1e-2
@@ -79,7 +79,7 @@ def test_backward_ops_skip_what_is_not_needed(mask):
     x, weight, dy, up = randn(3, D), randn(D), randn(3, D), randn(3, D)
     _, rstd = rms_norm(x, weight, EPS, x.dtype)
     for op, given in (
-        (rms_norm_backward, (dy, x, weight, rstd)),
+        (NORMS[rms_norm].backward, (dy, x, weight, rstd)),
         (swiglu_backward, (dy, x, up)),
     ):
         full, some = op(*given, [True] * 2), op(*given, [*mask])
@@ -94,7 +94,13 @@ def examples(dtype):
         layer_norm: (x.requires_grad_(), weight.requires_grad_(), weight, EPS, dtype),
         rms_norm: (x.requires_grad_(), weight.requires_grad_(), EPS, dtype),
         swiglu: (x, up.requires_grad_()),
-        rms_norm_backward: (up.detach(), x.detach(), weight.detach(), rstd.detach(), [True] * 2),
+        NORMS[rms_norm].backward: (
+            up.detach(),
+            x.detach(),
+            weight.detach(),
+            rstd.detach(),
+            [True] * 2,
+        ),
         swiglu_backward: (up.detach(), x.detach(), up.detach(), [True, False]),
         clamped: (x, up, 1.7, 7.0),
         clamped_backward: (up.detach(), x.detach(), up.detach(), 1.7, 7.0, [True, False]),

@@ -38,7 +38,6 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.rewrite.fp8.scales import Source
 from coda_inductor.rewrite.norm.forward import statistics
 from coda_inductor.rewrite.norm.uses import input_refusal
-from coda_inductor.rewrite.norm.pivot import shifted
 from coda_inductor.semantic.norms import NORMS
 
 
@@ -50,9 +49,9 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
     if is_cast(result) and fake(result.all_input_nodes[0]).dtype == torch.float32:
         result = base(result.all_input_nodes[0])
     norm = next(iter(result.all_input_nodes), result)
-    if result.target is not operator.getitem or norm.target not in NORMS or shifted(norm):
+    known = NORMS.get(norm.target)
+    if result.target is not operator.getitem or known is None or known.mean is not None:
         return None
-    name = NORMS[norm.target].name
     reads = _reads(result)
     casts = [user for user, _ in reads if is_cast(user) and fake(user).dtype == quantized]
     others = [read for read in reads if read[0] not in casts]
@@ -60,9 +59,9 @@ def wait(graph: Graph, nodes: list[Node], scope: Scope, record: Record) -> Sourc
     others = [read for read in others if read[0] not in nodes]
     why = _refusal(norm, others, scope, record)
     if why is not None:
-        record.refuse(name, place(norm), why)
+        record.refuse(known.name, place(norm), why)
         return None
-    put = Put(graph, like=norm, pattern=(name, norm.name))
+    put = Put(graph, like=norm, pattern=(known.name, norm.name))
     made = statistics(put, norm, fake(result).dtype, [])
     kept = [part for i, part in parts(norm).items() if i > 0]
     for part in kept:

@@ -9,16 +9,16 @@ After, where every dz is made in the epilogue of a GEMM (through SwiGLU)::
 
     zs = dz * scale;  dot = sum of rowsum(dz * z)         (both where dz is made)
     s = sum of zs @ W.T                                   one GEMM or several, its epilogue:
-    dx = s * gamma + slope * x                            RMSNorm's is -(scale**2 / d) * dot
+    dx = s * gamma - (scale**2 / d) * dot * bend * x
     dgamma = colsum(s * x)                                (partials)
     dW = h.T @ zs                                         h: as the forward stored it
 
 and elsewhere (attention makes dz, or the caller) s = (sum of dz @ W.T) * scale, zs only for dW.
 
-Why it is valid: scale depends on the row by one sum alone, whose derivative is x times a number, so
-that with nh = x scale and p = dn gamma, dx = scale p + slope x, slope being rowsum(p nh) times what
-the norm's record knows of its statistics. s = scale dn (R1). rowsum(p nh) = rowsum((dz W^T) n)
-= rowsum(dz (n W)) (R3), n W being z. n = D_scale h, transposed and multiplied with dz, is dW (R4).
+Why it is valid: with nh = x scale and p = dn gamma, ``norm_backward`` says
+dx = scale (p - nh rowmean(p nh) bend), bend being a statistic of the norm's, or one (RMSNorm).
+s = scale dn (R1). rowsum(p nh) = rowsum((dz W^T) n) = rowsum(dz (n W)) (R3), n W being z.
+n = D_scale h, transposed and multiplied with dz, is dW (R4).
 
 Rounding: zs and z are rounded to 16 bits. Where W has a singular value much larger than the others
 and dz hardly any of its direction, that error is all there is in dx: 40 times eager's at 1000 times
@@ -32,6 +32,8 @@ GEMM, so that a kernel of Inductor's finishes dx.
 
 from __future__ import annotations
 
+import functools
+
 from torch.fx import Graph, Node
 
 from coda_inductor.graph.edit import Put, prune, settle
@@ -39,7 +41,7 @@ from coda_inductor.graph.gemms import gemm_inputs
 from coda_inductor.graph.nodes import arguments, aten, fake, is_transpose, renames
 from coda_inductor.graph.sides import Scope
 from coda_inductor.graph.walk import base, parts, readers
-from coda_inductor.rewrite.norm.forward import Deferred, Product, traced
+from coda_inductor.rewrite.norm.forward import Deferred, Product
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.rewrite.recompute import KEEP
 
@@ -113,7 +115,7 @@ def _gradients(
     """The new results of ``backward``, by their index. Only they count as the pattern: the scale
     and the row sums may end up in an epilogue while these do not. ``early``: the row scale is in
     the dz already."""
-    put = Put(graph, like=backward, pattern=(f"{norm.record.name}_backward", backward.name))
+    put = Put(graph, like=backward, pattern=(f"{norm.name}_backward", backward.name))
     given, scale = arguments(backward), norm.statistics[0]
     s, x, gamma, needs = (given[name] for name in ("dy", "x", "weight", "needs"))
     wide = fake(scale).dtype
@@ -124,8 +126,8 @@ def _gradients(
     if needs[0]:
         p = s if gamma is None else put.mul(s, put.cast(gamma, wide))
         dot = _dot(Put(graph, like=backward), p, x_wide, norm, products)
-        function, read = norm.record.slope, (x_wide, *norm.statistics, *norm.numbers)
-        slope = traced(put, backward, function, dot, *read)
+        dot = functools.reduce(put.mul, norm.statistics[1:], dot)
+        slope = put.mul(put.mul(put.mul(scale, scale), dot), -1.0 / fake(x).shape[-1])
         results[0] = put.cast(put.add(p, put.mul(x_wide, slope)), fake(x).dtype)
     if needs[1]:
         results[1] = put.cast(put.column_sum(put.mul(s, x_wide)), fake(gamma).dtype)
@@ -133,8 +135,8 @@ def _gradients(
 
 
 def _dot(put: Put, p: Node, x: Node, norm: Deferred, products: list[Product] | None) -> Node:
-    """rowsum(dn * gamma * nh), shaped like the scale: from the products where they are known, else from
-    p = scale dn * gamma."""
+    """rowsum(dn * gamma * nh), shaped like the scale: from the products where they are known, else
+    from p = scale dn * gamma."""
     if products is None:
         return put.row_sum(put.mul(p, x))
     wide = fake(p).dtype

@@ -34,7 +34,7 @@ from coda_inductor.record import Record
 from coda_inductor.refusal import Refusal, failed, refuse
 from coda_inductor.rewrite.norm.backward import differentiate
 from coda_inductor.rewrite.norm.forward import defer
-from coda_inductor.rewrite.norm.pivot import Means, shifted
+from coda_inductor.rewrite.norm.pivot import Means
 from coda_inductor.rewrite.norm.uses import Uses, input_refusal, uses
 from coda_inductor.semantic.fp8 import quantize
 from coda_inductor.semantic.norms import NORMS
@@ -75,7 +75,7 @@ def _quantized(norm: Node) -> bool:
         return user.target is operator.getitem or renames(user) or narrows
 
     _, users = readers(norm, same)
-    return not shifted(norm) and any(user.target is quantize for user in users)
+    return NORMS[norm.target].mean is None and any(user.target is quantize for user in users)
 
 
 def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Refusal:
@@ -84,7 +84,7 @@ def _judge(norm: Node, scope: Scope, means: Means, record: Record) -> Uses | Ref
     if isinstance(found, Refusal):
         return found
     why = _refusal(norm, found, scope, record)
-    if why is not None or not shifted(norm):
+    if why is not None or NORMS[norm.target].mean is None:
         return why or found
     rounded = record.plan.rounds(fake(gemm_inputs(found.gemms[0])[0]))
     pivot = means.choose(norm, found.dtype, rounded)

@@ -27,9 +27,7 @@ the product too, which Triton 3.6 fails to compile in some orders (docs/gotchas.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -41,26 +39,17 @@ from coda_inductor.graph.sizes import same
 from coda_inductor.graph.splice import splice
 from coda_inductor.rewrite.norm.uses import Uses
 from coda_inductor.semantic.define import statistics_dtype
-from coda_inductor.semantic.norms import NORMS, Norm
+from coda_inductor.semantic.norms import NORMS
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """What took the place of a norm.
+    """What took the place of a norm: the operand ``h`` (M, d) of its GEMMs; the ``statistics``
+    (..., 1) that its gradient reads, the row scale first, which is ``flat`` as (M, 1). Lists are
+    empty where there is none: ``gamma``, ``beta``; the ``shifts`` (M, 1) of what ``h`` was made of,
+    and the ``means`` (..., 1) of x."""
 
-    Attributes:
-        record: that of the norm.
-        numbers: what the norm's op was given for ``record.numbers``.
-        gamma, beta: vectors, those that there are.
-        h: the operand (M, d) of its GEMMs.
-        statistics: what its gradient reads, (..., 1); the row scale first.
-        flat: the row scale as (M, 1).
-        shifts: of ``h`` before gamma, (M, 1); none, or one.
-        means: of x, (..., 1); as many.
-    """
-
-    record: Norm
-    numbers: list[Any]
+    name: str
     gamma: list[Node]
     beta: list[Node]
     h: Node
@@ -99,23 +88,18 @@ def statistics(put: Put, norm: Node, dtype: torch.dtype, pivots: list[Node]) -> 
     record, given = NORMS[norm.target], arguments(norm)
     x, wide = given["x"], statistics_dtype(fake(given["x"]).dtype)
     gamma, beta = ([v for v in [given.get(name)] if v is not None] for name in ("weight", "bias"))
-    numbers = [given[name] for name in record.numbers]
     with put.graph.inserting_before(norm):
         pivots = [_shaped(put, pivot, x) for pivot in pivots]
         v = functools.reduce(put.sub, pivots, put.cast(x, wide))
-        rows, shifts = traced(put, norm, record.rows, v, dtype, *numbers)
+        args = (v, dtype, *(given[name] for name in record.numbers))
+        meta = {"coda_pattern": put.pattern}
+        rows, shifts = splice(put.graph, norm, record.rows, args, like=norm, meta=meta)
         h = functools.reduce(lambda h, vector: put.mul(h, put.cast(vector, wide)), gamma, v)
         h = put.reshape(put.cast(h, dtype), [-1, fake(x).shape[-1]])
         flat = put.reshape(rows[0], [-1, 1])
         means = [put.add(m, pivot) for m, pivot in zip(shifts, pivots, strict=True)]
         shifts = [put.reshape(m, [-1, 1]) for m in shifts]
-    return Deferred(record, numbers, gamma, beta, h, list(rows), flat, shifts, means)
-
-
-def traced(put: Put, before: Node, function: Callable[..., Any], *args: Any) -> Any:
-    """What a record's ``function`` computes, put before the node ``before``."""
-    meta = None if put.pattern is None else {"coda_pattern": put.pattern}
-    return splice(put.graph, before, function, args, like=put.like, meta=meta)
+    return Deferred(record.name, gamma, beta, h, list(rows), flat, shifts, means)
 
 
 def _shaped(put: Put, pivot: Node, x: Node) -> Node:
@@ -144,9 +128,7 @@ def _vectors(put: Put, gemm: Node, norm: Deferred) -> tuple[list[Node], list[Nod
     return colsums, [functools.reduce(put.add, added)] if added else []
 
 
-def _scale(
-    put: Put, gemm: Node, norm: Deferred, colsums: list[Node], added: list[Node]
-) -> Node:
+def _scale(put: Put, gemm: Node, norm: Deferred, colsums: list[Node], added: list[Node]) -> Node:
     """``gemm(h, W)`` with what ``_vectors`` says around the row scale; a bias that is no vector is
     added after that."""
     z = put.cast(put(aten.mm.default, norm.h, gemm_inputs(gemm)[1]), fake(norm.flat).dtype)

@@ -34,11 +34,6 @@ from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.norms import NORMS
 
 
-def shifted(norm: Node) -> bool:
-    """Does ``norm`` take its mean away from a row?"""
-    return NORMS[norm.target].mean is not None
-
-
 class Means:
     """The row means that LayerNorms have computed so far, by the tensor that they are of."""
 
