@@ -104,6 +104,7 @@ LAYER_NORMS = {
     "1 + w": lambda x, w, b: F.layer_norm(x, (D,), w + 1, b, EPS),
     "over the root": lambda x, w, b: centered(x)[0] / torch.sqrt(centered(x)[1]) * w + b,
     "weight first": lambda x, w, b: w * centered(x)[0] * torch.rsqrt(centered(x)[1]) + b,
+    "root and weight": lambda x, w, b: centered(x)[0] * (torch.rsqrt(centered(x)[1]) * w) + b,
     **{f.__name__: f for f in (cohere, squared_by_hand)},
 }
 
