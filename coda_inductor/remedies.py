@@ -189,7 +189,7 @@ _PLAIN = (
     "no-neighbours", "empty", "statistics-only", "fp8-terms", "no-store",
     "constant-tile", "head-columns", "head-distance", "shared-memory", "norm-no-gemm",
     "norm-squared", "not-read", "norm-statistics-read", "graph-output", "other-side",
-    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "copy", "not-elementwise",
+    "reduction-axis", "reduction-dtype", "transposed", "reshaped", "not-elementwise",
     "store-needless", "epilogue-full", "paired-tile-operand", "store-dtype", "logits-small",
     "logits-form", "rotary-shape", "heads-no-gemm", "heads-tables", "heads-layout", "heads-reduce",
     "heads-kernel", "heads-apart", "turns-gradient", "forward-mode", "not-recorded", "mask-form",

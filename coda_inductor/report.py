@@ -25,7 +25,7 @@ GROUNDS = {
     "unknown": "a guess: no GPU of its generation was measured, an H200's constants",
 }
 #: Codes of refusals that say: nothing after this GEMM is arithmetic on its result.
-_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read", "copy"})
+_IDLE = frozenset({"no-neighbours", "transposed", "graph-output", "not-read"})
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ Why it pays: t is neither written nor read. Two terms of full rank are one GEMM 
 whose epilogue adds the others; between them stood a term that no kernel reads with them.
 
 Leaves alone: a number times what anything but a small product reads; float16, in which a product
-that is scaled late may overflow; sums whose terms of full rank
-stand first already, or lie on two sides of the graph.
+that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
+sides of a checkpoint's border.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from coda_inductor.graph.edit import insert, prune
 from coda_inductor.graph.gemms import is_sum, low_rank
 from coda_inductor.graph.nodes import aten, fake, is_transpose, renames
-from coda_inductor.graph.sides import Scope, checkpoint
+from coda_inductor.graph.sides import checkpoint
 from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
@@ -44,9 +44,8 @@ def unburden(graph: Graph, record: Record) -> None:
     del record
     for node in [n for n in graph.nodes if n.target is aten.mul.Tensor]:
         _scale_products(graph, node)
-    scope = Scope(graph)
     for node in [n for n in graph.nodes if is_sum(n)]:
-        _full_rank_first(graph, node, scope)
+        _full_rank_first(graph, node)
 
 
 def _scale_products(graph: Graph, scaled: Node) -> None:
@@ -70,12 +69,12 @@ def _scale_products(graph: Graph, scaled: Node) -> None:
     prune([scaled])
 
 
-def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:
+def _full_rank_first(graph: Graph, total: Node) -> None:
     """Let ``total`` begin with its terms of full rank."""
     users = [*total.users]
-    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0], scope):
+    if len(users) == 1 and is_sum(users[0]) and _alike(total, users[0]):
         return  # a part of a longer sum
-    terms = _terms(total, total, scope)
+    terms = _terms(total, total)
     products = {t: base(t) for t in terms if base(t).target is aten.mm.default}
     full = [t for t, product in products.items() if not low_rank(product)]
     if len(full) < 2 or len(full) == len(products) or terms[: len(full)] == full:
@@ -88,17 +87,18 @@ def _full_rank_first(graph: Graph, total: Node, scope: Scope) -> None:
     prune([total])
 
 
-def _terms(node: Node, total: Node, scope: Scope) -> list[Node]:
+def _terms(node: Node, total: Node) -> list[Node]:
     """What is summed in ``node``, from left to right."""
     found: list[Node] = []
     for term in node.args:
-        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total, scope)
-        found += _terms(term, total, scope) if inner else [term]
+        inner = is_sum(term) and len(term.users) == 1 and _alike(term, total)
+        found += _terms(term, total) if inner else [term]
     return found
 
 
-def _alike(part: Node, total: Node, scope: Scope) -> bool:
-    """May the sum ``part`` be made anywhere in ``total``?"""
+def _alike(part: Node, total: Node) -> bool:
+    """May the sum ``part``, which only ``total`` reads, be made anywhere in it? What one node reads
+    alone lies on the same side of the graph."""
     one, other = fake(part), fake(total)
     same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and scope.same_side(part, total) and checkpoint(part) == checkpoint(total)
+    return same_kind and checkpoint(part) == checkpoint(total)

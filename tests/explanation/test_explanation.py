@@ -7,15 +7,18 @@ from __future__ import annotations
 import functools
 import html
 import re
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from harness import Harness, Stock
+from passes import aten_graph
 from torch import nn
 
 from coda_inductor import OptionError, explain
+from coda_inductor.explanation import build
 from coda_inductor.explanation.result import Explanation
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.report import SiteReport, fold, traffic_words
@@ -251,6 +254,16 @@ def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
     assert "kept" in said["cpu"].summary
     assert "kept" not in said["meta"].summary
     assert any("Torch itself finds no gradient" in note for note in said["meta"].notes)
+
+
+def test_views_of_one_tensor_are_kept_once():
+    def function(x):
+        y = x.sin()
+        return y, y.view(-1), y.chunk(2)[0], x.view(-1), y.sort().values
+
+    (output,) = aten_graph(function, torch.empty(4, 6)).find_nodes(op="output")
+    kept = build._saved(types.SimpleNamespace(saved=output.args[0]))
+    assert [each.bytes for each in kept] == 2 * [4 * 4 * 6]
 
 
 #: Where a page may fetch something from.

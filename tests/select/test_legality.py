@@ -83,7 +83,7 @@ MIXED = replace(FP8, a_dtype=E5M2)
 
 @pytest.mark.parametrize(
     ("program", "arch", "code"),
-    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 12, None),
+    [(MIXED, 9, None), (MIXED, 10, "fp8-mixed"), (MIXED, 11, "fp8-mixed"), (MIXED, 12, None),
      (EXPERTS, 9, None), (EXPERTS, 10, "grouped-arch"), (EXPERTS, 12, "grouped-arch")],
 )  # fmt: skip
 def test_what_has_no_kernel_on_a_generation(program, arch, code, generation):

@@ -178,8 +178,6 @@ def _shapes(query: Any, key: Any, val: Any, result: Any) -> Refusal | None:
 def _site(call: Node, arguments: Mapping[str, Any], body: Body) -> _Site | Refusal:
     mask, home = arguments["attn_mask"], body
     while mask in home.outer and home.around is not None:
-        if _written_to(mask, home.graph):
-            return refuse("mask-mutated", "an in-place op changes it")
         mask, home = home.outer[mask], home.around
     if home.around is not None and mask.op == "placeholder":
         return refuse("mask-region", "it is handed to a region that is called several times")
