@@ -80,8 +80,8 @@ REFUSED = {
     ),
     "dtypes": (lambda a, b: (a, [b[0], b[1].half()]), "one 16-bit dtype"),
     "float32": (lambda a, b: ([x.float() for x in a], [x.float() for x in b]), "16-bit dtype"),
-    "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands are not a legal"),
-    "an odd address": (lambda a, b: (a, [b[0], off(F, N)]), "right operands are not a legal"),
+    "one matrix twice": (lambda a, b: ([a[0], a[0]], b), "left operands is not a legal"),
+    "an odd address": (lambda a, b: (a, [b[0], off(F, N)]), "right operands is not a legal"),
 }
 
 
