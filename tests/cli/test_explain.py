@@ -88,7 +88,7 @@ def test_wrong_usage_is_a_message_and_exit_code_2(target, arguments, says, capsy
 def test_sizes_are_positive(command, name, value, capsys):
     with pytest.raises(SystemExit):
         main([command, "--hf", "llama", f"--{name}", value])
-    assert f"{value!r} is no positive number" in capsys.readouterr().err
+    assert f"{value!r} is not a positive number" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")

@@ -182,7 +182,7 @@ def test_a_step_has_one_total():
     found = Explanation("m", "cpu", training=True, sites=[site(how="kernel", refusal=None)])
     assert "ms" not in found.summary
     found.ms = (143.4, 36.04)
-    said = "143 -> 36 ms (within 16 %, as found on an H200)"
+    said = "143 -> 36 ms (within 16 %, as measured on an H200)"
     assert f"on an H100 a training step takes about {said}" in found.summary
     assert "143 \u2192 36 ms a step on an H100 (within" in words(found.html())
     found.gpu = "an H200"
@@ -250,7 +250,7 @@ def test_a_loss_on_meta_tensors_has_nothing_to_compare_with():
     assert not said["meta"].comparable
     assert "kept" in said["cpu"].summary
     assert "kept" not in said["meta"].summary
-    assert any("Torch itself finds no gradient" in note for note in said["meta"].notes)
+    assert any("Torch itself has no gradient" in note for note in said["meta"].notes)
 
 
 #: Where a page may fetch something from.
