@@ -119,7 +119,7 @@ def _hazard(match: Match, hazards: Hazards) -> Refusal | None:
     leaves = _leaves(match)
     wide = next((n for n in covered if _widens(n)), None)
     if wide is not None:
-        return refuse("float64-mixed", f"{wide.name} casts to float64, but its input is not")
+        return refuse("float64-mixed", f"{wide.name} casts to float64, its input has less")
     bound = [t for v in match.bound.values() if isinstance(t := value(v), torch.Tensor)]
     inputs = {t.dtype for t in bound if t.is_floating_point()}
     if torch.float64 in inputs and len(inputs) > 1:

@@ -55,10 +55,10 @@ def test_a_hugging_face_model_needs_no_weights(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explain"], "give either"),
+        (["explain"], "name either"),
         (["explain", "nowhere.py:make"], "no such file"),
         (["explain", "no_such_module:make"], "No module named"),
-        (["explain", "make"], "names no function"),
+        (["explain", "make"], "does not name a function"),
         (["explain", "TARGET:absent"], "has no function 'absent'"),
         (["explain", "TARGET:wrong"], "must return (model, args)"),
         (["explain", "TARGET:make", "--option", "gate"], "write KEY=VALUE"),
