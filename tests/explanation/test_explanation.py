@@ -168,9 +168,7 @@ def test_what_is_shown_is_what_would_run_on_the_gpu_that_is_named():
     with torch.no_grad():
         gated = explain(Residual().bfloat16(), X)
         kernels = explain(Residual().bfloat16(), X, gpu="H200", options={"gate": "always"})
-        with pytest.raises(
-            OptionError, match=r"'h20' \(did you mean 'h200'\?\), only of h100, h2"
-        ):
+        with pytest.raises(OptionError, match=r"'h20' \(did you mean 'h200'\?\), only of h100, h2"):
             explain(Residual(), X, gpu="h20")
     assert not gated.fused
     assert "the host is the limit" in str(gated)
