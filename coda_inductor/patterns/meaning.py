@@ -6,10 +6,10 @@ where annotated ``float``, numbers::
 
     def mish_glu(gate, up): return F.mish(gate) * up
 
-and gets ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, both of which joint graphs show
-as one node. The digest is of the file's content: an edited file has another op and other cache
-keys, and two files never share one by accident. The gradient is torch's own, of the meaning, unless
-the author gives one.
+and gets ``coda_inductor::mish_glu_<digest>`` and ``..._backward``, each of which is one node in
+joint graphs. The digest is of the file's content: an edited file has another op and other cache
+keys, and two files never share an op by accident. The gradient is torch's own, of the meaning,
+unless the author writes one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_inductor.patterns.conditions import constant, number
 from coda_inductor.refusal import Refusal, refuse
 from coda_inductor.semantic.define import define
 
-#: Where the loader leaves the digest of a file's content, for the functions defined in it.
+#: The global in which the loader stores the digest of a file's content, for its functions.
 DIGEST = "__coda_digest__"
 
 
@@ -57,8 +57,8 @@ class Signature:
                 )
             if parameter.name in ("dy", "needs"):
                 raise PatternError(
-                    f"meaning {function.__name__}: its gradient has a parameter {parameter.name} "
-                    "too: give this one another name"
+                    f"meaning {function.__name__}: its gradient also has a parameter "
+                    f"{parameter.name}: rename this one"
                 )
         self.names = tuple(p.name for p in parameters)
         numbers = (float, int, "float", "int")
@@ -71,7 +71,7 @@ class Signature:
         return name not in self.tensors
 
     def arguments(self, match: Match) -> tuple[Any, ...]:
-        """What the idiom bound, in the meaning's order."""
+        """The values that the idiom bound, in the meaning's order."""
         bound = match.bound
         return tuple(number(match, n) if self.is_number(n) else bound[n] for n in self.names)
 
@@ -97,12 +97,12 @@ class Signature:
 def op_of(
     name: str, meaning: Callable[..., Tensor], gradient: Callable[..., Any] | None = None
 ) -> OpOverload:
-    """The semantic op of ``meaning``, made on the first call for its name and content.
+    """The semantic op of ``meaning``, created at the first call for its name and content.
 
     Shapes and dtypes: all tensors of one shape; the result has it too, in the promoted dtype.
     ``gradient(dy, *parameters)`` returns one gradient for each tensor parameter; without it, it is
-    torch's vector-Jacobian product of ``meaning``. Gradients are typed like their inputs; one that
-    is not needed comes back as an empty tensor.
+    torch's vector-Jacobian product of ``meaning``. Gradients have the dtypes of their inputs; one
+    that is not needed is returned as an empty tensor.
 
     Raises:
         PatternError: the meaning closes over variables, or has parameters that an op cannot have.
@@ -140,8 +140,8 @@ def op_of(
 
 
 def _in_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with all tensors in their promoted dtype: the matcher looks through casts, and
-    the op must not compute anything in a narrower type than the idiom did."""
+    """``function`` with all tensors in their promoted dtype: the matcher skips casts, and the op
+    must not compute in a narrower type than the idiom."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
@@ -180,7 +180,7 @@ def _backward_definition(
             def of(*tensors: Tensor) -> Tensor:
                 return meaning(**{**bound, **dict(zip(wanted, tensors, strict=True))})
 
-            # Of clamp torch has a gradient that writes in place, which no epilogue does.
+            # Torch's gradient of clamp writes in place, which an epilogue cannot.
             @torch.func.functionalize
             def pull(dy: Tensor, *tensors: Tensor) -> Any:
                 return torch.func.vjp(of, *tensors)[1](dy)

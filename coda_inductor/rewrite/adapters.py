@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: what products of low rank take from those beside which they run.
+"""Adapters: low-rank products must not keep other work out of epilogues.
 
 Before (``r`` the rank of A (r, K) and B (N, r), s a number)::
 
@@ -11,11 +11,12 @@ After::
     dh = (dy @ B) * s;  dB = (dy.T @ h) * s
     dx = ((du @ W_u + dg @ W_g) + dh_u @ A_u) + dh_g @ A_g
 
-Why it is valid: a number commutes with a product, terms with one another. Both round as often as
-before, elsewhere.
+Why it is valid: a number commutes with a product, and terms commute with each other. Values are
+rounded as often as before, at other steps.
 
 Why it pays: t is neither written nor read. Two terms of full rank are one GEMM (``fuse.sums``),
-whose epilogue adds the others; between them stood a term that no kernel reads with them.
+whose epilogue adds the others; before, a term between them that no kernel reads with them prevented
+that.
 
 Leaves alone: a number times what anything but a small product reads; float16, in which a product
 that is scaled late may overflow; sums whose terms of full rank stand first already, or lie on two
@@ -35,7 +36,7 @@ from coda_inductor.graph.sizes import hint
 from coda_inductor.graph.walk import base, readers
 from coda_inductor.record import Record
 
-#: So many times as large as a product must be what is no longer scaled.
+#: The tensor that is no longer scaled must be at least this many times as large as a product.
 _SMALLER = 8
 
 
@@ -49,7 +50,7 @@ def unburden(graph: Graph, record: Record) -> None:
 
 
 def _scale_products(graph: Graph, scaled: Node) -> None:
-    """Scale the products of ``scaled``, a tensor times a number, in its stead."""
+    """Scale the products of ``scaled``, a tensor times a number, instead of the tensor."""
     x, number = scaled.args
     if not isinstance(number, (int, float)) or fake(scaled).dtype == torch.float16:
         return

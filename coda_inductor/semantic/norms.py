@@ -33,7 +33,7 @@ def rms_norm_backward_definition(
 
     With ``n = x * rstd`` and ``p = dy * weight``: ``dx = rstd * (p - n * mean(p * n, -1))`` and
     ``dweight = sum(dy * n)`` over all rows (the derivative of ``rms_norm_definition``). ``needs``
-    says which of the two are wanted; the other comes back as an empty tensor.
+    tells which of the two are needed; the other is returned as an empty tensor.
     """
     normalized = x.to(rstd.dtype) * rstd
     wide = dy.to(rstd.dtype)
